@@ -76,6 +76,7 @@ class Job:
         False, all; auto, as the planner finds best.
       profile: JSON file with the cost of each operator; left out, it is estimated.
       device: kind of device to estimate for, such as H100; left out, a CPU core.
+      fresh_profile: measure the operators on a CPU of this machine, even if a measurement is kept.
       gradient_dtype: in which gradients of narrower parameters are added up; left out, float32.
       time_limit: seconds that solvers may take for the whole plan, with --memory.
       compile: compile the step on simulated CPU devices, for the bytes that XLA reserves there, which --memory then
@@ -94,6 +95,7 @@ class Job:
     unroll_scans: bool | int | Literal["auto"] = "auto"
     profile: Path | None = None
     device: str | None = None
+    fresh_profile: bool = False
     gradient_dtype: str | None = None
     time_limit: float = 60.0
     compile: bool = False
@@ -266,12 +268,14 @@ def planned(job: Job) -> "Pipeline":
         )
     if job.profile is not None and job.device is not None:
         raise UsageError("--profile has the costs of operators, so there is nothing to estimate for --device.")
+    if job.fresh_profile and (job.profile is not None or job.device is not None):
+        raise UsageError("--fresh-profile measures on this machine; leave out --profile and --device.")
     axes = {"data": job.replicas} if job.replicas > 1 else {}
     axes["stage"] = count // job.replicas
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=simulate_devices(count)[:count])
     model, batch, loss, optimizer = load(job.model)
 
-    given = "analytic" if job.device is None else EstimateFor(job.device)
+    given = "measured" if job.fresh_profile else "analytic" if job.device is None else EstimateFor(job.device)
     if job.profile is not None:
         given = Profile.from_json(job.profile.read_text(encoding="utf-8"))
     with _command_line():
@@ -282,6 +286,7 @@ def planned(job: Job) -> "Pipeline":
             gradient_dtype=job.gradient_dtype,
             time_limit=job.time_limit,
             compile=job.compile,
+            fresh_profile=job.fresh_profile,
         )
         arguments = {
             "loss": loss,

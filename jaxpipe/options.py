@@ -63,6 +63,8 @@ class PlanOptions:
         the type of their parameter; left out: float32. The mean is rounded once to the parameter's type, in which the
         optimizer gets it; ``gradients.master_weights`` gets it as it is. ``jnp.bfloat16`` saves 2 bytes for each
         bfloat16 parameter, and rounds every sum.
+      fresh_profile: measure the operators again, with ``profile="measured"``, and keep that instead of what is kept of
+        this program: after a measurement on a busy machine. The plan tells when its profile was measured.
 
     Raises:
       PartitionError: if a field has a value that is none of these.
@@ -88,6 +90,7 @@ class PlanOptions:
     on_nonfinite: Literal["raise", "skip"] | None = None
     unroll_scans: int | Literal["auto"] = "auto"
     gradient_dtype: DTypeLike | None = None
+    fresh_profile: bool = False
 
     def __post_init__(self) -> None:
         if self.zero not in (0, 1):

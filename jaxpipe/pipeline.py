@@ -41,6 +41,7 @@ from jaxpipe.runtime.hold_signals import hold_signals
 from jaxpipe.runtime.initialize_state import initial_sources, place_state
 from jaxpipe.runtime.interface import ForwardPass, Runtime, StepResults
 from jaxpipe.runtime.nonfinite_origin import NonFiniteOrigin
+from jaxpipe.runtime.recent import recent
 from jaxpipe.runtime.select_runtime import runtime_of
 from jaxpipe.runtime.state_arrays import off_mesh
 from jaxpipe.runtime.train_state import TrainState, take_over
@@ -76,7 +77,8 @@ class Pipeline:
         self._make_plan = make_plan
         self._ready = None if planned is None else (planned, runtime_of(planned))
         self._batch, *self._ahead = batches
-        self._forwards: dict[tuple[Hashable, ...], tuple[MicrobatchProgram, ForwardPass]] = {}
+        self._forwards: dict[Hashable, tuple[MicrobatchProgram, ForwardPass]] = {}
+        self._looked_at: set[str] = set()  # evaluate, predict: whether they train is looked at once
         self._lock = threading.Lock()
         self._weights = WeightWatch()
         self._folders: list[Directory] = []  # of checkpoints, in the order of their first use
@@ -578,10 +580,12 @@ class Pipeline:
         shapes = shard_batch.whole_shapes(self.mesh, check_batch.batch_shapes(batch), batch)
         leaves, treedef = jax.tree.flatten(shapes)
         key = name, treedef, tuple((x.shape, x.dtype) for x in leaves)
-        if key not in self._forwards:
+
+        def made() -> tuple[MicrobatchProgram, ForwardPass]:
             objective, batching = self._trace_forward(name, shapes)
-            self._forwards[key] = objective, self._runtime.forward(name, objective, shapes, batching)
-        return self._forwards[key]
+            return objective, self._runtime.forward(name, objective, shapes, batching)
+
+        return recent(self._forwards, key, made)
 
     def _trace_forward(self, name: str, shapes: PyTree) -> tuple[MicrobatchProgram, Batching]:
         function = self._functions[name]
@@ -600,7 +604,8 @@ class Pipeline:
         microbatch = with_rows(shapes, rows)
         trace = trace_loss if name == "evaluate" else trace_prediction
         objective = trace(planned.model, function, microbatch, name)
-        if not any(known == name for known, *_ in self._forwards):
+        if name not in self._looked_at:
+            self._looked_at.add(name)
             retrace = functools.partial(trace, planned.model, function, name=name)
             warn_if_training(objective, planned.model, name, rows, lambda n: retrace(with_rows(microbatch, n)))
         return objective, batching

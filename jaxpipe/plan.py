@@ -162,6 +162,7 @@ class Plan(Printed):
       microbatch_size: examples of one micro-batch.
       schedule: name of the table.
       profile: where the seconds come from, ``"measured"`` or ``"analytic"``.
+      measured: when they were measured, UTC, and whether that was kept from then: ``"2026-11-25 13:20, kept"``.
       step_seconds: predicted time of a step, without the optimizer.
       lower_bound_seconds: no cut and placement of this profile has a shorter step.
       schedule_bound_seconds: no order of these stages' work on these devices has a shorter step with as many stashes in
@@ -228,6 +229,7 @@ class Plan(Printed):
     compiled_stage_memory: tuple[dict[str, Count], ...] = ()
     axes: dict[str, Count] = dataclasses.field(default_factory=dict)
     fullest_in: tuple[str, ...] = ()
+    measured: str = dataclasses.field(default="", compare=False)
 
     @property
     def schedule_gap(self) -> float | None:
@@ -317,7 +319,8 @@ def _headline(plan: Plan) -> str:
     copies += "".join(f" x {axis} {count}" for axis, count in plan.axes.items())
     stages, batches = _counted(len(plan.stages), "stage"), _counted(plan.num_microbatches, "micro-batch", "es")
     text = f"{stages}{copies}, {batches} of {plan.microbatch_size}, {plan.schedule}\n"
-    text += f"step {seconds_text(plan.step_seconds)} ({plan.profile} profile"
+    measured = f" {plan.measured}" if plan.measured else " profile"
+    text += f"step {seconds_text(plan.step_seconds)} ({plan.profile}{measured}"
     text += f", at the rates of {plan.rates})" if plan.rates else ")"
     if len(plan.stages) > 1:
         text += f", bubble {plan.bubble_fraction:.1%}"

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import pathlib
 import resource
 import time
 
@@ -12,6 +13,7 @@ import pytest
 
 import jaxpipe
 from jaxpipe.checkpoint import steps
+from jaxpipe.errors import CheckpointError
 from tests.support.compare import assert_same_bits
 
 
@@ -91,6 +93,40 @@ def test_a_save_that_fails_is_told_by_all_who_wait(how, tmp_path):
                     checkpointer.wait()
     pipeline.save(state, tmp_path)
     assert steps(tmp_path) == [0]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("file", "File exists|Not a directory"),
+        ("file/below", "Not a directory"),
+        ("x" * 300, "File name too long"),
+        ("gs://bucket/run", "remote store"),
+        (pathlib.Path("gs://bucket/run"), "remote store"),
+        ("a\0b", "path of a folder"),
+        ("", "path of a folder"),
+        (3, "path of a folder"),
+    ],
+    ids=str,
+)
+def test_what_is_no_folder_is_told_as_such(name, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    pipeline = large_pipeline()
+    with pytest.raises(CheckpointError, match=message):
+        pipeline.save(pipeline.init(jax.random.key(0)), name)
+    with pytest.raises(CheckpointError, match=message):
+        jaxpipe.Checkpointer(pipeline, name)
+    with pytest.raises(CheckpointError):
+        pipeline.restore(name)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("options", [{"every": "3"}, {"every": 2.5}, {"every": None}, {"keep": True}, {"keep": "all"}])
+def test_counts_of_a_checkpointer_are_whole_numbers(options, tmp_path):
+    (name,) = options
+    with pytest.raises(CheckpointError, match=f"{name}=.* whole number"):
+        jaxpipe.Checkpointer(large_pipeline(), tmp_path, **options)
 
 
 def test_a_directory_has_one_checkpointer(tmp_path):

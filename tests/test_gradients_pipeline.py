@@ -166,6 +166,36 @@ def test_memory_is_predicted(stages, replicas, options):
     assert report.predicted_bytes[0] == pytest.approx(report.compiled_bytes[0], rel=0.16)
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("mode", ["own", "consensus"])
+def test_an_exchange_takes_the_memory_of_its_residuals_and_messages(mode):
+    """Four layers of 64 neurons in a stage: a block is a neuron's 64 weights, one goes out of each layer.
+
+    Messages are there twice, as they are sent and as they arrive, and arrive from two replicas.
+    """
+    model = jax.tree_util.Partial(models.mlp, models.init_mlp(jax.random.key(0), [64] * 9))
+    batch = jax.ShapeDtypeStruct((8, 64), "float32"), jax.ShapeDtypeStruct((8,), "int32")
+
+    def compiled(gradient_exchange):
+        pipe = jaxpipe.partition(
+            model,
+            mesh(),
+            batch,
+            loss=loss,
+            optimizer=optax.sgd(0.1, momentum=0.9),
+            num_microbatches=2,
+            profile="analytic",
+            gradient_exchange=gradient_exchange,
+        )
+        return pipe.memory_report().compiled_bytes
+
+    parameter_bytes, sent_bytes = 4 * 4 * (64 * 64 + 64), 4 * 4 * (64 + 1 + 64)
+    if mode == "consensus":
+        sent_bytes += 4 * 4 * (64 - 1)  # norms of all blocks, and no numbers
+    most = max(compiled("dense")) + parameter_bytes + (1 + REPLICAS) * sent_bytes
+    assert max(compiled(block_sparse(k=1, mode=mode))) <= most
+
+
 def test_half_precision_gradients_are_kept_in_full():
     """Steps of 2**-10 beside a residual of 1 would be lost in bfloat16."""
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), models.init_mlp(jax.random.key(0), [12, 16, 8]))

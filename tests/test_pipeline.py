@@ -527,3 +527,23 @@ def test_evaluations_and_predictions_may_call_the_model_several_times(runtime, k
     )
     with pytest.raises(PartitionError, match=r"evaluate uses Dense_0/kernel.*and none on the results of later ones"):
         twice.evaluate(twice.init(key), x)
+
+
+def test_programs_of_the_sizes_used_last_are_kept(monkeypatch):
+    monkeypatch.setattr("jaxpipe.runtime.recent.MOST_KEPT", 2)
+    model = jax.tree_util.Partial(lambda w, x: x @ w, jnp.ones((3, 1)))
+    pipeline = jaxpipe.partition(
+        model,
+        jax.make_mesh((1,), ("stage",), devices=jax.devices()[:1]),
+        jnp.ones((4, 3)),
+        loss=lambda f, x: f(x).mean(),
+        evaluate=lambda f, x: f(x).mean(),
+        optimizer=optax.sgd(0.5),
+        profile="analytic",
+    )
+    state = pipeline.init(jax.random.key(0))
+    for size in (1, 2, 1, 3, 2):
+        assert pipeline.evaluate(state, jnp.ones((size, 3)))["loss"] == 3
+        state, metrics = pipeline.step(state, jnp.zeros((size, 3)))
+        assert metrics["loss"] == 0
+    assert len(pipeline._forwards) == len(pipeline._runtime._compiled_steps) == 2

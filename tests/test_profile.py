@@ -167,6 +167,12 @@ def test_nodes_of_thousands_of_digits_are_put_in_order(tmp_path):
     assert Profile.from_pipedream(tmp_path / "graph.txt").names == tuple(f"{name} op" for name in reversed(names))
 
 
+@pytest.mark.parametrize("name", ["missing.txt", "."])
+def test_a_graph_that_cannot_be_read_is_named(name, tmp_path):
+    with pytest.raises(jaxpipe.errors.PartitionError, match=r"cannot be read: (No such file|Is a directory)"):
+        Profile.from_pipedream(tmp_path / name)
+
+
 LARGE = {
     "a size": (NODE.format("node1").replace("size=8", "size=1e308"), "must be a finite number .* below"),
     "a text": (NODE.format("node1").replace("size=8", "size=" + "x" * 10_000), "it must be a number or"),

@@ -1,6 +1,7 @@
 """Measuring programs in groups of operators, keeping what was measured, and profiling a model without a mesh."""
 
 import dataclasses
+import datetime
 import itertools
 import os
 import re
@@ -335,6 +336,47 @@ def test_measured_plans_repeat(own_cache):
     assert plans[0] == plans[1]
     assert profile_of(mlp(8), source="measured", num_microbatches=2).source == "measured"
     assert len(list(own_cache.iterdir())) == 1
+
+
+def test_a_plan_says_when_its_profile_was_measured(own_cache, stopwatch):
+    before = datetime.datetime.now(datetime.UTC)
+    first, again = (partitioned(mlp(8), stages=2, profile="measured").plan for _ in range(2))
+    fresh = partitioned(mlp(8), stages=2, profile="measured", options=jaxpipe.PlanOptions(fresh_profile=True)).plan
+    after = datetime.datetime.now(datetime.UTC)
+    times = {f"{time:%Y-%m-%d %H:%M}" for time in (before, after)}
+    assert first.measured in times and fresh.measured.split(",")[0] in times  # the stopwatch begins elsewhere then
+    assert again.measured == f"{first.measured}, kept"
+    assert f"(measured {first.measured}, kept)" in str(again)
+    assert jaxpipe.Plan.from_json(again.to_json()).measured == again.measured
+
+
+def test_a_kept_profile_has_the_load_of_the_machine(own_cache, stopwatch, monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (3.25, 1.0, 1.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    profile_of(mlp(8), source="measured")
+    measurement = profile_of(mlp(8), source="measured").measurement
+    assert (measurement.load, measurement.cores, measurement.kept) == (3.25, 2, True)
+    assert measurement.spread == pytest.approx(0.1, rel=1e-6)  # that of every program; times are sums of shares
+
+
+def test_a_profile_without_its_time_is_measured_again(own_cache, stopwatch):
+    """Older versions wrote such files."""
+    first = profile_of(mlp(8), source="measured")
+    (file,) = own_cache.iterdir()
+    file.write_text(dataclasses.replace(first, measurement=None).to_json())
+    timed = len(stopwatch)
+    assert not profile_of(mlp(8), source="measured").measurement.kept and len(stopwatch) > timed
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with a name")
+def test_a_pipe_in_the_place_of_a_kept_profile_is_passed_over(own_cache, stopwatch):
+    first = profile_of(mlp(8), source="measured")
+    (file,) = own_cache.iterdir()
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.warns(UserWarning, match="no regular file.* measuring again"):
+        assert profile_of(mlp(8), source="measured").names == first.names
+    assert file.is_file()
 
 
 def test_without_a_cache_it_is_measured_again(own_cache, stopwatch):

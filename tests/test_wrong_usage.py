@@ -3,6 +3,7 @@
 No message shows a private class, a tree definition or words of JAX's own.
 """
 
+import dataclasses
 import functools
 import re
 
@@ -583,6 +584,12 @@ def test_a_module_with_an_optimizer_in_it_trains_as_without():
     assert_same_bits(loss, expected)
     for name in ("a", "b"):
         assert_same_bits(nnx.to_pure_dict(gradient)[name], nnx.to_pure_dict(expected_gradient)[name])
+
+
+def test_a_plan_from_a_file_without_components_of_its_bytes_is_printed():
+    plan = partition().plan
+    plan = dataclasses.replace(plan, compiled_each_device=(2048, 1024), compiled_stage_memory=())
+    assert "2.00 KiB on the fullest device, compiled\n" in str(jaxpipe.Plan.from_json(plan.to_json()))
 
 
 def test_numbers_of_numpy_are_numbers():

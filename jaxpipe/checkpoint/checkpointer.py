@@ -7,6 +7,7 @@ from types import FrameType, TracebackType
 from typing import Any, Protocol, TypeAlias
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxpipe import multihost
@@ -73,8 +74,10 @@ class Checkpointer:
 
     def __init__(self, pipeline: Source, directory: Directory, *, every: int = 1000, keep: int | None = 3):
         for name, value in (("every", every), ("keep", keep)):
-            if value is not None and value < 1:
-                raise CheckpointError(f"{name}={value}; it must be at least 1.")
+            if value is None and name == "keep":
+                continue
+            if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+                raise CheckpointError(f"{name}={value!r}; it must be a whole number, at least 1.")
         self._pipeline = pipeline
         self._every = every
         self._writer = Writer(directory, keep)

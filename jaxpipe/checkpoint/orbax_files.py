@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 import threading
 import weakref
@@ -62,8 +63,39 @@ class Saved:
 
 def steps(directory: Directory) -> list[int]:
     """Steps of which a directory has a checkpoint, in order."""
-    folder = FilePath(directory)
-    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
+    folder = check_directory(directory)
+    with _told_of(folder):
+        return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
+
+
+def check_directory(directory: Directory) -> FilePath:
+    """Return the absolute path of a folder of checkpoints; raises ``CheckpointError`` if it cannot be one."""
+    try:
+        name = os.fspath(directory)
+    except TypeError:
+        raise CheckpointError(f"directory={directory!r}; it must be the path of a folder, as text.") from None
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise CheckpointError(f"directory={directory!r}; it must be the path of a folder, as text.")
+    if re.match(r"[a-z][a-z0-9+.-]+:/", name):  # a Path of gs://bucket is gs:/bucket
+        raise CheckpointError(
+            f"directory={name!r} is the address of a remote store; checkpoints are written to file systems. Mount it "
+            "as a folder, or save to a local folder and copy the checkpoint when it is complete."
+        )
+    return FilePath(name).absolute()
+
+
+@contextlib.contextmanager
+def _told_of(folder: FilePath) -> Iterator[None]:
+    """Tell what the file system or orbax says of a folder as ``CheckpointError``."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"directory={str(folder)!r} cannot be used ({type(error).__name__}: {str(error)[:300]}). Choose a folder "
+            "that this process may write to and list."
+        ) from error
 
 
 #: Writers of this process that are open, with what writes for them, by folder.
@@ -78,15 +110,15 @@ class Writer:
     """
 
     def __init__(self, directory: Directory, keep: int | None = None):
-        self.directory = FilePath(directory).absolute()
+        self.directory = check_directory(directory)
         self._manager: Any = None
         self._begun: int | None = None
         self._closed = False
         multihost.from_first(lambda: self._open(keep))
 
     def _open(self, keep: int | None) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        with _OPENING:
+        with _told_of(self.directory), _OPENING:
+            self.directory.mkdir(parents=True, exist_ok=True)
             before = _OPEN.get(self.directory.resolve())
             if before is not None and before[0]() is not None:
                 raise CheckpointError(

@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import datetime
+import os
 import re
 from collections.abc import Iterable, Sequence
 
@@ -10,7 +12,7 @@ import jax
 from jaxpipe.array_types import Device, TensorNumber
 from jaxpipe.costs.device_rates import rates_of
 from jaxpipe.costs.operator_groups import Program, cut_groups, group_programs, group_vjp
-from jaxpipe.costs.profile import Profile
+from jaxpipe.costs.profile import Measurement, Profile
 from jaxpipe.costs.roofline import analytic
 from jaxpipe.costs.timing import Timing, on_device, time_program
 from jaxpipe.residuals.backward_graph import BackwardGraph
@@ -45,7 +47,15 @@ def measure(backward_graph: BackwardGraph, device: Device, *, held: Iterable[Ten
             columns[f"{name}_seconds"] += _split(timing.median, share)
             columns[f"{name}_spread"] += _split(timing.spread, share)
     measured = {name: tuple(values) for name, values in columns.items()}
-    return dataclasses.replace(estimate, **measured, source="measured")
+    spread = sum(measured["forward_spread"] + measured["backward_spread"])
+    whole = sum(measured["forward_seconds"] + measured["backward_seconds"])
+    measurement = Measurement(
+        time=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M"),
+        load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else 0.0,
+        cores=os.cpu_count() or 1,
+        spread=spread / whole if whole else 0.0,
+    )
+    return dataclasses.replace(estimate, **measured, source="measured", measurement=measurement)
 
 
 class Stopwatch:

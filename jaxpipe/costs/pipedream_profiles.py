@@ -26,7 +26,7 @@ def read(path: str | os.PathLike[str]) -> Profile:
     keeps its activation for the backward pass.
 
     Raises:
-      PartitionError: naming the file and the line.
+      PartitionError: naming the file and the line, or why the file cannot be read.
     """
     path = Path(path)
     rows: dict[str, tuple[str, dict[str, float]]] = {}
@@ -35,6 +35,8 @@ def read(path: str | os.PathLike[str]) -> Profile:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise PartitionError(f"{path} is not a text file.") from None
+    except OSError as error:
+        raise PartitionError(f"{path} cannot be read: {error.strerror or error}.") from error
     if len(text) > MOST_CHARACTERS:
         raise PartitionError(f"{path} has {len(text):,} characters; at most {MOST_CHARACTERS:,} are read.")
     lines = text.splitlines()

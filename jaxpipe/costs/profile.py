@@ -12,6 +12,10 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.text.checked_json import LARGEST, read_json
 
 
+#: A spread of repeated measurements above this share of their median is wide: other programs run on the machine.
+WIDE = 0.2
+
+
 class Edge(NamedTuple):
     """One operator reads a result of another. A stage receives each ``output`` once, however many read it."""
 
@@ -19,6 +23,29 @@ class Edge(NamedTuple):
     target: int
     bytes: float
     output: int = 0
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The circumstances of a measurement.
+
+    Attributes:
+      time: when it ended, UTC: ``"2026-11-25 13:20"``.
+      load: processes that ran or waited for a processor, on the average of the minute before; 0 where not known.
+      cores: of the machine.
+      spread: half the range between the quartiles of repeated measurements, as a share of the time of all operators.
+      kept: whether it was read from the user's cache folder.
+    """
+
+    time: str
+    load: float
+    cores: int
+    spread: float
+    kept: bool = dataclasses.field(default=False, compare=False)
+
+    def __str__(self) -> str:
+        spread = f", spread {self.spread:.0%}" if self.spread > WIDE else ""
+        return f"{self.time}{', kept' if self.kept else ''}{spread}"
 
 
 @dataclass(frozen=True)
@@ -43,6 +70,7 @@ class Profile:
       frozen: names of the parameters that are not trained: the work for their gradients is not in it.
       scan_groups: where scans over layers are cut, so that each group is an operator: for each length of a scan the
         first layers of its groups, and the length.
+      measurement: when and under what load the seconds were measured, and how steady they were; None if they were not.
 
     Raises:
       PartitionError: if lengths differ, a number is negative or not finite, or an edge leads backwards.
@@ -70,6 +98,7 @@ class Profile:
     rates: Rates | None = None
     frozen: tuple[str, ...] = ()
     scan_groups: tuple[tuple[int, ...], ...] = ()
+    measurement: Measurement | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", tuple(map(str, self.names)))
@@ -159,6 +188,8 @@ class Profile:
         head = {"source": self.source, "device_kind": self.device_kind, "together": self.together}
         if self.rates is not None:
             head["rates"] = dataclasses.asdict(self.rates)
+        if self.measurement is not None:
+            head["measurement"] = dataclasses.asdict(self.measurement)
         head |= {name: getattr(self, name) for name in ("frozen", "scan_groups") if getattr(self, name)}
         lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
         for key, entries in (("operators", rows), ("edges", self.edges)):
@@ -202,6 +233,7 @@ class ProfileFile:
     rates: Rates | None = None
     frozen: tuple[str, ...] = ()
     scan_groups: tuple[tuple[int, ...], ...] = ()
+    measurement: Measurement | None = None
 
     def profile(self) -> Profile:
         """Return the profile."""

@@ -32,7 +32,7 @@ from jaxpipe.residuals.density import room
 FOLDER = "JAXPIPE_CACHE_DIR"
 
 #: Fields of a profile that measurements give.
-MEASURED = ("forward_seconds", "backward_seconds", "forward_spread", "backward_spread", "source")
+MEASURED = ("forward_seconds", "backward_seconds", "forward_spread", "backward_spread", "source", "measurement")
 
 #: No operator of a micro-batch is measured for longer.
 MOST_SECONDS = 86_400.0
@@ -66,9 +66,13 @@ def load(key: str, estimate: Profile) -> Profile | None:
     """Return a kept profile or None; warn of one that is damaged, or differs from an estimate in more than seconds."""
     path = _path(key)
     try:
+        if path.exists() and not path.is_file():  # a pipe or a device would be waited for
+            raise PartitionError("it is no regular file")
         profile = Profile.from_json(path.read_text(encoding="utf-8"))
         _check_same_program(profile, estimate)
-        return profile
+        if profile.measurement is None:  # written by an older version
+            return None
+        return dataclasses.replace(profile, measurement=dataclasses.replace(profile.measurement, kept=True))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (PartitionError, OSError, UnicodeDecodeError) as error:

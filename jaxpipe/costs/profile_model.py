@@ -117,9 +117,17 @@ def frozen_names(model: BoundModel, trained: Sequence[bool]) -> tuple[str, ...]:
 
 
 def profile_objective(
-    objective: MicrobatchProgram, source: Source | EstimateFor, device: Device, *, cache: bool = True
+    objective: MicrobatchProgram,
+    source: Source | EstimateFor,
+    device: Device,
+    *,
+    cache: bool = True,
+    fresh: bool = False,
 ) -> Profile:
-    """Profile a traced micro-batch, measured on a device or estimated for it or for another kind."""
+    """Profile a traced micro-batch, measured on a device or estimated for it or for another kind.
+
+    A measurement is kept if there may be a ``cache``, and read from there unless it is to be ``fresh``.
+    """
     backward_graph, held = _program(objective)
     if isinstance(source, EstimateFor):
         return analytic(backward_graph, rates_of_kind(source.device), held=held, device_kind=source.device)
@@ -129,7 +137,7 @@ def profile_objective(
     if source == "analytic":
         return estimate
     key = kept.cache_key(backward_graph, device, held)
-    profile = kept.load(key, estimate)
+    profile = None if fresh else kept.load(key, estimate)
     if profile is None:
         profile = measure(backward_graph, device, held=held)
         kept.save(key, profile)

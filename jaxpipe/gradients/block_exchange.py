@@ -15,7 +15,7 @@ collectives stand between the conditionals.
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +109,14 @@ class Averaged(NamedTuple):
     unsent: Array  # the same of its residuals
 
 
+class Messages(NamedTuple):
+    """The arrays that have arrived from all replicas."""
+
+    whole: dict[str, Array]  # by type, sums of gradients that are sent whole
+    picks: Array  # numbers of blocks, a row for each sender; by consensus one
+    values: dict[str, Array]  # by type, these blocks, in rows likewise
+
+
 def exchange(
     plans: Sequence[Sequence[Blocks]],
     rule: Rule,
@@ -121,8 +129,29 @@ def exchange(
 
     ``plans`` are by stage; ``read`` gives a stage's gradients with their residuals added.
     """
-    wire = _Wire(plans, rule.mode)
+    chosen, messages = send(plans, rule, axis_name, by_stage, read)
     replicas = 1 if axis_name is None else lax.axis_size(axis_name)
+
+    def finish(s: int) -> T:
+        return write(s, Averaged(averages(plans[s], messages, replicas), *leave(plans[s], read(s), chosen)))
+
+    return by_stage(finish)
+
+
+def exchange_one(plan: Sequence[Blocks], rule: Rule, axis_name: str | None, gradients: Sequence[Array]) -> Averaged:
+    """Average gradients, their residuals added, as ``exchange`` does where all replicas have one stage."""
+    return exchange([plan], rule, axis_name, lambda f: f(0), lambda _: gradients, lambda _, averaged: averaged)
+
+
+def send(
+    plans: Sequence[Sequence[Blocks]],
+    rule: Rule,
+    axis_name: str | None,
+    by_stage: ByStage,
+    read: Callable[[int], Sequence[Array]],
+) -> tuple[Array, Messages]:
+    """Return the numbers of the blocks that this replica has sent, and what has arrived; arguments as ``exchange``."""
+    wire = _Wire(plans, rule.mode)
 
     def total(x: Array) -> Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -146,22 +175,46 @@ def exchange(
     else:
         chosen, whole, values = by_stage(lambda s: message(s, scores(s)))
         picks, arrived = gathered(chosen), [gathered(v) for v in values]
-    whole = [total(v) for v in whole]
-
-    def finish(s: int) -> T:
-        gradients = read(s)
-        sent = _cut(chosen, [b.indices for b in plans[s]])
-        residuals = [_unsent(b, x, numbers) for b, x, numbers in zip(plans[s], gradients, sent, strict=True)]
-        sums = wire.unpack(s, whole, picks, arrived)
-        averages = [(x / replicas).astype(b.dtype) for b, x in zip(plans[s], sums, strict=True)]
-        return write(s, Averaged(averages, residuals, squared_norm(gradients), squared_norm(residuals)))
-
-    return by_stage(finish)
+    names = list(map(str, wire.dtypes))
+    sums = dict(zip(names, map(total, whole), strict=True))
+    return chosen, Messages(sums, picks, dict(zip(names, arrived, strict=True)))
 
 
-def exchange_one(plan: Sequence[Blocks], rule: Rule, axis_name: str | None, gradients: Sequence[Array]) -> Averaged:
-    """Average gradients, their residuals added, as ``exchange`` does where all replicas have one stage."""
-    return exchange([plan], rule, axis_name, lambda f: f(0), lambda _: gradients, lambda _, averaged: averaged)
+def averages(plan: Sequence[Blocks], messages: Messages, replicas: int) -> list[Array]:
+    """Return the averages of a stage's gradients over the replicas; messages may be longer than the plan says."""
+    numbers = _cut(messages.picks, [b.indices for b in plan])
+    whole = {d: _cut(x, [b.values * _is(b, d, True) for b in plan]) for d, x in messages.whole.items()}
+    values = {d: _cut(x, [b.values * _is(b, d, False) for b in plan]) for d, x in messages.values.items()}
+    sums = [
+        whole[str(b.dtype)][k].reshape(b.shape) if b.is_whole else _add_up(b, numbers[k], values[str(b.dtype)][k])
+        for k, b in enumerate(plan)
+    ]
+    return [(x / replicas).astype(b.dtype) for b, x in zip(plan, sums, strict=True)]
+
+
+def _is(b: Blocks, dtype: str, whole: bool) -> bool:
+    return (str(b.dtype), b.is_whole) == (dtype, whole)
+
+
+def leave(plan: Sequence[Blocks], gradients: Sequence[Array], chosen: Array) -> tuple[list[Array], Array, Array]:
+    """Return a stage's new residuals, and the sums of squares of its gradients and of what is left of them."""
+    sent = _cut(chosen, [b.indices for b in plan])
+    residuals = [_unsent(b, x, numbers) for b, x, numbers in zip(plan, gradients, sent, strict=True)]
+    return residuals, squared_norm(gradients), squared_norm(residuals)
+
+
+def message_shapes(plans: Sequence[Sequence[Blocks]], rule: Rule, replicas: int) -> Messages:
+    """Return the shapes of what arrives where any of some plans may be followed."""
+    wire, own_blocks = _Wire(plans, rule.mode), rule.mode == "own"
+    rows = replicas if own_blocks else 1
+
+    def by_type(lengths: Sequence[int], is_sum: bool, *rows: int) -> dict[str, Any]:
+        types = [jnp.promote_types(d, jnp.float32) if is_sum else d for d in wire.dtypes]
+        shapes = [jax.ShapeDtypeStruct((*rows, n), dtype) for n, dtype in zip(lengths, types, strict=True)]
+        return dict(zip(map(str, wire.dtypes), shapes, strict=True))
+
+    picks: Any = jax.ShapeDtypeStruct((rows, wire.indices), jnp.int32)
+    return Messages(by_type(wire.whole, True), picks, by_type(wire.values, not own_blocks, rows))
 
 
 def sent_share(squares: Array, unsent: Array) -> Array:
@@ -182,19 +235,19 @@ class _Wire:
 
     def __init__(self, plans: Sequence[Sequence[Blocks]], mode: str):
         self._plans = plans
-        self._dtypes = sorted({b.dtype for plan in plans for b in plan}, key=str)
+        self.dtypes = sorted({b.dtype for plan in plans for b in plan}, key=str)
 
         def longest(length: Callable[[Blocks], int]) -> int:
             return max(sum(map(length, plan)) for plan in plans)
 
         self.indices = longest(lambda b: b.indices)
         self.norms = longest(lambda b: 0 if b.is_whole else b.layers * b.count)
-        self._whole = [longest(lambda b, d=d: b.values * (b.is_whole and b.dtype == d)) for d in self._dtypes]
-        self._values = [longest(lambda b, d=d: b.values * (not b.is_whole and b.dtype == d)) for d in self._dtypes]
+        self.whole = [longest(lambda b, d=d: b.values * (b.is_whole and b.dtype == d)) for d in self.dtypes]
+        self.values = [longest(lambda b, d=d: b.values * (not b.is_whole and b.dtype == d)) for d in self.dtypes]
         #: Bytes of what is sent whole, and of the blocks.
-        self.whole_bytes = sum(reduced_itemsize(d) * n for d, n in zip(self._dtypes, self._whole, strict=True))
+        self.whole_bytes = sum(reduced_itemsize(d) * n for d, n in zip(self.dtypes, self.whole, strict=True))
         width = reduced_itemsize if mode == "consensus" else lambda dtype: dtype.itemsize
-        self.value_bytes = sum(width(d) * n for d, n in zip(self._dtypes, self._values, strict=True))
+        self.value_bytes = sum(width(d) * n for d, n in zip(self.dtypes, self.values, strict=True))
 
     def pack(self, s: int, gradients: Sequence[Array], chosen: Sequence[Array]) -> tuple[list[Array], list[Array]]:
         """Whole gradients and chosen blocks, by type."""
@@ -206,23 +259,8 @@ class _Wire:
         def packed(dtype: DType, is_whole: bool, length: int) -> Array:
             return _pad([x for b, x in parts if (b.dtype, b.is_whole) == (dtype, is_whole)], length, dtype)
 
-        whole = [packed(dtype, True, length) for dtype, length in zip(self._dtypes, self._whole, strict=True)]
-        return whole, [packed(dtype, False, length) for dtype, length in zip(self._dtypes, self._values, strict=True)]
-
-    def unpack(self, s: int, whole: Sequence[Array], picks: Array, arrived: Sequence[Array]) -> list[Array]:
-        """Sums over the senders: ``picks`` and ``arrived`` have a row for each."""
-        plan = self._plans[s]
-        numbers = _cut(picks, [b.indices for b in plan])
-        pieces: dict[DType, list[Array]] = {}
-        for dtype, flat, values in zip(self._dtypes, whole, arrived, strict=True):
-            here = [b if b.dtype == dtype else None for b in plan]
-            dense = _cut(flat, [b.values if b and b.is_whole else 0 for b in here])
-            sparse = _cut(values, [b.values if b and not b.is_whole else 0 for b in here])
-            pieces[dtype] = [x if b and b.is_whole else y for b, x, y in zip(here, dense, sparse, strict=True)]
-        return [
-            pieces[b.dtype][k].reshape(b.shape) if b.is_whole else _add_up(b, numbers[k], pieces[b.dtype][k])
-            for k, b in enumerate(plan)
-        ]
+        whole = [packed(dtype, True, length) for dtype, length in zip(self.dtypes, self.whole, strict=True)]
+        return whole, [packed(dtype, False, length) for dtype, length in zip(self.dtypes, self.values, strict=True)]
 
 
 def _scores(b: Blocks, x: Array, norm: str) -> Array:

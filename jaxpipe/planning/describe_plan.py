@@ -252,6 +252,7 @@ def describe(
         microbatch_size=microbatch_size,
         schedule=program.schedule.name,
         profile=partition.profile.source,
+        measured="" if partition.profile.measurement is None else str(partition.profile.measurement),
         rates=_whose_rates(request, partition.profile),
         step_seconds=step_seconds(program, partition, timeline),
         bubble_fraction=_idle_share(timeline, program.stage_replicas.per_stage),

@@ -236,7 +236,10 @@ def _profile(request: Request, objective: MicrobatchProgram, frozen: tuple[str, 
     source = request.profile
     how = f"estimated for {source.device}" if isinstance(source, EstimateFor) else source
     tell(f"Profiling {len(graph.operators)} operators, {how}")
+    fresh = request.options.fresh_profile
     profile = multihost.from_first(
-        lambda: profile_objective(objective, source, multihost.mine(request.mesh.devices.flatten().tolist())[0])
+        lambda: profile_objective(
+            objective, source, multihost.mine(request.mesh.devices.flatten().tolist())[0], fresh=fresh
+        )
     )
     return replace(profile, frozen=frozen)

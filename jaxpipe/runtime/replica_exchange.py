@@ -16,9 +16,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.array_types import Array, PyTree
+from jaxpipe.array_types import Array, PyTree, Shaped
 from jaxpipe.errors import PartitionError
-from jaxpipe.gradients.block_exchange import Averaged, exchange, wire_bytes
+from jaxpipe.gradients.block_exchange import (
+    Averaged,
+    Messages,
+    averages,
+    exchange,
+    leave,
+    message_shapes,
+    send,
+    wire_bytes,
+)
 from jaxpipe.gradients.block_sparse import BlockSparse, Settings
 from jaxpipe.gradients.blocks import Blocks
 from jaxpipe.models.bound_model import BoundModel
@@ -61,6 +70,35 @@ class StageExchange:
             needed.append((1 + self.replicas) * gathered + 2 * reduced)
         residuals = self.residuals.bytes if len(self.layout.avals) > 1 else 0
         return self.sums.bytes + self.layout.bytes + residuals + max(needed)
+
+    def messages(self, s: int) -> Messages:
+        """Return the shapes of what arrives in a stage: as long as the longest phase of the warm-up needs."""
+        return message_shapes([phases[s] for phases in self.plans], self.settings.rule, self.replicas)
+
+    def send(
+        self, s: int, step: Array, gradients: Sequence[Array]
+    ) -> tuple[Messages, tuple[list[Array], Array, Array]]:
+        """Send the best blocks of a stage's gradients, residuals added; returns what arrives and what is left."""
+        shapes = self.messages(s)
+
+        def phase(plan: Sequence[Blocks]) -> tuple[Messages, tuple[list[Array], Array, Array]]:
+            chosen, arrived = send([plan], self.settings.rule, DATA, lambda f: f(0), lambda _: gradients)
+            return jax.tree.map(_fill, arrived, shapes), leave(plan, gradients, chosen)
+
+        return self._by_phase(s, step, phase)
+
+    def averages(self, s: int, step: Array, messages: Messages) -> list[Array]:
+        """Return the averages of a stage's gradients over the replicas, of the messages of ``send``."""
+        return self._by_phase(s, step, lambda plan: averages(plan, messages, self.replicas))
+
+    def _by_phase(self, s: int, step: Array, function: Callable[[Sequence[Blocks]], T]) -> T:
+        branches = [functools.partial(function, phases[s]) for phases in self.plans]
+        return lax.switch(self.settings.phase(step), branches)
+
+
+def _fill(x: Array, shape: Shaped) -> Array:
+    """Return an array with zeros after its last axis."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, shape.shape[-1] - x.shape[-1])])
 
 
 def stage_exchange(

@@ -96,7 +96,7 @@ def check_solver(solver: str) -> str:
     Raises:
       PartitionError: if it is not installed, or solves no mixed-integer programs.
     """
-    if solver == "HIGHS":  # comes with cvxpy
+    if solver == "HIGHS":  # is a dependency
         return solver
     from cvxpy.reductions.solvers.defines import INSTALLED_MI_SOLVERS  # takes a second to import
 

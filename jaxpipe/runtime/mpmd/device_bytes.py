@@ -23,15 +23,15 @@ from jaxpipe.runtime.mpmd.stage_work import Name, Role
 COMPONENTS = {
     "parameters": (Role.PARAMETER,),
     "gradients": (Role.GRADIENT, Role.MEAN),
-    "optimizer": (Role.OPTIMIZER, Role.SHARED, Role.EXCHANGED),
+    "optimizer": (Role.OPTIMIZER, Role.SHARED),
     "residual": (Role.RESIDUAL,),
     "state": (),  # with keys, totals and counters
     "batch": (Role.BATCH,),
     "stash": (Role.STASH, Role.SAVED, Role.PIECE),
-    "messages": (Role.ACTIVATION, Role.COTANGENT, Role.RESULT),
+    "messages": (Role.ACTIVATION, Role.COTANGENT, Role.RESULT, Role.EXCHANGED),
     "peers": (),  # parts of other stages' stashes
 }
-_COMPONENT = {role: name for name, roles in COMPONENTS.items() for role in roles}
+_COMPONENT: dict[Role | None, str] = {role: name for name, roles in COMPONENTS.items() for role in roles}
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,8 @@ def _reused(calls: CallList, call: Call, needed: Needs, written: Sequence[tuple[
 def _components(calls: CallList) -> dict[int, str]:
     """The component of each register, by the name that its maker or its first reader has for it.
 
-    An activation or a cotangent that several calls of one stage make or read is kept there, as a part of the stash.
+    An activation or a cotangent that several calls of one stage make or read is kept there, as a part of the stash;
+    what a stage's replicas exchange is a message.
     """
     names: dict[int, Name] = {register: key.name for key, register in calls.inputs.items()}
     touched: dict[int, list[Place]] = defaultdict(list)
@@ -236,12 +237,13 @@ def _components(calls: CallList) -> dict[int, str]:
             names |= {register: source for register in instruction.writes if source is not None}
     components_of: dict[int, str] = {}
     for register in range(len(calls.avals)):
-        component = _COMPONENT.get(names[register].role, "state") if register in names else "state"
+        role = names[register].role if register in names else None
+        component = _COMPONENT.get(role, "state")
         if register in calls.away:
             components_of[register] = "peers"
             continue
         places = touched[register]
-        kept = component == "messages" and len(places) > len(set(places))
+        kept = component == "messages" and role is not Role.EXCHANGED and len(places) > len(set(places))
         components_of[register] = "stash" if kept else component
     return components_of
 

@@ -36,6 +36,7 @@ from jaxpipe.runtime.mpmd.stage_placement import Layout
 from jaxpipe.runtime.mpmd.stage_state import Loader, StateLayout
 from jaxpipe.runtime.mpmd.stage_work import Context, Name, Role
 from jaxpipe.runtime.mpmd.update_work import NONFINITE, STOPPED, UpdateContext
+from jaxpipe.runtime.recent import recent
 from jaxpipe.runtime.stages import cut_stages
 from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays, on_host
 from jaxpipe.runtime.train_state import TrainState, made_for
@@ -322,18 +323,18 @@ class MpmdRuntime:
 
     def _for_shapes(self, shapes: PyTree, make: Callable[[Layout, UpdateContext], CallList], text: str) -> Compiled:
         key = make, shape_key(shapes)
-        if key not in self._compiled_steps:
+
+        def compiled() -> Compiled:
             is_planned = key[1] == shape_key(self.planned.batch)
             if is_planned and make is training_list:
-                compiled = self._loaded(self._layout, self.compiled_step)
-            else:
-                with progress(text), self._building():
-                    layout = self._layout if is_planned else self._layout_for(shapes)
-                    update = dataclasses.replace(self._update, pipeline=layout.context)
-                    call = "Pipeline.step" if make is training_list else "Pipeline.value_and_grad"
-                    compiled = self._compile(layout, make(layout, update), call)
-            self._compiled_steps[key] = compiled
-        return self._compiled_steps[key]
+                return self._loaded(self._layout, self.compiled_step)
+            with progress(text), self._building():
+                layout = self._layout if is_planned else self._layout_for(shapes)
+                update = dataclasses.replace(self._update, pipeline=layout.context)
+                call = "Pipeline.step" if make is training_list else "Pipeline.value_and_grad"
+                return self._compile(layout, make(layout, update), call)
+
+        return recent(self._compiled_steps, key, compiled)
 
     def _layout_for(self, shapes: PyTree) -> Layout:
         sizes = ", ".join(str(list(x.shape)) for x in jax.tree.leaves(shapes))

@@ -27,6 +27,7 @@ from jaxpipe.runtime.mpmd.update_work import (
     UNSENT,
     WEIGHT,
     UpdateContext,
+    average_work,
     exchange_work,
     fold_work,
     gradient_work,
@@ -408,6 +409,7 @@ class _Writer:
         if update.exchange is not None:
             for s in layout.stages:
                 self.call_whole(exchange_work(update, s), s, consumes=True)
+                self.call_whole(average_work(update, s), s)
         for number in range(len(by_stage.exchanged)):
             for s in layout.stages:
                 work = share_work(update, s, number)

@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, DType, Shaped, TensorNumber
-from jaxpipe.gradients.block_exchange import exchange_one
 from jaxpipe.gradients.squared_norm import squared_norm
 from jaxpipe.graph.graph import run
 from jaxpipe.runtime.mpmd.stage_work import OVERFLOWS, STEP, Arrays, Avals, Context, Name, Role, Work, shape_of
@@ -208,11 +207,11 @@ def fold_work(context: Context, s: StageNumber) -> Work:
 
 
 def exchange_work(context: UpdateContext, s: StageNumber) -> Work:
-    """Return the block-sparse exchange of a stage: residuals and gradients become averages and new residuals."""
+    """Return the block-sparse exchange of a stage: residuals and gradients become messages and new residuals."""
     plan, pipeline = context.exchange, context.pipeline
     assert plan is not None
-    held = pipeline.held(s)
-    residuals, averages = [Name(Role.RESIDUAL, t) for t in held], [Name(Role.EXCHANGED, t, 1) for t in held]
+    held, messages = pipeline.held(s), _messages(context, s)
+    residuals = [Name(Role.RESIDUAL, t) for t in held]
     operands = _gradient_operands(context, s) | scalars(context.pipeline, STEP)
     operands |= zip(residuals, (context.of_members(s, aval) for aval in context.residual_avals(s)), strict=True)
     operands |= scalars(context.pipeline, STOPPED) if context.guarded else {}
@@ -222,11 +221,10 @@ def exchange_work(context: UpdateContext, s: StageNumber) -> Work:
         own_shares, left = ([x.reshape(a.shape) for x, a in zip(xs, avals, strict=True)] for xs in (shares, before))
 
         gradients = [g.astype(x.dtype) + x for g, x in zip(own_shares, left, strict=True)]
-        branches = [functools.partial(exchange_one, phases[s], plan.settings.rule, DATA) for phases in plan.plans]
-        means, rest, squares, unsent = lax.switch(plan.settings.phase(step), branches, gradients)
+        arrived, (rest, squares, unsent) = plan.send(s, step, gradients)
         new = [x.reshape(old.shape) for x, old in zip(rest, before, strict=True)]
         new = [jnp.where(stopped, old, x) for old, x in zip(before, new, strict=True)] if context.guarded else new
-        return [*means, *new, *_in_order([squares, unsent])]
+        return [*jax.tree.leaves(arrived), *new, *_in_order([squares, unsent])]
 
     def function(values: Arrays) -> list[Array]:
         share = values[WEIGHT] / pipeline.members[s]
@@ -235,12 +233,34 @@ def exchange_work(context: UpdateContext, s: StageNumber) -> Work:
             of_member,
             mesh=pipeline.specs.submesh.abstract(pipeline.members[s]),
             in_specs=(P(DATA), P(DATA), P(), P()),
-            out_specs=[*(P() for _ in held), *(P(DATA) for _ in held), P(), P()],
+            out_specs=[*(P() for _ in messages), *(P(DATA) for _ in held), P(), P()],
             check_vma=False,
         )
         return mapped(shares, [values[name] for name in residuals], values[STEP], values.get(STOPPED, False))
 
-    return Work(f"stage {s}: exchange", operands, [*averages, *residuals, HAD, UNSENT], function)
+    return Work(f"stage {s}: exchange", operands, [*messages, *residuals, HAD, UNSENT], function)
+
+
+def average_work(context: UpdateContext, s: StageNumber) -> Work:
+    """Return the averages of a stage's gradients, of the messages of their exchange.
+
+    They are made by another program than the messages, so that they take the memory of the gradients.
+    """
+    plan = context.exchange
+    assert plan is not None
+    messages, tree = _messages(context, s), jax.tree.structure(plan.messages(s))
+
+    def function(values: Arrays) -> list[Array]:
+        return plan.averages(s, values[STEP], jax.tree.unflatten(tree, [values[name] for name in messages]))
+
+    names = [Name(Role.EXCHANGED, t, 1) for t in context.pipeline.held(s)]
+    return Work(f"stage {s}: averages", messages | scalars(context.pipeline, STEP), names, function)
+
+
+def _messages(context: UpdateContext, s: StageNumber) -> Avals:
+    """Return the arrays that arrive in a stage's exchange."""
+    assert context.exchange is not None
+    return {Name(Role.EXCHANGED, k, 2): x for k, x in enumerate(jax.tree.leaves(context.exchange.messages(s)))}
 
 
 def _in_order(values: Sequence[Array]) -> list[Array]:

@@ -225,8 +225,11 @@ def differ(folder: str) -> None:
 
 def train() -> None:
     """Train for some steps, and print each."""
+    print("joined", flush=True)
     pipeline = partition()
+    print("planned", flush=True)
     state = pipeline.init(jax.random.key(0))
+    print("initialized", flush=True)
     for number in range(STEPS):
         state, metrics = pipeline.step(state, draw())
         print("step", number, float(metrics["loss"]), flush=True)

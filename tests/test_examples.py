@@ -22,7 +22,7 @@ def test_train_digits_learns(tmp_path):
     accuracy = example["main"](options, console)
     printed = re.sub(r"\x1b\[[\d?]*[A-Za-z]", "", console.file.getvalue())
     assert accuracy > 0.85
-    assert "2 stages x 1 replicas" in printed and "bubble" in printed
+    assert "2 stages, " in printed and "bubble" in printed
     lines = [line.rstrip() for line in printed.replace("\r", "\n").splitlines()]
     assert "nan" not in printed and max(map(len, lines)) <= 80
     bars = [k for k, line in enumerate(lines) if line.startswith("epoch ")]
@@ -142,7 +142,7 @@ def test_train_unet_finds_shapes(capsys):
     example = runpy.run_path(str(EXAMPLES / "train_unet.py"))
     reached, baseline = example["main"](example["Options"](stages=2, steps=240))
     assert reached > baseline + 0.2
-    assert "2 stages x 1 replicas" in capsys.readouterr().out
+    assert "2 stages, " in capsys.readouterr().out
 
 
 def test_overlap_and_shapes_by_hand():

@@ -61,8 +61,10 @@ def test_devices_need_memory_of_a_kind():
     for kinds in (("device", "pinned_host"), ()):  # those of devices that are not here are not known
         assert check_host_memory("1KiB", 8, fake_mesh(*kinds), False) == HostPlan(1024, 0)
     reason = "abacus has memory of the kinds device, unpinned_host, and none is pinned_host"
-    assert check_host_memory(5, 8, fake_mesh("device", "unpinned_host"), False) == HostPlan(5, 0, reason)
-    assert check_host_memory(5, 8, fake_mesh("pinned_host"), True) == HostPlan(5, 0)  # stages may have one device each
+    assert check_host_memory("5B", 8, fake_mesh("device", "unpinned_host"), False) == HostPlan(5, 0, reason)
+    assert check_host_memory("5B", 8, fake_mesh("pinned_host"), True) == HostPlan(
+        5, 0
+    )  # stages may have one device each
 
 
 def test_a_link_is_that_of_the_slowest_replica():

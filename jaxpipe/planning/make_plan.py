@@ -8,27 +8,37 @@ request, batch ──trace──▶ candidates ──finalize──▶ storage w
 
 # More than 15 of our modules: each step of the loop is a module.
 import functools
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeAlias
 
 from jaxpipe import multihost
 from jaxpipe.array_types import PyTree
 from jaxpipe.costs.profile import Profile
+from jaxpipe.errors import JaxpipeError, JaxpipeWarning
+from jaxpipe.models import check_batch
 from jaxpipe.planning.balance_stages import balanced
 from jaxpipe.planning.candidate import Candidate
 from jaxpipe.planning.check_request import Request
 from jaxpipe.planning.compile_within_budget import refusal, smallest_compiled, with_step, within_budget
 from jaxpipe.planning.finalize import FinalizedCandidate, finalize
 from jaxpipe.planning.list_candidates import cut_again, list_candidates
-from jaxpipe.planning.planned_step import OtherPlans, PlannedStep
+from jaxpipe.planning.planned_step import MoreMicrobatches, OtherPlans, PlannedStep
 from jaxpipe.planning.storage.fastest_choice import raised
 from jaxpipe.planning.storage.solver_time import SolverTime
 from jaxpipe.planning.storage.stage_budget import Solving
 from jaxpipe.planning.trace_request import trace_request
 from jaxpipe.target import building_for, platform
-from jaxpipe.text.progress import progress
+from jaxpipe.text.progress import progress, tell
 
+
+#: How many times as many micro-batches are tried where a budget is kept by no plan.
+MORE_MICROBATCHES = (2, 4, 8)
+
+#: The candidates of a request for another number of micro-batches; None for one that it cannot have.
+Retrace: TypeAlias = Callable[[int], list[Candidate] | None]
 
 #: How much longer a step may be if stashes take less: profiles are no better than this.
 ALIKE = 0.02
@@ -38,12 +48,31 @@ ALIKE = 0.02
 def make_plan(request: Request, batch: PyTree, variables: PyTree = None) -> PlannedStep:
     """Plan a model for batches of the given shapes, and show how far that is; raises as ``partition``."""
     with building_for(request.mesh.devices.flat[0].platform):
-        traced = trace_request(request, batch, variables)
-        candidates = sorted(list_candidates(traced), key=lambda candidate: candidate.seconds)
-        budget = request.budget
-        planned = _by_default(candidates) if budget is None else _within(candidates, budget)
+        candidates = _candidates(request, batch, variables)
+        budget, again = request.budget, functools.partial(_with_microbatches, request, batch, variables)
+        planned = _by_default(candidates) if budget is None else _within(candidates, budget, again)
     multihost.agree("The plan", planned.plan.to_json())
     return planned
+
+
+def _candidates(request: Request, batch: PyTree, variables: PyTree) -> list[Candidate]:
+    return sorted(list_candidates(trace_request(request, batch, variables)), key=lambda candidate: candidate.seconds)
+
+
+def _with_microbatches(
+    request: Request, batch: PyTree, variables: PyTree, num_microbatches: int
+) -> list[Candidate] | None:
+    """Return the candidates for another number of micro-batches; None if a batch cannot be cut into so many."""
+    if check_batch.batch_size(batch) % (request.parts * num_microbatches):
+        return None
+    options = replace(request.options, time_limit=request.options.time_limit / MORE_MICROBATCHES[-1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", JaxpipeWarning)
+        try:
+            other = replace(request, num_microbatches=num_microbatches, options=options)
+            return _candidates(other, batch, variables)
+        except JaxpipeError:  # a schedule that has no table for it, a loss that needs all examples
+            return None
 
 
 def _by_default(candidates: Sequence[Candidate]) -> PlannedStep:
@@ -63,11 +92,11 @@ def _leanest(candidates: Sequence[Candidate]) -> Candidate:
     return min(alike, key=lambda candidate: candidate.waiting_bytes)
 
 
-def _within(candidates: Sequence[Candidate], budget: int) -> PlannedStep:
+def _within(candidates: Sequence[Candidate], budget: int, again: Retrace) -> PlannedStep:
     """Return the plan with the shortest step that keeps a budget; an error offers what the smallest plan needs."""
     options = candidates[0].traced.request.options
     compiles = options.compile is not False
-    search = _Search.of(candidates)
+    search = _Search.of(candidates, again)
     best = search.fastest(budget)
     if best is None:
         least = search.for_budget(search.with_smallest.smallest(), budget)
@@ -87,14 +116,15 @@ class _Search:
     """Finalized candidates, fastest first, of which each budget has its best."""
 
     finalized: Sequence[FinalizedCandidate]
+    again: Retrace
 
     @classmethod
-    def of(cls, candidates: Sequence[Candidate]) -> "_Search":
+    def of(cls, candidates: Sequence[Candidate], again: Retrace) -> "_Search":
         options = candidates[0].traced.request.options
         time = SolverTime(options.time_limit)
         solutions = sum(len(candidate.program.stages) for candidate in candidates)
         solving = Solving(options.solver, time, time.for_smallest(solutions))
-        return cls([finalize(candidate, solving) for candidate in candidates])
+        return cls([finalize(candidate, solving) for candidate in candidates], again)
 
     @property
     def request(self) -> Request:
@@ -149,6 +179,27 @@ class _PlansOfRequest:
 
     def most_smaller(self) -> int:
         return self.search.with_smallest.most_smaller()
+
+    def more_microbatches(self, budget: int) -> MoreMicrobatches | None:
+        """Try default storage with each number, and storage within the budget with the most."""
+        before = self.search.finalized[0].candidate.traced.batching.num_microbatches
+        most: list[Candidate] | None = None
+        for times in MORE_MICROBATCHES:
+            tell(f"Trying num_microbatches={times * before}")
+            candidates = self.search.again(times * before)
+            if candidates is None:
+                break
+            most = candidates
+            default = finalize(_leanest(candidates), None).without_budget
+            if default.plan.predicted_bytes <= budget:
+                return _offered(default)
+        best = None if most is None else _Search.of([_leanest(most)], self.search.again).fastest(budget)
+        return None if best is None else _offered(best)
+
+
+def _offered(planned: PlannedStep) -> MoreMicrobatches:
+    plan, batching = planned.plan, planned.batching
+    return MoreMicrobatches(batching.num_microbatches, plan.predicted_bytes, plan.step_seconds)
 
 
 def _cut_again_within(final: FinalizedCandidate, budget: int, charged: Profile) -> PlannedStep | None:

@@ -10,7 +10,7 @@ from jaxpipe.errors import MemoryBudgetError
 
 
 #: Memory of fewer bytes than this, written without a unit, is a number of gigabytes or megabytes whose unit is missing.
-FEWEST_BYTES = 1024
+FEWEST_BYTES = 1000
 
 #: The most gigabytes that a device is thought to have; a larger number without a unit is one of megabytes.
 MOST_GIGABYTES = 512

@@ -11,6 +11,7 @@ import jaxpipe
 from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.planning.storage import fastest_choice, integer_program, kept_solutions
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Option, Problem, Solution
+from jaxpipe.text import kept_files
 from tests.support.meshes import mesh_of
 
 
@@ -73,7 +74,7 @@ def test_damaged_files_are_solved_again(folder, text):
 
 
 def test_few_are_kept_and_a_folder_that_is_none_does_no_harm(folder, monkeypatch):
-    monkeypatch.setattr(kept_solutions, "MOST_KEPT", 2)
+    monkeypatch.setattr(kept_files, "MOST_KEPT", 2)
     for gap in (0.1, 0.2, 0.3):
         ask(STORED, gap=gap)
     assert len(list(folder.iterdir())) == 2

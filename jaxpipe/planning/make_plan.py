@@ -7,23 +7,26 @@ request, batch ──trace──▶ candidates ──finalize──▶ storage w
 """
 
 # More than 15 of our modules: each step of the loop is a module.
+import contextlib
 import functools
+import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeAlias
 
 from jaxpipe import multihost
 from jaxpipe.array_types import PyTree
 from jaxpipe.costs.profile import Profile
-from jaxpipe.errors import JaxpipeError, JaxpipeWarning
+from jaxpipe.errors import JaxpipeError, JaxpipeWarning, MemoryBudgetError
 from jaxpipe.models import check_batch
 from jaxpipe.planning.balance_stages import balanced
 from jaxpipe.planning.candidate import Candidate
 from jaxpipe.planning.check_request import Request
 from jaxpipe.planning.compile_within_budget import refusal, smallest_compiled, with_step, within_budget
 from jaxpipe.planning.finalize import FinalizedCandidate, finalize
+from jaxpipe.planning.kept_front import Point, add_point, better_point, front_path, read_front
 from jaxpipe.planning.list_candidates import cut_again, list_candidates
 from jaxpipe.planning.planned_step import MoreMicrobatches, OtherPlans, PlannedStep
 from jaxpipe.planning.storage.fastest_choice import raised
@@ -32,6 +35,7 @@ from jaxpipe.planning.storage.stage_budget import Solving
 from jaxpipe.planning.trace_request import trace_request
 from jaxpipe.target import building_for, platform
 from jaxpipe.text.progress import progress, tell
+from jaxpipe.text.units import bytes_text
 
 
 #: How many times as many micro-batches are tried where a budget is kept by no plan.
@@ -93,20 +97,55 @@ def _leanest(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def _within(candidates: Sequence[Candidate], budget: int, again: Retrace) -> PlannedStep:
-    """Return the plan with the shortest step that keeps a budget; an error offers what the smallest plan needs."""
-    options = candidates[0].traced.request.options
+    """Return the plan with the shortest step that keeps a budget; an error offers what the smallest plan needs.
+
+    A plan that was found for a smaller budget is taken where it is faster.
+    """
+    search, best, refused = _Search.of(candidates, again), None, None
+    path = front_path(candidates[0].traced)
+    front = read_front(path)
+    try:
+        best = _for_budget(search, budget)
+    except MemoryBudgetError as error:
+        refused = error
+    kept = best is not None and _needed(best) <= budget
+    smallest = None if refused is None else refused.smallest
+    point = better_point(front, budget, best.plan.step_seconds if best is not None and kept else math.inf, smallest)
+    if point is not None:
+        tell(f"A plan for {bytes_text(point.budget)} was {'faster' if kept else 'smaller'}")
+        with contextlib.suppress(MemoryBudgetError):
+            other = search.for_budget(_for_budget(search, point.budget), budget)
+            if _needed(other) <= budget and not (best and kept and best.plan.step_seconds <= other.plan.step_seconds):
+                return other
+            if refused is not None and smallest is not None and _needed(other) < smallest:
+                refused = refusal(budget, other)
+        front.remove(point)
+    if refused is not None:
+        raise refused
+    assert best is not None
+    if kept:
+        add_point(path, front, Point(_needed(best), best.plan.step_seconds, budget))
+    return best
+
+
+def _needed(planned: PlannedStep) -> int:
+    """Return the bytes that XLA reserves for a plan, or that are predicted if it was not compiled."""
+    return planned.plan.predicted_bytes if planned.compiled is None else planned.compiled.reserved_bytes
+
+
+def _for_budget(search: "_Search", budget: int) -> PlannedStep:
+    """Return the plan with the shortest step that is found for a budget."""
+    options = search.request.options
     compiles = options.compile is not False
-    search = _Search.of(candidates, again)
     best = search.fastest(budget)
     if best is None:
         least = search.for_budget(search.with_smallest.smallest(), budget)
         least = smallest_compiled(least) if compiles else least
-        needed = least.plan.predicted_bytes if least.compiled is None else least.compiled.reserved_bytes
-        if needed <= budget:
+        if _needed(least) <= budget:
             return least
         if not options.allow_over_budget:
             raise refusal(budget, least)
-        budget = raised(budget, needed)
+        budget = raised(budget, _needed(least))
         best = search.fastest(budget) or search.for_budget(least, budget)
     return within_budget(best) if compiles else best
 
@@ -117,6 +156,7 @@ class _Search:
 
     finalized: Sequence[FinalizedCandidate]
     again: Retrace
+    offers: dict[int, MoreMicrobatches | None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, candidates: Sequence[Candidate], again: Retrace) -> "_Search":
@@ -148,6 +188,27 @@ class _Search:
             if best is None or planned.plan.step_seconds < best.plan.step_seconds:
                 best = planned
         return None if best is None else self.for_budget(best, budget)
+
+    def more_microbatches(self, budget: int) -> MoreMicrobatches | None:
+        """Return what keeps a budget, found once: with each number default storage is tried, with the most others."""
+        if budget not in self.offers:
+            self.offers[budget] = self._more_microbatches(budget)
+        return self.offers[budget]
+
+    def _more_microbatches(self, budget: int) -> MoreMicrobatches | None:
+        before = self.finalized[0].candidate.traced.batching.num_microbatches
+        most: list[Candidate] | None = None
+        for times in MORE_MICROBATCHES:
+            tell(f"Trying num_microbatches={times * before}")
+            candidates = self.again(times * before)
+            if candidates is None:
+                break
+            most = candidates
+            default = finalize(_leanest(candidates), None).without_budget
+            if default.plan.predicted_bytes <= budget:
+                return _offered(default)
+        best = None if most is None else _Search.of([_leanest(most)], self.again).fastest(budget)
+        return None if best is None else _offered(best)
 
     def for_budget(self, planned: PlannedStep, budget: int) -> PlannedStep:
         """Return a plan as one for a budget, which may be raised from the requested one."""
@@ -181,20 +242,7 @@ class _PlansOfRequest:
         return self.search.with_smallest.most_smaller()
 
     def more_microbatches(self, budget: int) -> MoreMicrobatches | None:
-        """Try default storage with each number, and storage within the budget with the most."""
-        before = self.search.finalized[0].candidate.traced.batching.num_microbatches
-        most: list[Candidate] | None = None
-        for times in MORE_MICROBATCHES:
-            tell(f"Trying num_microbatches={times * before}")
-            candidates = self.search.again(times * before)
-            if candidates is None:
-                break
-            most = candidates
-            default = finalize(_leanest(candidates), None).without_budget
-            if default.plan.predicted_bytes <= budget:
-                return _offered(default)
-        best = None if most is None else _Search.of([_leanest(most)], self.search.again).fastest(budget)
-        return None if best is None else _offered(best)
+        return self.search.more_microbatches(budget)
 
 
 def _offered(planned: PlannedStep) -> MoreMicrobatches:

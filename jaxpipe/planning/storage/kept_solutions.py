@@ -5,25 +5,18 @@ must be met by the next process, so that solutions that are not proven to be the
 ``$JAXPIPE_CACHE_DIR/solutions``, or else in the user's cache folder. They may be deleted at any time.
 """
 
-import contextlib
 import hashlib
-import json
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 from jaxpipe.costs.profile_cache import cache_folder
 from jaxpipe.planning.storage.storage_problem import Problem, Solution, simulate
-from jaxpipe.text.progress import tell
+from jaxpipe.text.kept_files import keep, read_kept
 
 
 #: A solver that has more than so many times the seconds of a kept solution is asked again.
 PATIENCE = 4
-
-#: At most so many files are kept, those that were written last.
-MOST_KEPT = 1000
 
 
 def kept_or_solved(
@@ -43,7 +36,7 @@ def kept_or_solved(
     if solution.optimal or solution.infeasible:
         return solution
     solution = _better(problem, kept, solution, least_peak)
-    _keep(path, solution, time_limit)
+    keep(path, {**asdict(solution), "seconds": time_limit})
     return solution
 
 
@@ -64,34 +57,13 @@ def _path(problem: Problem, *settings: object) -> Path:
 
 def _load(path: Path, problem: Problem) -> tuple[Solution | None, float]:
     """Return a kept solution and the seconds that it took; None if there is none that is a choice of the problem."""
+    kept = read_kept(path)
     try:
-        kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-        if kept is None:
-            return None, 0.0
-        seconds = float(kept.pop("seconds"))
-        choice = kept.pop("choice")
+        seconds, choice = float(kept.pop("seconds")), kept.pop("choice")
         solution = Solution(choice=None if choice is None else tuple(choice), **kept)
         sizes = [len(item.options) for item in problem.items]
         if solution.choice is None or all(-1 <= k < n for k, n in zip(solution.choice, sizes, strict=True)):
             return solution, seconds
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        tell(f"The kept solution {path} cannot be used; solving again")
+    except (ValueError, TypeError, KeyError, AttributeError):  # none, or no solution of this problem
+        pass
     return None, 0.0
-
-
-def _keep(path: Path, solution: Solution, seconds: float) -> None:
-    """Write a solution, all of it or nothing; where that is not possible, the next process solves again."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump({**asdict(solution), "seconds": seconds}, file)
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
-        files = sorted(path.parent.glob("*.json"), key=lambda other: other.stat().st_mtime)
-        for old in files[:-MOST_KEPT]:
-            old.unlink(missing_ok=True)

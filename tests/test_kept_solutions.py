@@ -1,5 +1,6 @@
 """Solutions that the clock cut short are kept: the next process meets the budget that an error has offered."""
 
+import contextlib
 import json
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 
 import jaxpipe
 from jaxpipe.errors import MemoryBudgetError
+from jaxpipe.planning import make_plan
 from jaxpipe.planning.storage import fastest_choice, integer_program, kept_solutions
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Option, Problem, Solution
 from jaxpipe.text import kept_files
@@ -141,3 +143,28 @@ def test_nothing_is_offered_where_no_number_of_microbatches_keeps_a_budget():
     with pytest.raises(MemoryBudgetError, match=r"Pass memory=\d+ or more; more micro-batches or") as error:
         chain(memory="1000B")
     assert "num_microbatches=" not in str(error.value)
+
+
+@pytest.mark.parametrize("worse", ["slower", "refused"])
+def test_a_larger_budget_takes_the_plan_of_a_smaller_one(monkeypatch, worse):
+    """The search finds a slower plan for the larger budget, or none."""
+    with pytest.raises(MemoryBudgetError) as error:
+        chain(memory="1000B")
+    smallest, default = error.value.smallest, chain().plan
+    budget = (smallest + default.predicted_bytes) // 2
+    slower = chain(memory=smallest).plan
+    plan, search = chain(memory=budget).plan, make_plan._for_budget
+
+    def search_badly(candidates, asked):
+        if asked == budget:
+            return search(candidates, asked)
+        if worse == "refused":
+            raise MemoryBudgetError("refused", 10**9)
+        return candidates.for_budget(search(candidates, smallest), asked)
+
+    monkeypatch.setattr(make_plan, "_for_budget", search_badly)
+    larger = chain(memory=budget + 1).plan
+    assert larger.step_seconds == plan.step_seconds < slower.step_seconds
+    assert larger.predicted_bytes == plan.predicted_bytes and larger.budget == budget + 1
+    with pytest.raises(MemoryBudgetError) if worse == "refused" else contextlib.nullcontext():
+        chain(memory=plan.predicted_bytes - 1)

@@ -332,7 +332,7 @@ def test_a_bound_for_gpus_has_the_largest_kernel_twice_more(monkeypatch, outputs
             optimizer=optax.sgd(0.1),
             num_microbatches=1,
             profile="analytic",
-            memory=100,
+            memory="100B",
             options=jaxpipe.PlanOptions(compile=False),
         )
     assert error.value.smallest >= 2 * (kernel.nbytes + dense.nbytes)
@@ -363,7 +363,7 @@ def test_a_bound_for_gpus_counts_kernels_of_interleaved_stages_once(monkeypatch)
             num_microbatches=2,
             profile="analytic",
             schedule="interleaved",
-            memory=100,
+            memory="100B",
             options=jaxpipe.PlanOptions(compile=False),
         )
     bound = float(re.search(r"no plan needs less than (\d+\.\d+) KiB", str(error.value))[1]) * 1024

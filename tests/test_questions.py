@@ -109,7 +109,7 @@ def test_recomputed_dropout_is_that_of_the_forward_pass(key):
     usual = pipeline_of(2, Layers(width=64))
     state = usual.init(key)
     with pytest.raises(jaxpipe.MemoryBudgetError) as refused:
-        pipeline_of(2, Layers(width=64), memory=1)
+        pipeline_of(2, Layers(width=64), memory="1B")
     tight = pipeline_of(2, Layers(width=64), memory=refused.value.smallest)
     assert any(stage.recomputed for stage in tight.plan.stages)
     (_, expected), (_, gradients) = (

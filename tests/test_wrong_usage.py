@@ -130,6 +130,28 @@ ARGUMENTS = {
     "count a flag": (BatchError, {"num_microbatches": True}, ["num_microbatches=True (bool)", "whole number"]),
     "memory a list": (MemoryBudgetError, {"memory": [1]}, ["memory=[1]", "'8GiB' or '500MB'"]),
     "memory a flag": (MemoryBudgetError, {"memory": True}, ["memory=True", "'8GiB' or '500MB'"]),
+    "memory without a unit": (MemoryBudgetError, {"memory": 8}, ["memory=8 is 8 bytes", "Did you mean memory='8GB'?"]),
+    "memory of many megabytes": (MemoryBudgetError, {"memory": "640"}, ["memory='640'", "memory='640MB'?"]),
+    "host memory without a unit": (
+        MemoryBudgetError,
+        {"memory": "1MB", **options(host_memory="64")},
+        ["host_memory='64' is 64 bytes", "host_memory='64GB'?"],
+    ),
+    "gigabytes a second": (
+        PartitionError,
+        {"network": jaxpipe.Network.from_nodes([jaxpipe.Node(2, bandwidth_bytes_per_second=300)])},
+        ["bandwidth_bytes_per_second=300", "300 gigabytes a second", "300e9"],
+    ),
+    "megabytes a second": (
+        PartitionError,
+        {"network": jaxpipe.Network.uniform(2, 12500)},
+        ["bandwidth_bytes_per_second=12500", "12500 megabytes a second", "12500e6"],
+    ),
+    "gigabytes of memory": (
+        PartitionError,
+        {"network": jaxpipe.Network([[0, 1e9], [1e9, 0]], memory_bytes=(80, 80))},
+        ["memory_bytes=80", "80 gigabytes of memory", "80e9"],
+    ),
     "host memory": (MemoryBudgetError, options(host_memory="many"), ["host_memory='many'", "'8GiB' or '500MB'"]),
     "raise a text": (PartitionError, options(allow_over_budget="yes"), ["allow_over_budget='yes'", "True or False"]),
     "schedule unknown": (PartitionError, {"schedule": "dualpipe"}, ["schedule='dualpipe'", "'one_f_one_b'", "'gpipe'"]),

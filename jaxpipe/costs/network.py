@@ -24,6 +24,13 @@ from jaxpipe.text.units import whole_number
 from jaxpipe.text.value_text import shown
 
 
+#: A link of fewer bytes a second, or a device with fewer bytes of memory, is a number in another unit.
+SLOWEST, SMALLEST = 1e6, 1e6
+
+#: The largest such number that is one of gigabytes; a larger one is of megabytes.
+MOST_GIGABYTES = 5e3
+
+
 @dataclass(frozen=True)
 class Network(Printed):
     """The speed and memory of devices, and the bandwidth and latency of their links.
@@ -301,6 +308,26 @@ class NetworkFile:
             host_bandwidth_bytes_per_second=tuple(device.host_bandwidth_bytes_per_second for device in self.devices),
             host_latency_seconds=tuple(device.host_latency_seconds for device in self.devices) or 0.0,
         )
+
+
+def check_network_units(network: Network) -> None:
+    """Raise ``PartitionError`` if a bandwidth or the memory of a device is none of real devices: its unit is another.
+
+    A network of a partition on paper, whose seconds and bytes have any unit, is not checked.
+    """
+    links = [rate for row in network.bandwidth_bytes_per_second for rate in row]
+    for name, values, least, of in (
+        ("bandwidth_bytes_per_second", links, SLOWEST, "a second"),
+        ("host_bandwidth_bytes_per_second", network.host_bandwidth_bytes_per_second, SLOWEST, "a second"),
+        ("memory_bytes", network.memory_bytes, SMALLEST, "of memory"),
+    ):
+        small = min((value for value in values if 0 < value < least), default=None)
+        if small is not None:
+            unit, power = ("gigabytes", 9) if small <= MOST_GIGABYTES else ("megabytes", 6)
+            raise PartitionError(
+                f"network= has {name}={small:g}, which is {small:g} bytes {of}: too few for training. Did you mean "
+                f"{small:g} {unit} {of}? Pass {small:g}e{power}."
+            )
 
 
 def _with_diagonal(rows: Sequence[Sequence[float]], value: float) -> np.ndarray:

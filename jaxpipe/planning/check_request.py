@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpipe.costs.device_rates import rates_of_kind
-from jaxpipe.costs.network import Network
+from jaxpipe.costs.network import Network, check_network_units
 from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.profile_model import EstimateFor, Source
 from jaxpipe.errors import BatchError, FewExamplesWarning, PartitionError, warn
@@ -35,7 +35,7 @@ from jaxpipe.schedules.names import plain_name, schedule_named
 from jaxpipe.schedules.schedule_makers import AUTO, ScheduleMaker
 from jaxpipe.sharding.mesh_axes import COMMON_NAMES, DATA, STAGE, with_joined_replicas, with_own_names
 from jaxpipe.sharding.submesh import Submesh, split_mesh
-from jaxpipe.text.units import parse_bytes, whole_number
+from jaxpipe.text.units import device_bytes, whole_number
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +123,7 @@ def check_request(
         mesh, replicas = with_joined_replicas(mesh), 1
     mesh, submesh = split_mesh(mesh)
     devices_per_stage = check_devices_per_stage(options.devices_per_stage, num_stages, mesh, exchange is not None)
-    budget = None if memory is None else parse_bytes(memory)
+    budget = None if memory is None else device_bytes(memory)
     check_exchanged(exchange is not None, submesh, options)
     return Request(
         model=model,
@@ -251,7 +251,7 @@ def check_devices_per_stage(
 
 
 def check_network(network: Network | None, mesh: Mesh) -> None:
-    """Raise ``PartitionError`` unless a network is that of the mesh."""
+    """Raise ``PartitionError`` unless a network is that of the mesh, in bytes and bytes a second."""
     if not isinstance(network, Network | None):
         raise PartitionError(f"network is {type(network).__name__}; it must be a jaxpipe.Network.")
     if network is not None and network.num_devices != mesh.devices.size:
@@ -259,6 +259,8 @@ def check_network(network: Network | None, mesh: Mesh) -> None:
             f"network= has {network.num_devices} devices, the mesh {mesh.devices.size}; it must have one for each, in "
             "the order of mesh.devices.flat."
         )
+    if network is not None:
+        check_network_units(network)
 
 
 def schedule_makers(schedule: ScheduleMaker | str) -> tuple[ScheduleMaker, ...]:

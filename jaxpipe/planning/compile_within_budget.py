@@ -28,7 +28,7 @@ from jaxpipe.runtime.mpmd import device_bytes
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
 from jaxpipe.target import building_for
 from jaxpipe.text.progress import tell
-from jaxpipe.text.units import asked_bytes, bytes_text
+from jaxpipe.text.units import asked_bytes, bytes_text, seconds_text
 
 
 #: How many plans with the same cuts are compiled at most for one that keeps the budget and leaves little of it.
@@ -232,12 +232,21 @@ def refusal(budget: int, smallest: PlannedStep) -> MemoryBudgetError:
             " As the solver counts bytes, no other choice without swaps for these stages and this schedule takes over "
             f"{bytes_text(saved)} less than that plan."
         )
+    more = None if over else smallest.others.more_microbatches(budget)
+    lines, also = [f"memory={needed}"], ""
+    if more is not None:
+        lines.append(f"num_microbatches={more.num_microbatches}")
+        also = (
+            f", or num_microbatches={more.num_microbatches} with this budget: {bytes_text(more.predicted_bytes)} and "
+            f"{seconds_text(more.step_seconds)} a step, both as predicted"
+        )
+    fewer = "more stages need less." if more is not None else "more micro-batches or more stages need less."
     return MemoryBudgetError(
         f"{asked_bytes(smallest.others.memory, budget)}: "
         f"by default each device needs {bytes_text(sum(default.values()))} ({parts}), as "
         f"predicted. The smallest budget that was found to be met, for this number of stages and micro-batches, is "
         f"{needed} bytes ({bytes_text(needed)}), {source}.{stored} With these stages no plan needs less than {bound}"
-        f"{over}.{proven} Pass memory={needed} or more; more micro-batches or more stages need less.",
+        f"{over}.{proven} Pass memory={needed} or more{also}; {fewer}" + "".join(f"\n    {line}" for line in lines),
         needed,
     )
 

@@ -20,7 +20,7 @@ from jaxpipe.models.trained_parameters import without_frozen
 from jaxpipe.planning.arrange_devices import arrange
 from jaxpipe.planning.candidate import Candidate
 from jaxpipe.planning.describe_plan import describe, describe_frozen
-from jaxpipe.planning.planned_step import PlannedStep
+from jaxpipe.planning.planned_step import MoreMicrobatches, PlannedStep
 from jaxpipe.planning.price_storage import longest_microbatch, price_storage
 from jaxpipe.planning.stage_lists import StageLists
 from jaxpipe.planning.storage.stage_budget import Fitted, Solving, StageFitter, reruns_products
@@ -85,6 +85,10 @@ class FinalizedCandidate:
     def most_smaller(self) -> int:
         """Return the bytes that another plan without swaps may take less than the smallest at most."""
         return self._fitter.most_smaller
+
+    def more_microbatches(self, budget: int) -> MoreMicrobatches | None:
+        """Return None: a request is traced again for other micro-batches, not a candidate."""
+        return None
 
     @cached_property
     def _smallest(self) -> PlannedStep:

@@ -8,6 +8,21 @@ from jaxpipe.planning.cuts.placed_stages import Partition
 from jaxpipe.runtime.executable_plan import ExecutablePlan
 
 
+@dataclass(frozen=True)
+class MoreMicrobatches:
+    """A number of micro-batches with which a budget is kept.
+
+    Attributes:
+      num_microbatches: of each replica.
+      predicted_bytes: of the fullest device.
+      step_seconds: predicted.
+    """
+
+    num_microbatches: int
+    predicted_bytes: int
+    step_seconds: float
+
+
 class OtherPlans(Protocol):
     """Plans of the same request for other budgets."""
 
@@ -35,6 +50,10 @@ class OtherPlans(Protocol):
 
     def most_smaller(self) -> int:
         """Return how many bytes less than the smallest plan another one without swaps may take, as solvers count."""
+        ...
+
+    def more_microbatches(self, budget: int) -> MoreMicrobatches | None:
+        """Return the fewest of twice, four and eight times as many micro-batches that keep a budget, as predicted."""
         ...
 
 

@@ -9,6 +9,13 @@ from typing import Any
 from jaxpipe.errors import MemoryBudgetError
 
 
+#: Memory of fewer bytes than this, written without a unit, is a number of gigabytes or megabytes whose unit is missing.
+FEWEST_BYTES = 1000
+
+#: The most gigabytes that a device is thought to have; a larger number without a unit is one of megabytes.
+MOST_GIGABYTES = 512
+
+
 def whole_number(value: Any, name: str, error: type[Exception]) -> int:
     """Return a whole number as an int; NumPy's integers are such numbers, booleans and floats are not.
 
@@ -61,6 +68,26 @@ def asked_bytes(memory: int | str | None, budget: int) -> str:
     """
     size = f"{budget} bytes" if isinstance(memory, str) else bytes_text(budget)
     return f"memory={memory!r} ({size})"
+
+
+def device_bytes(memory: float | str, name: str = "memory") -> int:
+    """Return the bytes of a device's or a host's memory, as ``parse_bytes`` does, but no handful without a unit.
+
+    Raises:
+      MemoryBudgetError: if it is no size, or a number without a unit that is too small for one of bytes.
+
+    Example:
+      >>> device_bytes("8GB")
+      8000000000
+    """
+    size = parse_bytes(memory, name)
+    if size < FEWEST_BYTES and not (isinstance(memory, str) and re.search("[A-Za-z]", memory)):
+        unit = "GB" if size <= MOST_GIGABYTES else "MB"
+        raise MemoryBudgetError(
+            f"{name}={memory!r} is {size} byte{'s' if size > 1 else ''}, as a number without a unit is a number of "
+            f"bytes, and no stage needs so few. Did you mean {name}='{size}{unit}'? Pass '{size}B' for bytes indeed."
+        )
+    return size
 
 
 def bytes_text(count: float) -> str:

@@ -3,9 +3,11 @@
 import functools
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jaxpipe.errors import PartitionError
 from jaxpipe.planning.storage.greedy import give_up, give_up_all
+from jaxpipe.planning.storage.kept_solutions import kept_or_solved
 from jaxpipe.planning.storage.small_items import SHARE, without_small_items
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Outcome, Problem, Solution, simulate
 
@@ -81,13 +83,15 @@ def choose(problem: Problem, *, solver: str = "HIGHS", time_limit: float = 10.0,
 
 
 def _solve(problem: Problem, solver: str, time_limit: float, gap: float, *, least_peak: bool = False) -> Solution:
-    """Ask a solver, if there is time for it."""
-    if time_limit <= 0:
-        return Solution()
-    from jaxpipe.planning.storage.integer_program import solve  # cvxpy takes a second to import
+    """Ask a solver, if there is time for it, or take what it found before."""
+
+    def solve(*args: Any, **options: Any) -> Solution:
+        from jaxpipe.planning.storage import integer_program  # cvxpy takes a second to import
+
+        return integer_program.solve(*args, **options)
 
     reduced = without_small_items(problem)
-    return solve(reduced, solver=solver, time_limit=time_limit, gap=gap, least_peak=least_peak)
+    return kept_or_solved(solve, reduced, solver=solver, time_limit=time_limit, gap=gap, least_peak=least_peak)
 
 
 def check_solver(solver: str) -> str:

@@ -4,7 +4,7 @@ from jax.sharding import Mesh
 
 from jaxpipe.errors import PartitionError
 from jaxpipe.plan import HostPlan
-from jaxpipe.text.units import parse_bytes
+from jaxpipe.text.units import device_bytes
 
 
 def check_host_memory(
@@ -23,7 +23,7 @@ def check_host_memory(
     """
     if given is None:
         return None
-    size = parse_bytes(given, "host_memory")
+    size = device_bytes(given, "host_memory")
     if budget is None:
         raise PartitionError(
             f"host_memory={given!r} without memory=: stashes go to the host only where the memory of a device is "

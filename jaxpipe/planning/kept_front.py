@@ -1,0 +1,73 @@
+"""Points of plans that were found for budgets: a larger budget takes the plan of a smaller one where that is faster.
+
+Storage is chosen by predictions, candidates are compared within a budget, and solvers are stopped: a smaller budget may
+lead to a faster plan. What a request has come by is on disk; a plan is made again from the budget it was found for.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxpipe import _compat, multihost
+from jaxpipe.costs.profile_cache import cache_folder
+from jaxpipe.graph.program_text import program_text
+from jaxpipe.planning.trace_request import Traced
+from jaxpipe.text.kept_files import keep, read_kept
+
+
+class Point(NamedTuple):
+    """A plan: its bytes on the fullest device, the seconds of its step, and the budget that it was found for."""
+
+    bytes: int
+    seconds: float
+    budget: int
+
+
+def front_path(traced: Traced) -> Path:
+    """Return the file of a request. What two requests share by mistake costs them time: plans are made again."""
+    request, profile = traced.request, traced.profile
+    device = request.mesh.devices.flat[0].device_kind
+    settings = [
+        *_compat.versions(),
+        device,
+        dict(request.mesh.shape),
+        traced.batching,
+        request.options,
+        request.network,
+    ]
+    settings += [profile.forward_seconds, profile.backward_seconds, request.schedules, request.policy]
+    text = program_text(traced.objective.graph) + program_text(traced.update.graph)
+    text += re.sub(r" at 0x[0-9a-f]+", "", repr(settings))
+    return cache_folder().parent / "fronts" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+def read_front(path: Path) -> list[Point]:
+    """Return the points that the first process has."""
+    return multihost.from_first(lambda: _points(read_kept(path)))
+
+
+def better_point(front: Iterable[Point], budget: int, seconds: float, smallest: int | None) -> Point | None:
+    """Return the fastest point within a budget if it takes less than some seconds.
+
+    Where a budget was refused, a point that needs less than the ``smallest`` of the error will do.
+    """
+    within = [point for point in front if point.bytes <= budget and point.seconds < seconds]
+    if within:
+        return min(within, key=lambda point: (point.seconds, point.bytes))
+    return min((point for point in front if smallest is not None and point.bytes < smallest), default=None)
+
+
+def add_point(path: Path, front: Iterable[Point], point: Point) -> None:
+    """Keep a point, and those of the front that are smaller or faster."""
+    kept = [other for other in front if other.bytes < point.bytes or other.seconds < point.seconds]
+    if not any(other.bytes <= point.bytes and other.seconds <= point.seconds for other in kept):
+        kept.append(point)
+    multihost.from_first(lambda: keep(path, kept))
+
+
+def _points(data: Any) -> list[Point]:
+    rows: Sequence[Any] = data if isinstance(data, list) else []
+    rows = [row for row in rows if isinstance(row, list) and [*map(type, row)] == [int, float, int]]
+    return [Point(*row) for row in rows]

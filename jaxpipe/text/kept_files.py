@@ -1,0 +1,38 @@
+"""JSON files in the cache folder that any process may read, and that may be deleted at any time."""
+
+import contextlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+#: At most so many files of a folder are kept, those that were written last.
+MOST_KEPT = 1000
+
+
+def read_kept(path: Path) -> Any:
+    """Return what a file has; None if there is no such file, or none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        if path.is_file():
+            return json.loads(path.read_text(encoding="utf-8"))
+    return None
+
+
+def keep(path: Path, data: Any) -> None:
+    """Write a file, all of it or nothing; where that is not possible, the next process does the work again."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(data, file)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        files = sorted(path.parent.glob("*.json"), key=lambda other: other.stat().st_mtime)
+        for old in files[:-MOST_KEPT]:
+            old.unlink(missing_ok=True)

@@ -220,21 +220,21 @@ def planned(job: Job) -> Pipeline:
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=simulate_devices(count)[:count])
     model, batch, loss, optimizer = load(job.model)
 
-    def plan(profile: Profile | Literal["analytic"], num_microbatches: int | None) -> Pipeline:
+    def plan(profile: Profile | Literal["analytic"], num_microbatches: int | None, budgeted: bool = True) -> Pipeline:
         return partition(
             model,
             mesh,
             batch,
             loss=loss,
             optimizer=optimizer,
-            memory=job.memory,
+            memory=job.memory if budgeted else None,
             num_microbatches=num_microbatches,
             schedule=job.schedule,
             profile=profile,
             network=network,
             options=PlanOptions(
                 devices_per_stage=job.devices_per_stage,
-                host_memory=job.host_memory,
+                host_memory=job.host_memory if budgeted else None,
                 unroll_scans=job.unroll_scans,
                 gradient_dtype=job.gradient_dtype,
                 time_limit=job.time_limit,
@@ -248,7 +248,7 @@ def planned(job: Job) -> Pipeline:
         return plan("analytic", job.num_microbatches)
     number, cut = job.num_microbatches, job.unroll_scans
     if number is None or cut == "auto":
-        first = plan("analytic", number)
+        first = plan("analytic", number, budgeted=False)  # a refusal is for the device's own rates, not for a CPU's
         number, cut = first.plan.num_microbatches, first.profile.scan_groups
     options = {"source": "analytic", "device": job.device, "num_microbatches": number * job.replicas}
     return plan(profile_model(model, batch, loss=loss, unroll_scans=cut, **options), number)

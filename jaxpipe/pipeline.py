@@ -300,16 +300,9 @@ class Pipeline:
                 take_over(state, new)
             elif taken is not None and state.is_donated and not isinstance(error, ModelError):
                 saved = [(folder, max(numbers)) for folder in self._folders if (numbers := steps_of(folder))]
-                check_state.lose(state, error, self._stages_updated(state), saved[-1] if saved else None)
+                stages = self._planned.stage_placement.parameters if self.plan.runtime == "mpmd" else ()
+                check_state.lose(state, error, stages, saved[-1] if saved else None)
             raise
-
-    def _stages_updated(self, state: TrainState) -> list[int]:
-        """Return the stages whose parameters a step has taken; of one program none, as that updates all at once."""
-        planned = self._planned
-        if planned.plan.runtime == "spmd":
-            return []
-        pairs = zip(planned.stage_placement.parameters, state.parameters, strict=True)
-        return sorted({s for s, x in pairs if isinstance(x, jax.Array) and x.is_deleted()})
 
     def _named(self, objective: MicrobatchProgram, loss: Array, leaves: Sequence[Array]) -> dict[str, PyTree]:
         """The loss beside the user's metrics; metrics that are not a dictionary stand under ``"metrics"``."""

@@ -236,10 +236,9 @@ def refusal(budget: int, smallest: PlannedStep) -> MemoryBudgetError:
     lines, also = [f"memory={needed}"], ""
     if more is not None:
         lines.append(f"num_microbatches={more.num_microbatches}")
-        also = (
-            f", or num_microbatches={more.num_microbatches} with this budget: {bytes_text(more.predicted_bytes)} and "
-            f"{seconds_text(more.step_seconds)} a step, both as predicted"
-        )
+        also = f", or num_microbatches={more.num_microbatches} with this budget: {bytes_text(more.predicted_bytes)}"
+        seconds = more.step_seconds
+        also += ", as predicted" if seconds is None else f" and {seconds_text(seconds)} a step, both as predicted"
     fewer = "more stages need less." if more is not None else "more micro-batches or more stages need less."
     return MemoryBudgetError(
         f"{asked_bytes(smallest.others.memory, budget)}: "

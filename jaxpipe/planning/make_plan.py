@@ -227,9 +227,9 @@ class _Search:
             most = candidates
             default = finalize(_leanest(candidates), None).without_budget
             if default.plan.predicted_bytes <= budget:
-                return _offered(default)
+                return _offered(default, self.request)
         best = None if most is None else _Search.of([_leanest(most)], self.again).fastest(budget)
-        return None if best is None else _offered(best)
+        return None if best is None else _offered(best, self.request)
 
     def for_budget(self, planned: PlannedStep, budget: int) -> PlannedStep:
         """Return a plan as one for a budget, which may be raised from the requested one."""
@@ -270,9 +270,9 @@ class _PlansOfRequest:
         return self.search.more_microbatches(budget)
 
 
-def _offered(planned: PlannedStep) -> MoreMicrobatches:
-    plan, batching = planned.plan, planned.batching
-    return MoreMicrobatches(batching.num_microbatches, plan.predicted_bytes, plan.step_seconds)
+def _offered(planned: PlannedStep, request: Request) -> MoreMicrobatches:
+    seconds = None if isinstance(request.profile, Profile) else planned.plan.step_seconds
+    return MoreMicrobatches(planned.batching.num_microbatches, planned.plan.predicted_bytes, seconds)
 
 
 def _cut_again_within(final: FinalizedCandidate, budget: int, charged: Profile) -> PlannedStep | None:

@@ -15,12 +15,12 @@ class MoreMicrobatches:
     Attributes:
       num_microbatches: of each replica.
       predicted_bytes: of the fullest device.
-      step_seconds: predicted.
+      step_seconds: predicted; None where the caller's profile is one of other micro-batches.
     """
 
     num_microbatches: int
     predicted_bytes: int
-    step_seconds: float
+    step_seconds: float | None
 
 
 class OtherPlans(Protocol):

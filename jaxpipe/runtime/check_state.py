@@ -14,6 +14,7 @@ from jaxpipe.array_types import Array, PyTree
 from jaxpipe.errors import ModelError
 from jaxpipe.models.check_batch import shape_of
 from jaxpipe.runtime.train_state import TrainState
+from jaxpipe.schedules.table import StageNumber
 
 
 #: The call that takes the state of another pipeline, whatever its runtime and devices.
@@ -140,17 +141,18 @@ def check_unused(state: object) -> None:
 def lose(
     state: TrainState,
     error: BaseException,
-    stages: Sequence[int],
+    stages: Sequence[StageNumber],
     saved: tuple[str | os.PathLike[str], int] | None,
 ) -> None:
     """Note in a state, and in the error that ended its step, that the step had begun to write over it.
 
     Args:
-      stages: those that were being updated, if that can be told.
+      stages: of each parameter, where stages are updated one by one.
       saved: the folder and the step of a checkpoint.
     """
     kind, reason = type(error).__name__, str(error).strip().partition("\n")[0][:300]
-    where = f" of stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}" if stages else ""
+    taken = sorted({s for s, x in zip(stages, state.parameters, strict=False) if x.is_deleted()})
+    where = f" of stage{'s' if len(taken) > 1 else ''} {', '.join(map(str, taken))}" if taken else ""
     restore = "Go on from a checkpoint; a Checkpointer saves one now and then"
     if saved is not None:
         restore = f"Go on from the checkpoint of step {saved[1]}: pipeline.restore({os.fspath(saved[0])!r})"

@@ -100,9 +100,9 @@ def test_unbound_names_are_axes_of_size_1(kind, stages, runtime):
     """
     named, plain = (Block(), Block(None)) if kind == "linen" else (NNXBlock(nnx.Rngs(0)), NNXBlock(nnx.Rngs(0), None))
     notes, actual = results(named, named_loss, stages, runtime)
-    assert notes == ("collectives over 'batch' are those of one micro-batch: an axis of size 1",)
+    assert notes[-1:] == ("collectives over 'batch' are those of one micro-batch: an axis of size 1",)
     notes, expected = results(plain, plain_loss, stages, runtime)
-    assert notes == ()
+    assert not any("collectives" in note for note in notes)
     if stages < 4:
         assert_same_bits(actual, expected)
     assert relative_l2(actual, expected) < ORDER

@@ -204,8 +204,9 @@ def test_a_tied_parameter_is_named():
     )
     with pytest.raises(PartitionError, match=message):
         partition(Tied(), mesh_of(4), loss=lambda f, x: f(x).sum())
-    stages = partition(Tied(), mesh_of(3), loss=lambda f, x: f(x).sum()).plan.stages
-    assert [stage.operators for stage in stages] == [(0, 3), (3, 4), (4, 5)]
+    plan = partition(Tied(), mesh_of(3), loss=lambda f, x: f(x).sum()).plan
+    assert plan.stages[0].operators == (0, 3) and plan.stages[-1].operators[1] == 5
+    assert len(plan.stages) < 3 and any("left out" in note for note in plan.notes)  # a sum needs no device of its own
 
 
 def test_an_unknown_schedule():

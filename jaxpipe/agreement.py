@@ -1,4 +1,4 @@
-"""What processes that train together compare before they do: all that a result depends on, by name."""
+"""The agreement of processes that train together on all that a result depends on, by name."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -87,8 +87,7 @@ class Pipeline:
         """Say what to do instead of pickling or copying."""
         raise ModelError(
             "A Pipeline cannot be pickled or copied: it has devices and compiled programs. Call jaxpipe.partition "
-            "where you need one; with profile=pipeline.profile it measures nothing again. Training states can be "
-            "pickled, and pipeline.save keeps them in the model's own layout."
+            "with profile=pipeline.profile to measure nothing again; states can be pickled, or use pipeline.save."
         )
 
     @property
@@ -173,23 +172,21 @@ class Pipeline:
 
     def __repr__(self) -> str:
         """The plan in a line; ``print(pipeline.plan)`` has all of it."""
-        axes = ", ".join(f"{name}={size}" for name, size in self._mesh.shape.items())
-        if self._ready is None:
+        axes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+        if (plan := self.plan if self._ready else None) is None:
             return f"Pipeline(mesh: {axes}; no plan yet)"
-        plan = self.plan
         cut = f"{len(plan.stages)} stages, {plan.num_microbatches} micro-batches of {plan.microbatch_size}"
-        size = f"{bytes_text(plan.predicted_bytes)} on each device"
-        return f"Pipeline(mesh: {axes}; {cut}, schedule {plan.schedule}, {size}, plan {plan.identity!r})"
+        cut += f", schedule {plan.schedule}, {bytes_text(plan.predicted_bytes)} on each device"
+        return f"Pipeline(mesh: {axes}; {cut}, plan {plan.identity!r})"
 
     def _repr_html_(self) -> str | None:
         """Return what notebooks show: the plan, once there is one."""
-        return None if self._ready is None else self.plan._repr_html_()
+        return self.plan._repr_html_() if self._ready else None
 
     @property
     def mesh(self) -> Mesh:
         """The devices it runs on, in the order of the plan once there is one."""
-        planned = None if self._ready is None else self._planned
-        return self._mesh if planned is None else joined_mesh(planned.mesh, planned.shardings.submesh)
+        return joined_mesh(self._planned.mesh, self._planned.shardings.submesh) if self._ready else self._mesh
 
     @property
     def _planned(self) -> PlannedStep:
@@ -203,9 +200,8 @@ class Pipeline:
     def _planned_and_runtime(self) -> tuple[PlannedStep, Runtime]:
         if self._ready is None:
             raise PartitionError(
-                "This pipeline has no plan yet, because partition was given no batch, or a function whose variables "
-                "are not known. Call pipeline.init(key, batch) first, for a function with variables=; as a batch, "
-                "shapes (jax.ShapeDtypeStruct) will do."
+                "This pipeline has no plan yet, because partition was given no batch, or a function with unknown "
+                "variables. Call pipeline.init(key, batch) first, of a function with variables=; shapes do as a batch."
             )
         return self._ready
 

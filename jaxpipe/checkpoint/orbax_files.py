@@ -86,7 +86,7 @@ def check_directory(directory: Directory) -> FilePath:
 
 @contextlib.contextmanager
 def _told_of(folder: FilePath) -> Iterator[None]:
-    """Tell what the file system or orbax says of a folder as ``CheckpointError``."""
+    """Raise errors of the file system or of orbax about a folder as ``CheckpointError``."""
     try:
         yield
     except CheckpointError:

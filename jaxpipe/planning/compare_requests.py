@@ -1,4 +1,4 @@
-"""What processes compare before they measure or trace anything together: requests, the programs that these lead to."""
+"""The requests of several processes, and the programs that these lead to, as texts to compare."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -100,7 +100,7 @@ def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> 
 
 @dataclass(frozen=True, eq=False)
 class _Programs:
-    """What a model is traced to, before anything is profiled."""
+    """A traced model, before anything is profiled."""
 
     request: Request
     batching: Batching

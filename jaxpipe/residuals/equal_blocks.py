@@ -51,11 +51,11 @@ def grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
 class _Module(Generic[T]):
     """A module with what its own operators and its submodules have."""
 
-    own: list[T] = field(default_factory=list)
+    items_here: list[T] = field(default_factory=list)
     inner: "defaultdict[str, _Module[T]]" = field(default_factory=lambda: defaultdict(_Module))
 
     def items(self) -> list[T]:
-        return [*self.own, *(item for module in self.inner.values() for item in module.items())]
+        return [*self.items_here, *(item for module in self.inner.values() for item in module.items())]
 
 
 def sums_by_module(
@@ -73,12 +73,12 @@ def sums_by_module(
         module = root
         for part in name.split("/")[:-1]:
             module = module.inner[part]
-        module.own.append(item)
+        module.items_here.append(item)
     lines: list[tuple[str, list[T]]] = []
 
     def signature(module: _Module[T]) -> Hashable:
-        own = tuple(c for item in module.own if (c := content(item)) is not None)
-        return own, tuple((n, signature(m)) for n, m in module.inner.items())
+        contents = tuple(c for item in module.items_here if (c := content(item)) is not None)
+        return contents, tuple((n, signature(m)) for n, m in module.inner.items())
 
     def add_lines(modules: Iterable[tuple[str, _Module[T]]]) -> int:
         """Add the lines of modules and of those inside them; return how many kinds of modules there are."""
@@ -89,7 +89,7 @@ def sums_by_module(
                 continue
             place = len(lines)
             inner = add_lines((f"{path}/{name}", m) for path, module in blocks for name, m in module.inner.items())
-            if blocks[0][1].own or inner != 1:  # else it has what the one kind inside has
+            if blocks[0][1].items_here or inner != 1:  # else it has what the one kind inside has
                 lines.insert(place, (counted([f"{path}/" for path, _ in blocks]).rstrip("/"), items))
         return len(kinds)
 

@@ -41,7 +41,7 @@ APART = 10.0
 
 @dataclass(frozen=True)
 class Awaited:
-    """What a program waits for: in which call, what, and of which other processes."""
+    """The call, the thing and the other processes that a program waits for."""
 
     call: str
     what: str

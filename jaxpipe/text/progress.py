@@ -57,7 +57,7 @@ def track(items: Sequence[_T], text: str) -> Iterator[_T]:
 
 @contextlib.contextmanager
 def lines_each(seconds: float) -> Iterator[None]:
-    """Where stderr is no terminal, write a line there after each so many seconds that says what is being done."""
+    """Write a line to stderr, where that is no terminal, after each so many seconds that says what is being done."""
     if sys.stderr.isatty():
         yield
         return

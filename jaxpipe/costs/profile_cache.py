@@ -3,13 +3,11 @@
 A profile is a JSON file in ``$JAXPIPE_CACHE_DIR``, or else in the user's cache folder, and may be deleted at any time.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import platform
-import tempfile
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,6 +24,7 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.graph.program_text import program_text
 from jaxpipe.residuals.backward_graph import BackwardGraph
 from jaxpipe.residuals.density import room
+from jaxpipe.text.kept_files import write_whole
 
 
 #: Environment variable that names the folder.
@@ -94,16 +93,7 @@ def save(key: str, profile: Profile) -> None:
     """Keep a profile: other processes see all of the file or none. A folder that cannot be written is a warning."""
     path = _path(key)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(profile.to_json())
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        write_whole(path, profile.to_json())
     except OSError as error:
         warnings.warn(f"The profile cannot be kept in {path.parent} ({error}); set {FOLDER}.", stacklevel=2)
 

@@ -20,19 +20,24 @@ def read_kept(path: Path) -> Any:
     return None
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file and its folder: other processes see all of it or nothing. Raises ``OSError``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
 def keep(path: Path, data: Any) -> None:
-    """Write a file, all of it or nothing; where that is not possible, the next process does the work again."""
+    """Write data to a file; where that is not possible, the next process does the work again."""
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(data, file)
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        write_whole(path, json.dumps(data))
         files = sorted(path.parent.glob("*.json"), key=lambda other: other.stat().st_mtime)
         for old in files[:-MOST_KEPT]:
             old.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ or with control flow (``scan``, ``while``, ``cond``, ``remat``) stays one operat
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -145,6 +145,7 @@ class Graph:
       stage_shape: the axes over which a stage is sharded; annotations of others that a derivative brings are dropped
         (``jaxpipe.graph.sharding_annotations``). None outside of pipelines.
       traced_in: axes of size 1 that were made to trace it, which derivatives may name, too.
+      derived: what was derived of its operators, by what these compute; shared by all graphs that are parts of one.
     """
 
     tensors: tuple[Tensor, ...]
@@ -155,6 +156,7 @@ class Graph:
     parameters: frozenset[TensorNumber] = frozenset()
     stage_shape: Mapping[str, int] | None = None
     traced_in: TracedIn = NO_AXES
+    derived: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def tensor_numbers(self) -> Iterable[TensorNumber]:

@@ -22,6 +22,7 @@ from jaxpipe.graph import rules
 from jaxpipe.graph.allowed_codecs import FAST, Policy
 from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, is_differentiable, live, ordered
 from jaxpipe.graph.operator_vjp import Cut, writes_zeros
+from jaxpipe.target import platform
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +126,8 @@ def _operator_vjps(
     covered = {op for match in matches.values() for op in match.covers}
     varied_tensors, useful_tensors = set(wrt), _useful(graph, seeds)
     ruled: set[TensorNumber] = set()  # tensors made by rules of a user's, or of what these have made
-    cuts: dict[Hashable, Cut] = {}
+    cuts: dict[Hashable, Cut] = graph.derived
+    context = None if graph.stage_shape is None else tuple(graph.stage_shape.items()), graph.traced_in, platform()
     for op in [op for op in graph.operators if op in matches or op not in covered]:
         match, cut = matches.get(op), None
         inputs, outputs = _operands_and_results(op, match)
@@ -136,7 +138,7 @@ def _operator_vjps(
             varied_tensors.update(outputs[k] for k in varied)
         elif varied and useful:
             behind = tuple(k for k in varied if inputs[k] in ruled)
-            key = equality_key(op, avals, varied, useful, match), behind
+            key = equality_key(op, avals, varied, useful, match), behind, context
             if key not in cuts:
                 derived = match is None
                 axes = graph.stage_shape, graph.traced_in, behind
@@ -186,7 +188,7 @@ def equality_key(
     try:
         hash(key)
     except TypeError:
-        return id(op)
+        return op
     return key
 
 

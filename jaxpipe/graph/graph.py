@@ -145,6 +145,7 @@ class Graph:
       stage_shape: the axes over which a stage is sharded; annotations of others that a derivative brings are dropped
         (``jaxpipe.graph.sharding_annotations``). None outside of pipelines.
       traced_in: axes of size 1 that were made to trace it, which derivatives may name, too.
+      ruled: tensors that are values of ``behind_rules`` in the program of which this is a part.
       derived: what was derived of its operators, by what these compute; shared by all graphs that are parts of one.
     """
 
@@ -156,6 +157,7 @@ class Graph:
     parameters: frozenset[TensorNumber] = frozenset()
     stage_shape: Mapping[str, int] | None = None
     traced_in: TracedIn = NO_AXES
+    ruled: frozenset[TensorNumber] = frozenset()
     derived: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -422,6 +424,12 @@ def dependents(operators: Iterable[Operator], sources: Iterable[TensorNumber]) -
         if not reached.isdisjoint(op.inputs):
             reached.update(op.outputs)
     return reached
+
+
+def behind_rules(operators: Iterable[Operator]) -> set[TensorNumber]:
+    """Return the values that derivative rules of a user's make, and all that follow from these."""
+    operators = tuple(operators)
+    return dependents(operators, [t for op in operators if op.name == "custom_vjp_call" for t in op.outputs])
 
 
 def is_differentiable(aval: Shaped) -> bool:

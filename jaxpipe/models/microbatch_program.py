@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxpipe.array_types import Array, PyTree, PyTreeDef, TensorNumber
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph import sharding_annotations
-from jaxpipe.graph.graph import Graph, dependents, is_differentiable, read_graph
+from jaxpipe.graph.graph import Graph, behind_rules, dependents, is_differentiable, read_graph
 from jaxpipe.graph.operator_order import parameter_work_in_place
 from jaxpipe.graph.sharding_annotations import Annotations
 from jaxpipe.graph.split_scan import MixedRowsError, split_rows
@@ -249,8 +249,9 @@ def _trace(
     graph = parameter_work_in_place(graph, [graph.inputs[len(parameters) + len(state)]])
     p, s, (k,), i, b = map(tuple, split(graph.inputs, counts))
     unbound = tuple(axis for axis in mentioned.traced_in.unbound if axis not in dict(mentioned.mapped))
+    traced_in, ruled = replace(mentioned.traced_in, unbound=unbound), frozenset(behind_rules(graph.operators))
     return MicrobatchProgram(
-        replace(graph, stage_shape=shape, traced_in=replace(mentioned.traced_in, unbound=unbound)),
+        replace(graph, stage_shape=shape, traced_in=traced_in, ruled=ruled),
         p,
         s,
         k,

@@ -20,7 +20,7 @@ from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, Array, TensorNumber
 from jaxpipe.graph import rules
 from jaxpipe.graph.allowed_codecs import FAST, Policy
-from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, is_differentiable, live, ordered
+from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, behind_rules, is_differentiable, live, ordered
 from jaxpipe.graph.operator_vjp import Cut, writes_zeros
 from jaxpipe.target import platform
 
@@ -125,7 +125,7 @@ def _operator_vjps(
     """
     covered = {op for match in matches.values() for op in match.covers}
     varied_tensors, useful_tensors = set(wrt), _useful(graph, seeds)
-    ruled: set[TensorNumber] = set()  # tensors made by rules of a user's, or of what these have made
+    ruled = graph.ruled | behind_rules(graph.operators)
     cuts: dict[Hashable, Cut] = graph.derived
     context = None if graph.stage_shape is None else tuple(graph.stage_shape.items()), graph.traced_in, platform()
     for op in [op for op in graph.operators if op in matches or op not in covered]:
@@ -145,8 +145,6 @@ def _operator_vjps(
                 cuts[key] = rules.derive(op, avals, varied, useful, *axes) if derived else match.cut(avals[0])
             cut = cuts[key]
             varied_tensors.update(outputs[k] for k in cut.cotangents_in)
-            if behind or op.name == "custom_vjp_call":
-                ruled.update(outputs)
         yield op, match, varied, cut
 
 

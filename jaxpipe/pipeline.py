@@ -200,8 +200,8 @@ class Pipeline:
     def _planned_and_runtime(self) -> tuple[PlannedStep, Runtime]:
         if self._ready is None:
             raise PartitionError(
-                "This pipeline has no plan yet, because partition was given no batch, or a function whose variables are "
-                "not known. Call pipeline.init(key, batch) first, for a function with variables=; shapes will do."
+                "This pipeline has no plan yet, because partition was given no batch, or a function whose variables "
+                "are not known. Call pipeline.init(key, batch) first, for a function with variables=; shapes will do."
             )
         return self._ready
 

@@ -118,7 +118,7 @@ def test_one_program_has_no_budget():
 
 def test_an_error_names_the_budget_both_figures_and_the_largest_tensors():
     text, smallest = str(refused(chain, 2)), refused(chain, 2).smallest
-    assert text.startswith("memory=1000 B: by default each device needs ")
+    assert text.startswith("memory=1000 (1000 B): by default each device needs ")
     assert f"is {smallest} bytes" in text and f"Pass memory={smallest} or more" in text
     assert "which XLA reserves for its compiled step" in text
     largest = re.search(r"Largest tensors stored at that budget: (.*?)\. With", text)[1].split("), ")

@@ -476,7 +476,7 @@ def test_a_saved_state_may_be_donated_at_once(tmp_path):
 def test_a_checkpointer_keeps_the_last_and_tells_where_data_were(tmp_path):
     pipeline = mlp_pipeline()
     for name, value in (("every", 0), ("keep", 0)):
-        with pytest.raises(jaxpipe.CheckpointError, match=f"{name}=0; it must be at least 1"):
+        with pytest.raises(jaxpipe.CheckpointError, match=f"{name}=0; it must be a whole number, at least 1"):
             jaxpipe.Checkpointer(pipeline, tmp_path, **{name: value})
     with jaxpipe.Checkpointer(pipeline, tmp_path, every=2, keep=2) as checkpointer:
         assert checkpointer.restore() is None

@@ -1,5 +1,6 @@
 """What calls collect and keep: values belong to a call, state to the next one, an FP8 scale to its gradient."""
 
+import dataclasses
 import warnings
 
 import flax.linen as nn
@@ -409,6 +410,39 @@ def test_scales_whose_rule_gets_no_cotangent(kind):
     state, _ = pipeline.step(pipeline.init(KEY), BATCH)
     expected = jax.tree.map(jnp.maximum, *(plain(scales, microbatch(BATCH, 2, j)) for j in range(2)))
     assert relative_l2(pipeline.parameters(state)[OVERWRITTEN], expected) < 1e-3
+
+
+@pytest.mark.slow  # 3 s a cut
+def test_scales_wherever_a_program_is_cut():
+    """A stage between what is quantized and the product that reads it sends a cotangent of zeros back."""
+
+    class Direct(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(2):
+                x = nn.gelu(nn.Dense(8, dot_general_cls=nn.Fp8DirectDotGeneralOp)(x))
+            return nn.Dense(5)(x)
+
+    def loss(model, batch):
+        return entropy(model(batch["x"]), batch["y"])
+
+    def plain(scales, batch):
+        return entropy(Direct().apply({"params": variables["params"], OVERWRITTEN: scales}, batch["x"]), batch["y"])
+
+    variables = Direct().init(KEY, BATCH["x"])
+    gradient = jax.jit(jax.grad(plain))
+    parts = [gradient(variables[OVERWRITTEN], microbatch(BATCH, 2, j)) for j in range(2)]
+    expected = jax.tree.map(jnp.maximum, *parts)
+    usual = partition(Direct(), loss, 2, num_microbatches=2).profile
+    cuts = set()
+    for k in [k for k, name in enumerate(usual.names) if "Fp8DirectDotGeneralOp" in name]:
+        seconds = tuple(float(j in (k, k + 1)) for j in range(len(usual.names)))
+        profile = dataclasses.replace(usual, forward_seconds=seconds, backward_seconds=seconds)
+        pipeline = partition(Direct(), loss, 2, num_microbatches=2, profile=profile)
+        cuts.add(pipeline.plan.stages[0].operators[1])
+        state, _ = pipeline.step(pipeline.init(KEY), BATCH)
+        assert relative_l2(pipeline.parameters(state)[OVERWRITTEN], expected) < 1e-3  # as in the test of steps above
+    assert 15 in cuts  # between what quantizes the input and the kernel of the second layer
 
 
 def test_scales_of_a_layer_without_an_effect():

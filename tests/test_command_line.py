@@ -181,7 +181,8 @@ def test_errors_are_one_line_and_a_status(folder, capsys, arguments, status, mes
     assert main(arguments.split()) == status
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.startswith("jaxpipe: ") and printed.err.count("\n") == 1
+    first, *others = printed.err.splitlines()
+    assert first.startswith("jaxpipe: ") and all(line.startswith("    ") for line in others)  # lines to write
     assert re.search(message, printed.err)
 
 

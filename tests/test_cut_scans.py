@@ -249,7 +249,7 @@ def mixing() -> optax.GradientTransformation:
 )
 def test_layers_that_cannot_be_cut_stay_in_one_stage_and_the_plan_says_why(whole, options, reason):
     plan = pipeline_of(stacked(whole), 2, 4, **options).plan
-    assert plan.notes[-1] == f"0/0/layers is a scan of 6 layers, which are all in one stage: {reason}"
+    assert f"0/0/layers is a scan of 6 layers, which are all in one stage: {reason}" in plan.notes
 
 
 def test_layers_are_cut_where_there_are_too_few_operators_for_the_stages():

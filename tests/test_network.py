@@ -219,7 +219,8 @@ def test_table_shows_where_no_link_is():
     assert str(Network([[0, 1e9, 0], [1e9, 0, 1e9], [0, 1e9, 0]])).splitlines()[4].split()[-2:] == ["1", "-"]
 
 
-def test_sixteen_devices_fit_into_the_table():
+def test_sixteen_devices_fit_into_the_table(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     cluster = Network.from_nodes([Node(4, PCIE_3_X16, 1e-5, memory_bytes=80e9)] * 4, 1.25e9, 4.5e-5)
     lines = str(cluster).splitlines()
     assert max(map(len, lines)) <= 120

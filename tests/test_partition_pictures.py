@@ -46,7 +46,7 @@ def test_stages_have_two_bars_each():
     assert heights == {"compute": pytest.approx([1, 4, 2]), "communication": pytest.approx([0, 3, 3])}
     assert axes.get_ylabel() == "ms for one micro-batch"
     assert [label.get_text() for label in axes.get_xticklabels()] == [
-        "stage 0\n0, 1",
+        "stage 0\n0-1",
         "stage 1\n2",
         "stage 2\n3",
     ]

@@ -106,8 +106,8 @@ def profile_model(
         trained = without_frozen(trace_update(optimizer, bound)).trained
         frozen, objective = frozen_names(bound, trained), objective.training(trained)
     profiled = EstimateFor(device) if isinstance(device, str) else source
-    first = device if device is not None and not isinstance(device, str) else jax.devices()[0]
-    profile = profile_objective(objective, profiled, first, cache=cache)
+    described = None if isinstance(device, str) else device or jax.devices()[0]
+    profile = profile_objective(objective, profiled, described, cache=cache)
     return replace(profile, frozen=frozen, scan_groups=bound.scan_groups)
 
 
@@ -119,7 +119,7 @@ def frozen_names(model: BoundModel, trained: Sequence[bool]) -> tuple[str, ...]:
 def profile_objective(
     objective: MicrobatchProgram,
     source: Source | EstimateFor,
-    device: Device,
+    device: Device | None,
     *,
     cache: bool = True,
     fresh: bool = False,
@@ -131,6 +131,7 @@ def profile_objective(
     backward_graph, held = _program(objective)
     if isinstance(source, EstimateFor):
         return analytic(backward_graph, rates_of_kind(source.device), held=held, device_kind=source.device)
+    assert device is not None
     if source == "measured" and not cache:
         return measure(backward_graph, device, held=held)
     estimate = analytic(backward_graph, rates_of(device), held=held, device_kind=device.device_kind)

@@ -166,8 +166,7 @@ def test_memory_is_predicted(stages, replicas, options):
     assert report.predicted_bytes[0] == pytest.approx(report.compiled_bytes[0], rel=0.16)
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("mode", ["own", "consensus"])
+@pytest.mark.parametrize("mode", [pytest.param("own", marks=pytest.mark.core), "consensus"])
 def test_an_exchange_takes_the_memory_of_its_residuals_and_messages(mode):
     """Four layers of 64 neurons in a stage: a block is a neuron's 64 weights, one goes out of each layer.
 

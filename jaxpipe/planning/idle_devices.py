@@ -39,10 +39,11 @@ def without_idle(request: Request, planned: PlannedStep) -> Request | None:
 
 
 def noted(fewer: PlannedStep, planned: PlannedStep) -> PlannedStep:
-    """Return a plan that says which devices it leaves out of those of another."""
+    """Return a plan that says which devices it leaves out of those of another, and what that had to say."""
     used, every = ({d for stage in plan.plan.stages for d in stage.device_ids} for plan in (fewer, planned))
     note = (
         f"devices {number_ranges(every - used)} of {len(every)} are left out: there is no work for them, and a step "
         "takes no longer without them"
     )
-    return replace(fewer, plan=replace(fewer.plan, notes=(note, *fewer.plan.notes)))
+    notes = dict.fromkeys((note, *fewer.plan.notes, *planned.plan.notes))
+    return replace(fewer, plan=replace(fewer.plan, notes=tuple(notes)))

@@ -11,42 +11,21 @@ import time
 import traceback
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import jaxpipe
 from tests.support.compare import assert_same_bits
-
-
-BATCHES = [np.random.default_rng(k).standard_normal((8, 16), np.float32) for k in range(7)]
+from tests.support.interrupted_chain import BATCHES, chain_of_squares
 
 
 class Stopped(BaseException):
     """Raised at a random moment; nobody else raises or catches it."""
 
 
-def apply(weights, x):
-    for name in "abcd":
-        x = jnp.tanh(x @ weights[name])
-    return x
-
-
 def make_pipeline(runtime):
-    weights = {name: jax.random.normal(jax.random.key(k), (16, 16)) / 4 for k, name in enumerate("abcd")}
-    return jaxpipe.partition(
-        jax.tree_util.Partial(apply, weights),
-        jax.sharding.Mesh(jax.devices()[:2], ("stage",)),
-        BATCHES[0],
-        loss=lambda model, x: jnp.square(model(x) - x).mean(),
-        evaluate=lambda model, x: jnp.square(model(x) - x).mean(),
-        predict=lambda model, x: model(x),
-        optimizer=optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
-        num_microbatches=2,
-        profile="analytic",
-        runtime=runtime,
-    )
+    return chain_of_squares(optimizer=optax.inject_hyperparams(optax.adam)(learning_rate=1e-3), runtime=runtime)
 
 
 #: The pipeline whose calls are interrupted, and one whose calls are not.

@@ -1,6 +1,7 @@
 """Ctrl-C, and states that were used: no step loses the training state."""
 
 import contextlib
+import dataclasses
 import functools
 import os
 import signal
@@ -9,18 +10,15 @@ import threading
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import jaxpipe
+from jaxpipe.runtime import check_state
 from jaxpipe.runtime.hold_signals import hold_signals
 from tests.support.compare import assert_same_bits
-
-
-#: Batches in turn, by the number of the step.
-BATCHES = [np.random.default_rng(k).standard_normal((8, 16), np.float32) for k in range(7)]
+from tests.support.interrupted_chain import BATCHES, chain_of_squares
 
 
 @pytest.fixture(autouse=True)
@@ -33,25 +31,8 @@ def interrupts_are_heard():
 
 @functools.cache
 def pipeline_of(on_nonfinite=None):
-    def apply(weights, x):
-        for name in "abcd":
-            x = jnp.tanh(x @ weights[name])
-        return x
-
-    weights = {name: jax.random.normal(jax.random.key(k), (16, 16)) / 4 for k, name in enumerate("abcd")}
-    return jaxpipe.partition(
-        jax.tree_util.Partial(apply, weights),
-        jax.sharding.Mesh(jax.devices()[:2], ("stage",)),
-        BATCHES[0],
-        loss=lambda model, x: jnp.square(model(x) - x).mean(),
-        evaluate=lambda model, x: jnp.square(model(x) - x).mean(),
-        predict=lambda model, x: model(x),
-        optimizer=optax.adam(1e-3),
-        num_microbatches=2,
-        profile="analytic",
-        options=jaxpipe.PlanOptions(on_nonfinite=on_nonfinite),
-        runtime="mpmd",
-    )
+    options = jaxpipe.PlanOptions(on_nonfinite=on_nonfinite)
+    return chain_of_squares(optimizer=optax.adam(1e-3), options=options, runtime="mpmd")
 
 
 def steps(pipeline, state, count):
@@ -290,3 +271,12 @@ def test_of_two_threads_with_one_state_one_gets_it():
         for thread in threads:
             thread.join()
         assert (len(results), len(errors)) == (1, 1)
+
+
+def test_a_lost_state_may_have_arrays_of_numpy():
+    state = pipeline_of().init(jax.random.key(0))
+    mixed = dataclasses.replace(state, parameters=(np.asarray(state.parameters[0]), *state.parameters[1:]))
+    state.parameters[1].delete()
+    error = RuntimeError("no room")
+    check_state.lose(mixed, error, [0, 1, 1, 1], None)
+    assert "no room, when the update of stage 1 had begun" in error.__notes__[0] and mixed.lost == error.__notes__[0]

@@ -4,8 +4,6 @@ Storage is chosen by predictions, candidates are compared within a budget, and s
 lead to a faster plan. What a request has come by is on disk; a plan is made again from the budget it was found for.
 """
 
-import hashlib
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +13,7 @@ from jaxpipe.costs.profile_cache import cache_folder
 from jaxpipe.graph.program_text import program_text
 from jaxpipe.planning.trace_request import Traced
 from jaxpipe.text.kept_files import keep, read_kept
+from jaxpipe.text.stable_text import digest, stable_text
 
 
 class Point(NamedTuple):
@@ -38,9 +37,8 @@ def front_path(traced: Traced) -> Path:
         request.network,
     ]
     settings += [profile.forward_seconds, profile.backward_seconds, request.schedules, request.policy]
-    text = program_text(traced.objective.graph) + program_text(traced.update.graph)
-    text += re.sub(r" at 0x[0-9a-f]+", "", repr(settings))
-    return cache_folder().parent / "fronts" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+    text = program_text(traced.objective.graph) + program_text(traced.update.graph) + stable_text(settings)
+    return cache_folder().parent / "fronts" / f"{digest(text)}.json"
 
 
 def read_front(path: Path) -> list[Point]:

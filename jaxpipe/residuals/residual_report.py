@@ -94,7 +94,7 @@ class ResidualReport(Printed):
 
     @property
     def plain_bytes_raw(self) -> int:
-        """The same with compile-time constants."""
+        """Bytes that ``jax.vjp`` saves for the undecorated function, compile-time constants included."""
         return self.plain_bytes + self.plain_constant_bytes
 
     def _printed(self) -> Sequence[PlainTable | str]:

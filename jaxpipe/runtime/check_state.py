@@ -151,7 +151,8 @@ def lose(
       saved: the folder and the step of a checkpoint.
     """
     kind, reason = type(error).__name__, str(error).strip().partition("\n")[0][:300]
-    taken = sorted({s for s, x in zip(stages, state.parameters, strict=False) if x.is_deleted()})
+    pairs = zip(stages, state.parameters, strict=False)
+    taken = sorted({s for s, x in pairs if isinstance(x, jax.Array) and x.is_deleted()})
     where = f" of stage{'s' if len(taken) > 1 else ''} {', '.join(map(str, taken))}" if taken else ""
     restore = "Go on from a checkpoint; a Checkpointer saves one now and then"
     if saved is not None:

@@ -3,6 +3,7 @@
 import io
 import itertools
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
@@ -12,15 +13,15 @@ from jaxpipe.text.html_table import html_table, html_text
 from jaxpipe.text.plain_table import PlainTable, printable
 
 
-class Printed:
+class Printed(ABC):
     """A value whose text is as wide as the terminal, and which notebooks show as HTML.
 
     Without a terminal lines have ``$COLUMNS`` columns, or 80.
     """
 
+    @abstractmethod
     def _printed(self) -> Sequence[PlainTable | str]:
         """Return tables and paragraphs, one below the other."""
-        raise NotImplementedError
 
     def __rich__(self) -> RenderableType:
         shown: list[RenderableType] = []

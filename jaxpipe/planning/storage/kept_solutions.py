@@ -5,7 +5,6 @@ must be met by the next process, so that solutions that are not proven to be the
 ``$JAXPIPE_CACHE_DIR/solutions``, or else in the user's cache folder. They may be deleted at any time.
 """
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from jaxpipe.costs.profile_cache import cache_folder
 from jaxpipe.planning.storage.storage_problem import Problem, Solution, simulate
 from jaxpipe.text.kept_files import keep, read_kept
+from jaxpipe.text.stable_text import digest
 
 
 #: A solver that has more than so many times the seconds of a kept solution is asked again.
@@ -51,12 +51,11 @@ def _better(problem: Problem, kept: Solution | None, new: Solution, least_peak: 
 
 
 def _path(problem: Problem, *settings: object) -> Path:
-    digest = hashlib.sha256(repr((problem, *settings)).encode()).hexdigest()
-    return cache_folder().parent / "solutions" / f"{digest[:32]}.json"
+    return cache_folder().parent / "solutions" / f"{digest(repr((problem, *settings)))}.json"
 
 
 def _load(path: Path, problem: Problem) -> tuple[Solution | None, float]:
-    """Return a kept solution and the seconds that it took; None if there is none that is a choice of the problem."""
+    """Return a kept solution and the seconds that it took; None without a file that is a choice of the problem."""
     kept = read_kept(path)
     try:
         seconds, choice = float(kept.pop("seconds")), kept.pop("choice")

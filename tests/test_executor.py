@@ -23,7 +23,7 @@ from tests.support.meshes import mesh_of
 from tests.support.pipeline_models import CASES, case_of, pipeline_of, plain_gradients
 
 
-textbook = functools.partial(one_f_one_b, paired=False)
+textbook = functools.partial(one_f_one_b)
 #: Against float64 (with the masks of float32) the transformer's plain gradient is off by 6.9e-7, that of a pipeline by
 #: 8.0e-7 (jax 0.10): roundings of two programs, which may be as far apart as twice the plain one's.
 TOLERANCE = {"transformer": 1.4e-6}

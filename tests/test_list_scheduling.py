@@ -25,7 +25,7 @@ from tests.support.compare import arrays, assert_same_bits
 from tests.support.pipeline_models import case_of, pipeline_of, plain_gradients
 
 
-textbook = functools.partial(one_f_one_b, paired=False)
+textbook = functools.partial(one_f_one_b)
 UNIT = {"forward": 1, "backward_input": 1, "backward_weight": 1}
 SIZES = ("num_chunks", "in_flight")
 

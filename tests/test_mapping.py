@@ -14,7 +14,7 @@ from jaxpipe.schedules import interleaved, one_f_one_b
 
 
 def textbook(p, m):
-    return one_f_one_b(p, m, paired=False)
+    return one_f_one_b(p, m)
 
 
 def achievable(held, movable, away, period, bandwidth, latency, groups):

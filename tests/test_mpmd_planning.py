@@ -19,7 +19,7 @@ from tests.support.texts import one_line
 
 WIDTH, LAYERS, ROWS, M = 64, 8, 32, 8
 BATCH = jnp.linspace(-1.0, 1.0, M * ROWS * WIDTH).reshape(M * ROWS, WIDTH)
-textbook = functools.partial(one_f_one_b, paired=False)
+textbook = functools.partial(one_f_one_b)
 
 
 def chain(weights, x):

@@ -186,7 +186,7 @@ def test_sizes_below_one(maker, size):
 
 
 def textbook(p, m):
-    return one_f_one_b(p, m, paired=False)
+    return one_f_one_b(p, m)
 
 
 PARTS = {"backward_input": 1, "backward_weight": 1}

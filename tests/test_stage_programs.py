@@ -21,7 +21,7 @@ from tests.support.meshes import mesh_of
 from tests.support.pipeline_models import CASES, case_of, pipeline_of, plain_gradients
 
 
-textbook = functools.partial(one_f_one_b, paired=False)
+textbook = functools.partial(one_f_one_b)
 stages_of = functools.partial(pipeline_of, runtime="mpmd")
 SCHEDULES = {"gpipe": gpipe, "1f1b": textbook, "paired": one_f_one_b, "zero_bubble": zero_bubble, "chunks": interleaved}
 
@@ -142,9 +142,9 @@ def _written(calls) -> set[int]:
 
 def test_the_last_stage_goes_on_with_the_backward_pass_where_nothing_is_between():
     fused = [(Kind.FORWARD, Kind.BACKWARD)]
-    assert program_kinds(one_f_one_b(4, 8, paired=False), 3) == fused
+    assert program_kinds(one_f_one_b(4, 8), 3) == fused
     assert program_kinds(one_f_one_b(1, 4), 0) == fused
-    assert program_kinds(one_f_one_b(4, 8, paired=False), 0) == [(Kind.FORWARD,), (Kind.BACKWARD,)]
+    assert program_kinds(one_f_one_b(4, 8), 0) == [(Kind.FORWARD,), (Kind.BACKWARD,)]
     assert program_kinds(gpipe(2, 4), 1) == [(Kind.FORWARD,), (Kind.BACKWARD,)]
     split = program_kinds(zero_bubble(2, 4), 1)
     assert split == [(Kind.FORWARD, Kind.BACKWARD_INPUT), (Kind.BACKWARD_WEIGHT,)]

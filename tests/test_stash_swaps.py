@@ -136,7 +136,7 @@ def test_swaps_under_other_schedules_and_with_replicas(replicas, schedule):
     check_gradients(pipeline, replicas, schedule)
 
 
-@pytest.mark.parametrize("make", [gpipe, zero_bubble, interleaved, functools.partial(one_f_one_b, paired=False)])
+@pytest.mark.parametrize("make", [gpipe, zero_bubble, interleaved, functools.partial(one_f_one_b)])
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 16)])
 def test_a_stash_is_at_home_when_its_passes_run(make, p, m):
     schedule = make(p, m)

@@ -4,25 +4,25 @@ from jaxpipe.schedules.ordered import from_orders
 from jaxpipe.schedules.table import Action, Kind, Schedule, check_size
 
 
-def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
+def one_f_one_b(num_devices: int, num_microbatches: int) -> Schedule:
     """One forward, one backward, in turn; after D. Narayanan et al., "PipeDream", SOSP 2019.
 
     Stage ``i`` of ``p`` keeps ``p - i`` micro-batches in flight, and a step takes ``(m + p - 1)(F + B)``.
 
     Args:
-      num_stages, num_microbatches: its size.
+      num_devices, num_microbatches: its size.
 
     Raises:
       ScheduleError: if a size is below 1.
 
     Example:
       >>> print(one_f_one_b(2, 3))
-      tick     0  1  2  3  4  5  6  7
-      stage 0  F0 F1    B0 F2 B1    B2
-      stage 1     F0 B0 F1 B1 F2 B2
+      tick      0  1  2  3  4  5  6  7
+      device 0  F0 F1    B0 F2 B1    B2
+      device 1     F0 B0 F1 B1 F2 B2
     """
-    check_size(num_stages, num_microbatches)
-    orders = [_order(num_stages, num_microbatches, i) for i in range(num_stages)]
+    check_size(num_devices, num_microbatches)
+    orders = [_order(num_devices, num_microbatches, i) for i in range(num_devices)]
     return from_orders("1f1b", orders, num_microbatches)
 
 

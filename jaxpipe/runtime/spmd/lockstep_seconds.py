@@ -34,9 +34,9 @@ def lockstep_timeline(
 def _moved_bytes(program: LockstepProgram) -> int:
     """Bytes that every device reads and writes in a tick, whether it has work or not.
 
-    A stash and what waits with it go into the arena where something was, and are copied out of it.
+    A stash and what waits with it go into the arena where something was, and are copied out of it. Each part of a split
+    backward pass adds to all sums of gradients; work is charged for one of them.
     """
-    if program.alone:
-        return 0
-    reads = 7 if program.schedule.splits_backward else 5
-    return 4 * PAGE * (reads * max(program.stash_pages) + 5 * max(program.saved_pages))
+    splits = program.schedule.splits_backward
+    pages = (7 if splits else 5) * max(program.stash_pages) + 5 * max(program.saved_pages)
+    return 4 * PAGE * pages + (3 * program.sums.bytes if splits else 0)

@@ -29,7 +29,7 @@ from jaxpipe.planning.storage.stage_budget import Fitted
 from jaxpipe.residuals.stored_formats import Format, SavedFormat, stored_bytes
 from jaxpipe.runtime.gradient_precision import sum_dtype
 from jaxpipe.runtime.program import Program
-from jaxpipe.runtime.select_runtime import timeline_in_step
+from jaxpipe.runtime.select_runtime import lockstep_timeline
 from jaxpipe.runtime.stages import Stage
 from jaxpipe.runtime.uint32_words import word_count
 from jaxpipe.schedules import Schedule, Timeline, makespan_bound, simulate
@@ -92,7 +92,7 @@ def program_timeline(
         dispatching = Dispatching(message_seconds(program, partition), processes, program.stage_replicas)
         return dispatched_timeline(program.schedule, *_seconds_on_devices(partition, seconds), dispatching)
     work, rate = _seconds_on_devices(partition, seconds), rates_in(partition.profile).bytes
-    return timeline_in_step(program, work, functools.partial(_slowest_message, partition), rate)
+    return lockstep_timeline(program, work, functools.partial(_slowest_message, partition), rate)
 
 
 def least_seconds(schedule: Schedule, partition: Partition, stage_replicas: StageReplicas) -> float:

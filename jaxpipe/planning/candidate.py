@@ -11,7 +11,6 @@ from jaxpipe.planning.price_storage import longest_microbatch
 from jaxpipe.planning.trace_request import Traced
 from jaxpipe.runtime.fold_state import shared_stages
 from jaxpipe.runtime.program import Program
-from jaxpipe.runtime.spmd.buffer_layout import lay_out
 from jaxpipe.runtime.stages import Placement, Stage, count_frozen, cut_stages, place, with_backward
 from jaxpipe.schedules import schedule_makers
 from jaxpipe.schedules.replicas import StageReplicas
@@ -78,7 +77,7 @@ class Candidate:
     def seconds(self) -> float:
         """The seconds of a step; storage within a budget may add to them."""
         request, program, partition = self.traced.request, self.program, self.partition
-        seconds = stage_seconds(program, partition, own_sums=request.runtime == "mpmd")
+        seconds = stage_seconds(program, partition)
         return step_seconds(program, partition, program_timeline(request, program, partition, seconds))
 
     @property
@@ -93,27 +92,22 @@ class Candidate:
 
 def build_candidate(cut: Cut, schedule: Schedule, maker: schedule_makers.ScheduleMaker | None = None) -> Candidate:
     """Return the program of a cut and a schedule in which all stages are trained; ``maker`` as ``Candidate`` has it."""
-    traced, placement = cut.traced, cut.placement.on_devices(schedule.num_devices)
-    model, request, devices = traced.model, traced.request, range(schedule.num_devices)
-    held = [placement.held_by(d)[0] for d in devices]
-    parameters = [[(model.parameters[k].aval, traced.update.trained[k]) for k in numbers] for numbers in held]
+    traced, request = cut.traced, cut.traced.request
     program = Program(
         objective=traced.objective,
         stages=cut.stages,
         schedule=without_backward(schedule, cut.num_frozen),
         stage_replicas=StageReplicas(cut.replicas.per_stage[: schedule.num_devices]),
         num_microbatches=traced.batching.num_microbatches,
-        placement=placement,
-        parameters=lay_out([[aval for aval, _ in pairs] for pairs in parameters]),
-        gradients=lay_out([[aval for aval, trained in pairs if trained] for pairs in parameters]),
-        state=lay_out([[model.state[k].aval for k in placement.held_by(d)[1]] for d in devices]),
+        placement=cut.placement.on_devices(schedule.num_devices),
         replicated=DATA in request.mesh.axis_names,
         gradient_dtype=request.gradient_dtype,
         specs=traced.shardings.specs(traced.objective),
     )
     partition = cut.partition
     if request.budget is not None and request.network is not None and program.stage_replicas.is_single:
-        messages = [4 * n for n in program.message_words]
+        ends = [(stage.leaving, stage.returning) for stage in program.stages]
+        messages = [max(map(program.bytes_of, tensors)) for tensors in zip(*ends, strict=True)]
         stashes = [_stash_bytes(program, stage) for stage in program.stages]
         period = longest_microbatch(program, partition)
         partition = best_mapping(partition, program.schedule, stashes, period, messages)

@@ -30,6 +30,7 @@ from jaxpipe.planning.storage.fastest_choice import check_solver
 from jaxpipe.planning.storage.host_memory import check_host_memory
 from jaxpipe.runtime.gradient_precision import check_gradient_dtype
 from jaxpipe.runtime.replica_exchange import check_exchange
+from jaxpipe.runtime.select_runtime import RuntimeName, makers_for
 from jaxpipe.schedules import BY_NAME, Schedule
 from jaxpipe.schedules.names import plain_name, schedule_named
 from jaxpipe.schedules.schedule_makers import AUTO, ScheduleMaker
@@ -68,7 +69,7 @@ class Request:
     devices_per_stage: bool | tuple[int, ...]
     host: HostPlan | None = None
     gradient_dtype: np.dtype | None = None
-    runtime: Literal["mpmd", "spmd"] = "mpmd"
+    runtime: RuntimeName = "mpmd"
     several_sizes: bool = False
     submesh: Submesh = field(default_factory=Submesh)
     replica_axis: ReplicaAxis | None = None
@@ -116,6 +117,7 @@ def check_request(
             f"runtime={runtime!r}; it must be 'mpmd' (a program for each stage), 'spmd' (one program for all devices) "
             "or 'auto'."
         )
+    runtime_name = "spmd" if runtime == "spmd" else "mpmd"
     check_network(network, mesh)
     exchange = check_exchange(gradient_exchange, DATA)
     replica_axis = _check_axis_name(options.axis_name, replicas, exchange is not None)
@@ -133,7 +135,7 @@ def check_request(
         budget=budget,
         memory=memory,
         num_microbatches=num_microbatches,
-        schedules=schedule_makers(schedule),
+        schedules=makers_for(runtime_name, schedule_makers(schedule)),
         profile=profile,
         network=network,
         policy=FAST if isinstance(storage, str) and storage == "auto" else parse(storage, "storage"),
@@ -144,7 +146,7 @@ def check_request(
         devices_per_stage=devices_per_stage,
         host=check_host_memory(options.host_memory, budget, mesh, devices_per_stage),
         gradient_dtype=check_gradient_dtype(options.gradient_dtype),
-        runtime="spmd" if runtime == "spmd" else "mpmd",
+        runtime=runtime_name,
         several_sizes=several_sizes,
         submesh=submesh,
         replica_axis=replica_axis,

@@ -5,13 +5,11 @@ candidate ──finalize──▶ FinalizedCandidate ──without_budget, withi
 
 # More than 15 of our modules: the parts of a planned step are put together here.
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from jax.sharding import Mesh
 
-from jaxpipe.array_types import Shaped
 from jaxpipe.costs.assumed_links import slowest_used
 from jaxpipe.models import check_batch
 from jaxpipe.models.microbatch_program import trace_loss
@@ -26,11 +24,10 @@ from jaxpipe.planning.stage_lists import StageLists
 from jaxpipe.planning.storage.stage_budget import Fitted, Solving, StageFitter, reruns_products
 from jaxpipe.runtime.asynchronous_updates import check_asynchronous
 from jaxpipe.runtime.executable_plan import Update
-from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate, partition_update
+from jaxpipe.runtime.optimizer_by_stage import partition_update
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.replica_exchange import stage_exchange, warn_of_adam
-from jaxpipe.runtime.spmd.buffer_layout import lay_out
-from jaxpipe.runtime.spmd.predicted_bytes import predict
+from jaxpipe.runtime.select_runtime import bytes_by_component
 from jaxpipe.runtime.stages import Placement
 
 
@@ -113,9 +110,8 @@ class FinalizedCandidate:
         """Return the plan for a program with some storage, and how that was chosen."""
         candidate, traced, update = self.candidate, self.candidate.traced, self.update
         request, model, by_stage = traced.request, traced.model, update.by_stage
-        rows, memory = check_batch.batch_size(traced.microbatch), {}
-        if request.runtime == "spmd":
-            memory = predict(program, update, [a for a, s in _owned(by_stage) if s is None], traced.local)
+        rows = check_batch.batch_size(traced.microbatch)
+        memory = bytes_by_component(request.runtime, program, update, traced.local)
         plan = describe(request, program, candidate.partition, memory, rows, fitted, budget)
         sent = None if update.exchange is None else update.exchange.sent_bytes
         frozen = describe_frozen(program, model)
@@ -155,18 +151,10 @@ def finalize(candidate: Candidate, solving: Solving | None) -> FinalizedCandidat
     by_stage = partition_update(update, traced.model, placement.parameters)
     exchange = request.exchange if request.replicas > 1 else None
     check_asynchronous(program, by_stage, exchange is not None, request.options.zero)
-    # A leaf is in the stage or on the device of its parameter, as ``placement`` says.
-    owned = [(a, None if s is None else s % program.num_devices) for a, s in _owned(by_stage)]
-    layout = lay_out([[a for a, owner in owned if owner == d] for d in range(program.num_devices)])
     sent = None
     if exchange is not None:
         warn_of_adam(by_stage.state_shape)
-        layouts = program.gradients, program.sums
-        sent = stage_exchange(exchange, traced.model, placement, *layouts, request.replicas)
-    update = Update(by_stage, layout, sent, request.options.on_nonfinite)
+        num_places = len(program.stages) if request.runtime == "mpmd" else program.num_devices
+        sent = stage_exchange(exchange, traced.model, placement, num_places, request.replicas)
+    update = Update(by_stage, sent, request.options.on_nonfinite)
     return FinalizedCandidate(candidate, mesh, placement, update, solving, StageLists())
-
-
-def _owned(by_stage: PartitionedUpdate) -> Sequence[tuple[Shaped, int | None]]:
-    """Return the arrays of an optimizer's state, each with its stage; None for those that all stages have."""
-    return list(zip(by_stage.state_avals, by_stage.state_stage, strict=True))

@@ -25,7 +25,9 @@ from jaxpipe.planning.cuts.placed_stages import Partition, stage_speeds
 from jaxpipe.planning.dispatch_timeline import Dispatching, SearchArguments, dispatched_timeline, search_arguments
 from jaxpipe.planning.storage.choose_swaps import Links
 from jaxpipe.planning.storage.stage_budget import Fitted
+from jaxpipe.planning.trace_request import Traced, rates_in
 from jaxpipe.residuals.stored_formats import Format, SavedFormat, stored_bytes
+from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.gradient_precision import sum_dtype
 from jaxpipe.runtime.program import PAGE, Program
 from jaxpipe.runtime.spmd.stage_branches import touched
@@ -34,6 +36,7 @@ from jaxpipe.runtime.uint32_words import word_count
 from jaxpipe.schedules import Kind, Schedule, Timeline, makespan_bound, simulate
 from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.swap_points import HOST, swap_points
+from jaxpipe.schedules.table import StageNumber
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,6 @@ class StageSeconds:
     forward: float
     backward: float
     weight: float
-
-
-def rates_in(profile: Profile) -> Rates:
-    """The rates of the device that a profile describes."""
-    assert profile.rates is not None
-    return profile.rates
 
 
 def stage_seconds(
@@ -198,55 +195,31 @@ def handled_bytes(program: Program) -> int:
 
 
 def describe(
-    request: Request,
+    traced: Traced,
     program: Program,
     partition: Partition,
+    update: Update,
     memory: dict[str, int],
     microbatch_size: int,
     fitted: Sequence[Fitted],
-    budget: int | None,
 ) -> Plan:
-    """The plan of a program."""
-    graph, runtime, shape = program.objective.graph, request.runtime, request.submesh.shape
-    seconds = stage_seconds(program, partition, [fit.added_seconds for fit in fitted], own_sums=runtime == "mpmd")
+    """Return the plan of a program; its budget and its search are those of whoever chose it."""
+    request, runtime, shape = traced.request, traced.request.runtime, traced.request.submesh.shape
+    added = [fit.added_seconds for fit in fitted]
+    seconds = stage_seconds(program, partition, added, own_sums=runtime == "mpmd")
     messages = message_seconds(program, partition) if runtime == "mpmd" else [(0.0, 0.0)] * len(seconds)
-    stages = []
-    for s, stage in zip(program.stage_numbers, program.stages, strict=True):
-        placed = partition.stages[s]
-        operators = slice(placed.operators.start, placed.operators.stop)
-        stages.append(
-            StagePlan(
-                operators=(placed.operators.start, placed.operators.stop),
-                devices=placed.devices,
-                device_ids=_device_ids(request, placed.devices),
-                modules=_modules(op.path for op in graph.operators[operators]),
-                forward_seconds=seconds[s].forward,
-                backward_seconds=seconds[s].backward,
-                weight_seconds=seconds[s].weight,
-                added_seconds=fitted[s].added_seconds,
-                storage=fitted[s].status,
-                storage_gap=fitted[s].gap,
-                solve_seconds=fitted[s].solve_seconds,
-                stored=_stored_bytes(stage, lambda t, fmt: fmt.format.value),
-                stored_modules=_stored_bytes(stage, _makers(stage)),
-                recomputed=_recomputed(stage),
-                slices=stage.slices,
-                parameter_bytes=program.bytes_of(stage.parameters),
-                stash_bytes=program.stash_bytes(stage),
-                in_flight=program.in_flight(program.device(s), s // program.num_devices),
-                **_away(program, partition, s),
-                sent_bytes=program.bytes_of(stage.leaving),
-                message_seconds=messages[s],
-            )
-        )
     timeline = program_timeline(request, program, partition, seconds)
     bound = 0.0  # that no order of the stages' work with as many stashes stays below
     if runtime == "mpmd":
-        arguments = stage_search_arguments(program, partition, [fit.added_seconds for fit in fitted])
+        arguments = stage_search_arguments(program, partition, added)
         bound = makespan_bound(program.schedule.num_stages, program.schedule.num_microbatches, **arguments)
-    described = re.sub(r"0x[0-9a-f]+", "", f"{graph}{program.parameters.buffers}{program.state.buffers}")
+    described = f"{program.objective.graph}{program.parameters.buffers}{program.state.buffers}"
+    annotations = program.objective.annotations.notes((*request.mesh.axis_names, *shape), shape)
     return Plan(
-        stages=tuple(stages),
+        stages=tuple(
+            _describe_stage(request, program, partition, s, fitted[s], seconds[s], messages[s])
+            for s in program.stage_numbers
+        ),
         replicas=request.replicas,
         num_microbatches=program.num_microbatches,
         microbatch_size=microbatch_size,
@@ -258,14 +231,53 @@ def describe(
         bubble_fraction=_idle_share(timeline, program.stage_replicas.per_stage),
         lower_bound_seconds=partition.lower_bound_seconds,
         schedule_bound_seconds=bound,
-        budget=budget,
+        budget=None,
         memory=memory,
         host=request.host,
         staleness=program.schedule.staleness if program.schedule.versions is not None else (),
-        notes=(*program.objective.annotations.notes((*request.mesh.axis_names, *shape), shape), *_sum_notes(program)),
-        fingerprint=hashlib.sha256(described.encode()).hexdigest()[:16],
+        notes=(*annotations, *_sum_notes(program), *traced.notes),
+        fingerprint=hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", described).encode()).hexdigest()[:16],
         runtime=runtime,
         axes=dict(shape),
+        per_stage=update.by_stage.per_stage,
+        frozen=_describe_frozen(program, traced.model),
+        exchange_bytes=None if update.exchange is None else update.exchange.sent_bytes,
+    )
+
+
+def _describe_stage(
+    request: Request,
+    program: Program,
+    partition: Partition,
+    s: StageNumber,
+    fit: Fitted,
+    seconds: StageSeconds,
+    messages: tuple[float, float],
+) -> StagePlan:
+    stage, placed = program.stages[s], partition.stages[s]
+    operators = placed.operators.start, placed.operators.stop
+    return StagePlan(
+        operators=operators,
+        devices=placed.devices,
+        device_ids=_device_ids(request, placed.devices),
+        modules=_modules(op.path for op in program.objective.graph.operators[slice(*operators)]),
+        forward_seconds=seconds.forward,
+        backward_seconds=seconds.backward,
+        weight_seconds=seconds.weight,
+        added_seconds=fit.added_seconds,
+        storage=fit.status,
+        storage_gap=fit.gap,
+        solve_seconds=fit.solve_seconds,
+        stored=_stored_bytes(stage, lambda t, fmt: fmt.format.value),
+        stored_modules=_stored_bytes(stage, _makers(stage)),
+        recomputed=_recomputed(stage),
+        slices=stage.slices,
+        parameter_bytes=program.bytes_of(stage.parameters),
+        stash_bytes=program.stash_bytes(stage),
+        in_flight=program.in_flight(program.device(s), s // program.num_devices),
+        **_away(program, partition, s),
+        sent_bytes=program.bytes_of(stage.leaving),
+        message_seconds=messages,
     )
 
 
@@ -287,7 +299,7 @@ def _whose_rates(request: Request, profile: Profile) -> str:
     return profile.device_kind or "the profile's device"
 
 
-def describe_frozen(program: Program, model: BoundModel) -> FrozenPlan | None:
+def _describe_frozen(program: Program, model: BoundModel) -> FrozenPlan | None:
     """Describe the parameters that are not trained; None if all are."""
     objective, count = program.objective, program.schedule.frozen
     pairs = list(zip(model.parameters, objective.parameters, strict=True))
@@ -355,7 +367,7 @@ def _recomputed(stage: Stage) -> tuple[str, ...]:
     )
 
 
-def _away(program: Program, partition: Partition, s: int) -> dict[str, Any]:
+def _away(program: Program, partition: Partition, s: StageNumber) -> dict[str, Any]:
     """Return what the plan says of a stage's stashes that are away."""
     stage = program.stages[s]
     if stage.swap is None:

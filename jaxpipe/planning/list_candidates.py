@@ -16,8 +16,32 @@ from jaxpipe.schedules.table import without_backward
 from jaxpipe.text.progress import tell
 
 
+#: How much longer a step may be if stashes take less, or devices are left out: profiles are no better than this.
+ALIKE = 0.02
+
+
+def price(candidate: Candidate, seconds: float | None = None) -> float:
+    """Return the seconds of a step, by which candidates are compared; less than they are where devices are left out."""
+    request, asked = candidate.traced.request, candidate.traced.asked[0]
+    seconds = candidate.seconds if seconds is None else seconds
+    return seconds / (1 + ALIKE) if request.mesh.devices.size < asked.mesh.devices.size else seconds
+
+
+def leanest(candidates: Sequence[Candidate]) -> Candidate:
+    """Return the fastest candidate, or of stage programs one that is about as fast and keeps fewer bytes of stashes."""
+    fastest = min(candidates, key=price)
+    if fastest.traced.request.runtime == "spmd":
+        return fastest
+    limit = (1 + ALIKE) * fastest.seconds
+    alike = [x for x in candidates if x.traced is fastest.traced and x.seconds <= limit]
+    return min(alike, key=lambda candidate: candidate.waiting_bytes)
+
+
 def list_candidates(traced: Traced) -> list[Candidate]:
-    """Return a program for each schedule that may be the fastest; stages on one device each or, if asked, several."""
+    """Return a program for each schedule that may be the fastest, fastest first.
+
+    Stages are on one device each or, if asked, several.
+    """
     request = traced.request
     ways = (request.devices_per_stage,) if request.devices_per_stage is not True else (False, True)
     candidates: list[Candidate] = []
@@ -31,7 +55,7 @@ def list_candidates(traced: Traced) -> list[Candidate]:
             errors.append(error)
     if not candidates:
         raise errors[0]
-    return candidates
+    return sorted(candidates, key=lambda candidate: candidate.seconds)
 
 
 def cut_again(candidate: Candidate, charged: Profile) -> Candidate:

@@ -6,8 +6,9 @@ from jaxpipe.costs.kernels import graph_seconds
 from jaxpipe.graph.op_cost import weight
 from jaxpipe.planning.check_request import Request
 from jaxpipe.planning.cuts.placed_stages import Partition, stage_speeds
-from jaxpipe.planning.describe_plan import rates_in, stage_links, stage_seconds
+from jaxpipe.planning.describe_plan import stage_links, stage_seconds
 from jaxpipe.planning.storage.prices import Prices
+from jaxpipe.planning.trace_request import rates_in
 from jaxpipe.runtime.program import Program
 
 

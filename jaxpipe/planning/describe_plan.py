@@ -212,7 +212,7 @@ def describe(
     bound = 0.0  # that no order of the stages' work with as many stashes stays below
     if runtime == "mpmd":
         arguments = stage_search_arguments(program, partition, added)
-        bound = makespan_bound(program.schedule.num_stages, program.schedule.num_microbatches, **arguments)
+        bound = makespan_bound(program.schedule.num_devices, program.schedule.num_microbatches, **arguments)
     described = f"{program.objective.graph}{program.parameters.buffers}{program.state.buffers}"
     annotations = program.objective.annotations.notes((*request.mesh.axis_names, *shape), shape)
     return Plan(

@@ -45,7 +45,7 @@ def on_fewer_devices(candidates: Sequence[Candidate]) -> list[Candidate]:
         "takes no longer without them"
     )
     notes = tuple(dict.fromkeys((note, *plan.notes)))
-    request = replace(request, mesh=mesh, network=network, num_stages=len(busy))
+    request = replace(request, mesh=mesh, network=network)
     with contextlib.suppress(JaxpipeError):  # a schedule for more stages
         return list_candidates(replace(traced, request=request, links=links, notes=notes))
     return []

@@ -153,7 +153,7 @@ def partition(
             network=network,
             storage=storage,
             gradient_exchange=gradient_exchange,
-            runtime=runtime,
+            runtime="mpmd" if runtime == "auto" else runtime,
             options=PlanOptions() if options is None else options,
             several_sizes=len(shapes) > 1,
         )

@@ -40,10 +40,10 @@ from jaxpipe.runtime import check_state, nonfinite_origin, shard_batch
 from jaxpipe.runtime.executable_plan import Batching
 from jaxpipe.runtime.hold_signals import hold_signals
 from jaxpipe.runtime.initialize_state import initial_sources, place_state
-from jaxpipe.runtime.interface import ForwardPass, Runtime, StepResults
+from jaxpipe.runtime.interface import ForwardPass, StepResults
 from jaxpipe.runtime.nonfinite_origin import NonFiniteOrigin
 from jaxpipe.runtime.recent import recent
-from jaxpipe.runtime.select_runtime import runtime_of
+from jaxpipe.runtime.select_runtime import Runtime, runtime_of
 from jaxpipe.runtime.state_arrays import off_mesh
 from jaxpipe.runtime.train_state import TrainState, take_over
 from jaxpipe.runtime.zero_weight import WeightWatch
@@ -138,7 +138,7 @@ class Pipeline:
         if measured:
             from jaxpipe.visualize.measured_timeline import measure_timeline
 
-            return measure_timeline(planned.program, self.mesh)
+            return measure_timeline(planned.program, self.mesh, lockstep=planned.plan.runtime == "spmd")
         processes = processes_of(self._mesh, planned.partition, self.schedule.num_devices)
         return plan_timeline(planned.plan, self.schedule, stage_speeds(planned.partition), processes)
 

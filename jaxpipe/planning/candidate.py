@@ -10,7 +10,6 @@ from functools import cached_property
 
 from jax.sharding import Mesh
 
-from jaxpipe.array_types import Shaped
 from jaxpipe.costs.assumed_links import slowest_used
 from jaxpipe.costs.profile import Profile
 from jaxpipe.models import check_batch
@@ -28,11 +27,10 @@ from jaxpipe.planning.trace_request import Traced
 from jaxpipe.runtime.asynchronous_updates import check_asynchronous
 from jaxpipe.runtime.executable_plan import ExecutablePlan, Update
 from jaxpipe.runtime.fold_state import shared_stages
-from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate, partition_update
+from jaxpipe.runtime.optimizer_by_stage import partition_update
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.replica_exchange import stage_exchange, warn_of_adam
-from jaxpipe.runtime.spmd.buffer_layout import lay_out
-from jaxpipe.runtime.spmd.predicted_bytes import predict
+from jaxpipe.runtime.select_runtime import bytes_by_component
 from jaxpipe.runtime.stages import Placement, Stage, count_frozen, cut_stages, place, with_backward
 from jaxpipe.schedules import schedule_makers
 from jaxpipe.schedules.replicas import StageReplicas
@@ -100,7 +98,7 @@ class Candidate:
     def seconds(self) -> float:
         """The seconds of a step; storage within a budget may add to them."""
         request, program, partition = self.traced.request, self.program, self.partition
-        seconds = stage_seconds(program, partition, own_sums=request.runtime == "mpmd")
+        seconds = stage_seconds(program, partition)
         return step_seconds(program, partition, program_timeline(request, program, partition, seconds))
 
     @cached_property
@@ -135,15 +133,12 @@ class Candidate:
         by_stage = partition_update(update, traced.model, placement.parameters)
         exchange = request.exchange if request.replicas > 1 else None
         check_asynchronous(program, by_stage, exchange is not None, request.options.zero)
-        # A leaf is in the stage or on the device of its parameter, as ``placement`` says.
-        owned = [(a, None if s is None else s % program.num_devices) for a, s in _owned(by_stage)]
-        layout = lay_out([[a for a, owner in owned if owner == d] for d in range(program.num_devices)])
         sent = None
         if exchange is not None:
             warn_of_adam(by_stage.state_shape)
-            layouts = program.gradients, program.sums
-            sent = stage_exchange(exchange, traced.model, placement, *layouts, request.replicas)
-        return Update(by_stage, layout, sent, request.options.on_nonfinite)
+            num_places = len(program.stages) if request.runtime == "mpmd" else program.num_devices
+            sent = stage_exchange(exchange, traced.model, placement, num_places, request.replicas)
+        return Update(by_stage, sent, request.options.on_nonfinite)
 
     @cached_property
     def lists(self) -> StageLists:
@@ -158,10 +153,7 @@ class Candidate:
     def with_storage(self, program: Program, fitted: tuple[Fitted, ...]) -> "PlannedStep":
         """Return the plan for the program with some storage, and how that was chosen."""
         traced, update, request = self.traced, self.update, self.traced.request
-        model, memory = traced.model, {}
-        if request.runtime == "spmd":
-            everywhere = [a for a, s in _owned(update.by_stage) if s is None]
-            memory = predict(program, update, everywhere, traced.local)
+        model, memory = traced.model, bytes_by_component(request.runtime, program, update, traced.local)
         rows = check_batch.batch_size(traced.microbatch)
         step = PlannedStep(
             candidate=self,
@@ -207,27 +199,22 @@ class PlannedStep(ExecutablePlan):
 
 def build_candidate(cut: Cut, schedule: Schedule, maker: schedule_makers.ScheduleMaker | None = None) -> Candidate:
     """Return the program of a cut and a schedule in which all stages are trained; ``maker`` as ``Candidate`` has it."""
-    traced, placement = cut.traced, cut.placement.on_devices(schedule.num_devices)
-    model, request, devices = traced.model, traced.request, range(schedule.num_devices)
-    held = [placement.held_by(d)[0] for d in devices]
-    parameters = [[(model.parameters[k].aval, traced.update.trained[k]) for k in numbers] for numbers in held]
+    traced, request = cut.traced, cut.traced.request
     program = Program(
         objective=traced.objective,
         stages=cut.stages,
         schedule=without_backward(schedule, cut.num_frozen),
         stage_replicas=StageReplicas(cut.replicas.per_stage[: schedule.num_devices]),
         num_microbatches=traced.batching.num_microbatches,
-        placement=placement,
-        parameters=lay_out([[aval for aval, _ in pairs] for pairs in parameters]),
-        gradients=lay_out([[aval for aval, trained in pairs if trained] for pairs in parameters]),
-        state=lay_out([[model.state[k].aval for k in placement.held_by(d)[1]] for d in devices]),
+        placement=cut.placement.on_devices(schedule.num_devices),
         replicated=DATA in request.mesh.axis_names,
         gradient_dtype=request.gradient_dtype,
         specs=traced.shardings.specs(traced.objective),
     )
     partition = cut.partition
     if request.budget is not None and request.network is not None and program.stage_replicas.is_single:
-        messages = [4 * n for n in program.message_words]
+        ends = [(stage.leaving, stage.returning) for stage in program.stages]
+        messages = [max(map(program.bytes_of, tensors)) for tensors in zip(*ends, strict=True)]
         stashes = [_stash_bytes(program, stage) for stage in program.stages]
         period = longest_microbatch(program, partition)
         partition = best_mapping(partition, program.schedule, stashes, period, messages)
@@ -236,8 +223,3 @@ def build_candidate(cut: Cut, schedule: Schedule, maker: schedule_makers.Schedul
 
 def _stash_bytes(program: Program, stage: Stage) -> int:
     return sum(a.size * a.dtype.itemsize for a in program.stash_avals(stage))
-
-
-def _owned(by_stage: PartitionedUpdate) -> Sequence[tuple[Shaped, int | None]]:
-    """Return the arrays of an optimizer's state, each with its stage; None for those that all stages have."""
-    return list(zip(by_stage.state_avals, by_stage.state_stage, strict=True))

@@ -31,6 +31,7 @@ from jaxpipe.planning.storage.fastest_choice import check_solver
 from jaxpipe.planning.storage.host_memory import check_host_memory
 from jaxpipe.runtime.gradient_precision import check_gradient_dtype
 from jaxpipe.runtime.replica_exchange import check_exchange
+from jaxpipe.runtime.select_runtime import RuntimeName, makers_for
 from jaxpipe.schedules import BY_NAME, Schedule
 from jaxpipe.schedules.names import plain_name, schedule_named
 from jaxpipe.schedules.schedule_makers import AUTO, ScheduleMaker
@@ -60,7 +61,7 @@ class Request:
     network: Network | None = None
     storage: Codecs | Literal["auto"] = "auto"
     gradient_exchange: BlockSparse | Literal["dense"] = "dense"
-    runtime: Literal["auto", "mpmd", "spmd"] = "auto"
+    runtime: RuntimeName = "mpmd"
     options: PlanOptions = field(default_factory=PlanOptions)
     several_sizes: bool = False
     submesh: Submesh = field(default_factory=Submesh)
@@ -90,7 +91,7 @@ class Request:
     @cached_property
     def schedules(self) -> tuple[ScheduleMaker, ...]:
         """The makers of tables that are compared."""
-        return schedule_makers(self.schedule)
+        return makers_for(self.runtime, schedule_makers(self.schedule))
 
     @cached_property
     def policy(self) -> Policy:
@@ -120,7 +121,7 @@ class Request:
 
 def check_request(given: Request) -> Request:
     """Return a request with the mesh as planning has it, or raise the error that one of its arguments is worth."""
-    options, profile, runtime = _check_options(given.options), given.profile, given.runtime
+    options, profile = _check_options(given.options), given.profile
     mesh = with_own_names(given.mesh, options.stage_axis, options.data_axis)
     num_stages, replicas = check_mesh(mesh)
     check_model(given.model)
@@ -133,9 +134,9 @@ def check_request(given: Request) -> Request:
         rates_of_kind(profile.device)
     elif not isinstance(profile, Profile) and profile not in ("measured", "analytic"):
         raise PartitionError(f"profile={profile!r}; it must be 'measured', 'analytic' or a jaxpipe.Profile.")
-    if runtime not in ("auto", "mpmd", "spmd"):
+    if given.runtime not in ("mpmd", "spmd"):
         raise PartitionError(
-            f"runtime={runtime!r}; it must be 'mpmd' (a program for each stage), 'spmd' (one program for all devices) "
+            f"runtime={given.runtime!r}; it must be 'mpmd' (a program for each stage), 'spmd' (one program for all devices) "
             "or 'auto'."
         )
     check_network(given.network, mesh)
@@ -149,7 +150,6 @@ def check_request(given: Request) -> Request:
         num_microbatches=num_microbatches,
         replica_axis=replica_axis,
         devices_per_stage=check_devices_per_stage(options.devices_per_stage, num_stages, mesh, exchanged),
-        runtime="spmd" if runtime == "spmd" else "mpmd",
     )
     _ = request.budget
     check_exchanged(exchanged, submesh, options)

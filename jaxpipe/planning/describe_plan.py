@@ -1,6 +1,7 @@
 """Description of a program for its plan: seconds, bytes, and devices."""
 
 # More than 15 of our modules: a plan tells something of every part of a pipeline.
+import functools
 import hashlib
 import itertools
 import re
@@ -29,11 +30,11 @@ from jaxpipe.planning.trace_request import Traced, rates_in
 from jaxpipe.residuals.stored_formats import Format, SavedFormat, stored_bytes
 from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.gradient_precision import sum_dtype
-from jaxpipe.runtime.program import PAGE, Program
-from jaxpipe.runtime.spmd.stage_branches import touched
+from jaxpipe.runtime.program import Program
+from jaxpipe.runtime.select_runtime import timeline_in_step
 from jaxpipe.runtime.stages import Stage
 from jaxpipe.runtime.uint32_words import word_count
-from jaxpipe.schedules import Kind, Schedule, Timeline, makespan_bound, simulate
+from jaxpipe.schedules import Schedule, Timeline, makespan_bound, simulate
 from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.swap_points import HOST, swap_points
 from jaxpipe.schedules.table import StageNumber
@@ -52,13 +53,11 @@ def stage_seconds(
     program: Program,
     partition: Partition,
     added: Sequence[float] | None = None,
-    own_sums: bool = False,
     splits: bool | None = None,
 ) -> list[StageSeconds]:
     """Seconds of every stage, with what storage has ``added``.
 
-    ``splits``: the backward work comes in two parts. With ``own_sums``, backward work adds a stage's gradients to their
-    sums, at the rate of memory; where one program does so for all stages, its timeline counts that by tick.
+    ``splits``: the backward work comes in two parts. It adds a stage's gradients to their sums, at the rate of memory.
     """
     splits = program.schedule.splits_backward if splits is None else splits
     profile, rates = partition.profile, rates_in(partition.profile)
@@ -66,7 +65,7 @@ def stage_seconds(
     for s, (stage, placed) in enumerate(zip(program.stages, partition.stages, strict=True)):
         operators = slice(placed.operators.start, placed.operators.stop)
         backward = sum(profile.backward_seconds[operators]) + (0.0 if added is None else added[s])
-        if own_sums and program.num_microbatches > 1:
+        if program.num_microbatches > 1:
             backward += _summing_bytes(program, stage) / rates.bytes
         share = _weight_share(stage, rates) if splits else 0.0
         seconds.append(StageSeconds(sum(profile.forward_seconds[operators]), backward, share * backward))
@@ -78,8 +77,7 @@ def _summing_bytes(program: Program, stage: Stage) -> int:
     assert stage.vjp is not None
     wrt = set(stage.vjp.backward_graph.wrt) - program.objective.frozen
     trained = [t for t in (*stage.parameters, *stage.borrowed) if t in wrt]
-    sums = [sum_dtype(a.dtype, program.gradient_dtype).itemsize * a.size for a in program.avals(trained)]
-    return sum(4 * word_count(a) for a in program.avals(trained)) + 2 * sum(sums)
+    return sum(4 * word_count(a) for a in program.avals(trained)) + 2 * program.sum_bytes(trained)
 
 
 def program_timeline(
@@ -90,13 +88,12 @@ def program_timeline(
         processes = processes_of(request.mesh, partition, program.num_devices)
         dispatching = Dispatching(message_seconds(program, partition), processes, program.stage_replicas)
         return dispatched_timeline(program.schedule, *_seconds_on_devices(partition, seconds), dispatching)
-    return step_timeline(program, partition, seconds)
+    work, rate = _seconds_on_devices(partition, seconds), rates_in(partition.profile).bytes
+    return timeline_in_step(program, work, functools.partial(_slowest_message, partition), rate)
 
 
-def least_seconds(
-    schedule: Schedule, partition: Partition, stage_replicas: StageReplicas, lockstep: bool = True
-) -> float:
-    """Return what a step takes at least with some cuts: its work alone."""
+def least_seconds(schedule: Schedule, partition: Partition, stage_replicas: StageReplicas) -> float:
+    """Return the seconds that a step takes at least with some cuts: of its work alone, on devices that run free."""
     rates = [speed / stage_replicas.per_device(s) for s, speed in enumerate(stage_speeds(partition))]
     stages = list(zip(partition.stages, rates, strict=True))
     forward, backward = (
@@ -104,7 +101,7 @@ def least_seconds(
         for seconds in (partition.profile.forward_seconds, partition.profile.backward_seconds)
     )
     if not schedule.splits_backward:
-        return simulate(schedule, forward=forward, backward=backward, lockstep=lockstep).makespan
+        return simulate(schedule, forward=forward, backward=backward).makespan
     # However it is split, no device does more in a step than this.
     return schedule.num_microbatches * max(f + b for f, b in zip(forward, backward, strict=True))
 
@@ -114,26 +111,18 @@ def step_seconds(program: Program, partition: Partition, timeline: Timeline) -> 
     if program.stage_replicas.is_single:
         return timeline.makespan
     model = Synchronous(partition.network, program.num_microbatches)
-    weights = np.array([program.sums.bytes], np.float64)
+    sizes = [np.array([program.sum_bytes(program.trained(d))], np.float64) for d in program.device_numbers]
     return timeline.makespan + max(
-        float(model.all_reduce_seconds(weights, DeviceGroup(s.devices))[0]) for s in partition.stages
+        float(model.all_reduce_seconds(size, DeviceGroup(s.devices))[0])
+        for size, s in zip(sizes, partition.stages, strict=True)
     )
-
-
-def step_timeline(program: Program, partition: Partition, seconds: Sequence[StageSeconds]) -> Timeline:
-    """A step as the executor walks through it, what every tick costs besides its work included."""
-    forward, inputs, weights = _seconds_on_devices(partition, seconds)
-    each = _exchange_seconds(partition, [4 * n for n in program.message_words])
-    each += handled_bytes(program) / rates_in(partition.profile).bytes
-    schedule = program.schedule
-    return simulate(schedule, forward=forward, backward_input=inputs, backward_weight=weights, communication=each)
 
 
 def stage_search_arguments(
     program: Program, partition: Partition, added: Sequence[float] | None = None
 ) -> SearchArguments:
     """Return the arguments of a search for a schedule of stage programs, with what storage has ``added``."""
-    seconds = stage_seconds(program, partition, added, own_sums=True, splits=True)
+    seconds = stage_seconds(program, partition, added, splits=True)
     dispatching = Dispatching(message_seconds(program, partition), (), program.stage_replicas)
     return search_arguments(program.schedule, *_seconds_on_devices(partition, seconds), dispatching)
 
@@ -176,24 +165,6 @@ def processes_of(mesh: Mesh, partition: Partition, num_devices: int) -> list[tup
     return [tuple(devices[d].process_index for d in stage.devices) for stage in partition.stages[:num_devices]]
 
 
-def handled_bytes(program: Program) -> int:
-    """Bytes that every device reads and writes for each micro-batch of a tick, whether it has work or not.
-
-    A stash and what waits with it go into the arena where something was, and are copied out of it; gradients are
-    added up.
-    """
-    if program.alone:
-        return 0
-    schedule, page = program.schedule, 4 * PAGE
-    steps, sums = ([a.size * a.dtype.itemsize for a in avals] for avals in (program.gradient_avals, program.sum_avals))
-    total = (3 + 2) * page * max(program.stash_pages)
-    kinds = [schedule.backward_kind]
-    if schedule.splits_backward:
-        total += 2 * page * max(program.stash_pages) + (3 + 2) * page * max(program.saved_pages)
-        kinds.append(Kind.BACKWARD_WEIGHT)
-    return total + sum(steps[k] + 2 * sums[k] for kind in kinds for k in touched(program, kind))
-
-
 def describe(
     traced: Traced,
     program: Program,
@@ -206,14 +177,14 @@ def describe(
     """Return the plan of a program; its budget and its search are those of whoever chose it."""
     request, runtime, shape = traced.request, traced.request.runtime, traced.request.submesh.shape
     added = [fit.added_seconds for fit in fitted]
-    seconds = stage_seconds(program, partition, added, own_sums=runtime == "mpmd")
+    seconds = stage_seconds(program, partition, added)
     messages = message_seconds(program, partition) if runtime == "mpmd" else [(0.0, 0.0)] * len(seconds)
     timeline = program_timeline(request, program, partition, seconds)
     bound = 0.0  # that no order of the stages' work with as many stashes stays below
     if runtime == "mpmd":
         arguments = stage_search_arguments(program, partition, added)
         bound = makespan_bound(program.schedule.num_devices, program.schedule.num_microbatches, **arguments)
-    described = f"{program.objective.graph}{program.parameters.buffers}{program.state.buffers}"
+    described = f"{program.objective.graph}{program.placement}"
     annotations = program.objective.annotations.notes((*request.mesh.axis_names, *shape), shape)
     return Plan(
         stages=tuple(
@@ -283,9 +254,10 @@ def _describe_stage(
 
 def _sum_notes(program: Program) -> list[str]:
     """Return a sentence for each type of parameters whose gradients are added up in a wider one."""
-    pairs = zip(program.gradients.buffers, program.sums.buffers, strict=True)
-    types = dict.fromkeys((narrow.name, wide.name) for (_, narrow), (_, wide) in pairs if narrow != wide)
-    return [f"gradients of {narrow} parameters are added up in {wide}" for narrow, wide in types]
+    trained = (t for d in program.device_numbers for t in program.trained(d))
+    types = dict.fromkeys(program.objective.graph.tensors[t].dtype for t in trained)
+    pairs = ((narrow, sum_dtype(narrow, program.gradient_dtype)) for narrow in types)
+    return [f"gradients of {a.name} parameters are added up in {b.name}" for a, b in pairs if a != b]
 
 
 def _whose_rates(request: Request, profile: Profile) -> str:
@@ -301,7 +273,11 @@ def _whose_rates(request: Request, profile: Profile) -> str:
 
 def _describe_frozen(program: Program, model: BoundModel) -> FrozenPlan | None:
     """Describe the parameters that are not trained; None if all are."""
-    objective, count = program.objective, program.schedule.frozen
+    objective, count, devices = program.objective, program.schedule.frozen, program.device_numbers
+
+    def largest(tensors: Iterable[Sequence[TensorNumber]]) -> int:
+        return max(map(program.sum_bytes, tensors))
+
     pairs = list(zip(model.parameters, objective.parameters, strict=True))
     frozen = [v for v, t in pairs if t in objective.frozen]
     if not frozen:
@@ -310,7 +286,7 @@ def _describe_frozen(program: Program, model: BoundModel) -> FrozenPlan | None:
         parameters=tuple(v.name for v in frozen),
         trained=len(pairs) - len(frozen),
         bytes=sum(4 * word_count(v.aval) for v in frozen),
-        gradient_bytes=program.summed(program.parameters).bytes - program.sums.bytes,
+        gradient_bytes=largest([program.held(d)[0] for d in devices]) - largest(map(program.trained, devices)),
         stages=tuple(range(count)),
     )
 
@@ -400,11 +376,11 @@ def stage_links(partition: Partition, host_bytes: int = 0) -> Links:
     )
 
 
-def _exchange_seconds(partition: Partition, messages: Sequence[float]) -> float:
-    """Return what sending a message forward and one back takes over the slowest link between neighbors."""
+def _slowest_message(partition: Partition, size: int) -> float:
+    """Return the seconds of a message over the slowest link between neighbors."""
     stages = itertools.pairwise(partition.stages)
-    links = [link for first, second in stages for link in itertools.product(first.devices, second.devices)]
-    return sum(max((partition.network.seconds(*link, size) for link in links), default=0.0) for size in messages)
+    links = (link for first, second in stages for link in itertools.product(first.devices, second.devices))
+    return max((partition.network.seconds(*link, size) for link in links), default=0.0)
 
 
 def _modules(paths: Iterable[str]) -> tuple[str, ...]:

@@ -78,8 +78,8 @@ def _candidates(traced: Traced, replicate: bool | tuple[int, ...]) -> list[Candi
 
     if replicate and cut(1).replicas.is_single:
         return []
-    if request.schedules is schedule_makers.AUTO and request.runtime != "spmd":
-        free = _schedules(traced, schedule_makers.AUTO_FREE, cut, replicate)
+    if request.schedules is schedule_makers.AUTO:
+        free = _schedules(traced, schedule_makers.AUTO, cut, replicate)
         candidates = _of_schedules(free, cut)
         if request.num_stages == 1 or replicate:
             return candidates
@@ -112,8 +112,7 @@ def _of_schedules(schedules: Sequence[Schedule], cut: Callable[[int], Cut]) -> l
         try:
             if candidates:
                 trimmed = without_backward(schedule, cut(v).num_frozen)
-                lockstep = candidates[0].traced.request.runtime == "spmd"
-                least = least_seconds(trimmed, cut(v).partition, cut(v).replicas, lockstep=lockstep)
+                least = least_seconds(trimmed, cut(v).partition, cut(v).replicas)
         except PartitionError:  # too few operators for so many stages; others will do
             continue
         if not candidates or least < min(earlier.seconds for earlier in candidates):

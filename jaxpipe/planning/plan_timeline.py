@@ -34,7 +34,7 @@ def plan_timeline(
         if schedule.num_chunks > 1:
             stage_replicas = StageReplicas(stage_replicas.per_stage[: schedule.num_devices])
         return dispatched_timeline(schedule, **work, dispatching=Dispatching(messages, devices, stage_replicas))
-    walk = functools.partial(simulate, schedule, **work)
+    walk = functools.partial(simulate, schedule, **work, lockstep=True)
     return walk(communication=max(0.0, plan.step_seconds - walk().makespan) / len(schedule.ticks))
 
 

@@ -31,7 +31,7 @@ def price_storage(request: Request, program: Program, partition: Partition) -> P
 
 def longest_microbatch(program: Program, partition: Partition) -> float:
     """Return the seconds of a micro-batch on the slowest stage."""
-    work = zip(stage_seconds(program, partition, own_sums=True), _slowness(program, partition), strict=True)
+    work = zip(stage_seconds(program, partition), _slowness(program, partition), strict=True)
     return max((stage.forward + stage.backward) * slow for stage, slow in work)
 
 

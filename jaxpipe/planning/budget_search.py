@@ -4,7 +4,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from jaxpipe.costs.profile import Profile
@@ -24,21 +24,6 @@ from jaxpipe.text.units import bytes_text, seconds_text
 
 #: How many times as many micro-batches are tried where a budget is kept by no plan.
 MORE_MICROBATCHES = (2, 4, 8)
-
-
-@dataclass(frozen=True)
-class MoreMicrobatches:
-    """A number of micro-batches with which a budget is kept.
-
-    Attributes:
-      num_microbatches: of each replica.
-      predicted_bytes: of the fullest device.
-      step_seconds: predicted; None where the caller's profile is one of other micro-batches.
-    """
-
-    num_microbatches: int
-    predicted_bytes: int
-    step_seconds: float | None
 
 
 class BudgetSearch:
@@ -81,8 +66,8 @@ class BudgetSearch:
         """The bytes that another plan without swaps may take less than the smallest at most, as solvers count."""
         return self._fitter(self.smallest.candidate).most_smaller
 
-    def more_microbatches(self, budget: int) -> MoreMicrobatches | None:
-        """Return the fewest of twice, four and eight times as many micro-batches that keep a budget, as predicted.
+    def more_microbatches(self, budget: int) -> PlannedStep | None:
+        """Return a plan with the fewest of twice, four and eight times as many micro-batches within predicted bytes.
 
         With each number default storage is tried, with the most others.
         """
@@ -94,9 +79,8 @@ class BudgetSearch:
                 break
             most = candidate
             if candidate.default.plan.predicted_bytes <= budget:
-                return _offered(candidate.default)
-        best = None if most is None else BudgetSearch([most], [])._fastest(budget)
-        return None if best is None else _offered(best)
+                return candidate.default
+        return None if most is None else BudgetSearch([most], [])._fastest(budget)
 
     def _with_microbatches(self, num_microbatches: int) -> Candidate | None:
         """Return the candidate for another number of micro-batches; None if a batch cannot be cut into so many."""
@@ -166,8 +150,9 @@ class BudgetSearch:
         if candidate not in self._fitters:
             program, partition, request = candidate.program, candidate.partition, candidate.traced.request
             prices, period = price_storage(request, program, partition), longest_microbatch(program, partition)
-            needs = functools.partial(candidate.lists.needs, candidate.default)
-            self._fitters[candidate] = StageFitter(program, needs, prices, self._solving, period, request.policy)
+            self._fitters[candidate] = StageFitter(
+                program, candidate.needs, prices, self._solving, period, request.policy
+            )
         return self._fitters[candidate]
 
     def _with_step(self, planned: PlannedStep) -> PlannedStep:
@@ -187,9 +172,3 @@ def _price(planned: PlannedStep) -> float:
 def _described(planned: PlannedStep) -> str:
     plan = planned.plan
     return f"{plan.schedule}: step {seconds_text(plan.step_seconds)}, {bytes_text(plan.predicted_bytes)}"
-
-
-def _offered(planned: PlannedStep) -> MoreMicrobatches:
-    given = isinstance(planned.candidate.traced.request.profile, Profile)
-    seconds = None if given else planned.plan.step_seconds
-    return MoreMicrobatches(planned.batching.num_microbatches, planned.plan.predicted_bytes, seconds)

@@ -141,21 +141,35 @@ class Candidate:
         return Update(by_stage, sent, request.options.on_nonfinite)
 
     @cached_property
-    def lists(self) -> StageLists:
-        """The calls of its plans, and what has been traced for them."""
+    def _lists(self) -> StageLists:
         return StageLists()
+
+    @cached_property
+    def described(self) -> "PlannedStep":
+        """The plan with default storage, without the bytes of its devices, for which all calls are traced."""
+        return self._described(self.program, (Fitted(),) * len(self.program.stages))
 
     @cached_property
     def default(self) -> "PlannedStep":
         """The plan with default storage."""
-        return self.with_storage(self.program, (Fitted(),) * len(self.program.stages))
+        return self._with_bytes(self.described)
 
     def with_storage(self, program: Program, fitted: tuple[Fitted, ...]) -> "PlannedStep":
         """Return the plan for the program with some storage, and how that was chosen."""
+        return self._with_bytes(self._described(program, fitted))
+
+    def needs(self, program: Program) -> list[int]:
+        """Return the predicted bytes of each device along the stage axis for the program with some storage."""
+        return self._lists.needs(self.described, program)
+
+    def _with_bytes(self, planned: "PlannedStep") -> "PlannedStep":
+        return planned if planned.plan.runtime == "spmd" else self._lists.with_bytes(planned)
+
+    def _described(self, program: Program, fitted: tuple[Fitted, ...]) -> "PlannedStep":
         traced, update, request = self.traced, self.update, self.traced.request
         model, memory = traced.model, bytes_by_component(request.runtime, program, update, traced.local)
         rows = check_batch.batch_size(traced.microbatch)
-        step = PlannedStep(
+        return PlannedStep(
             candidate=self,
             plan=describe(traced, program, self.partition, update, memory, rows, fitted),
             mesh=self.mesh,
@@ -172,7 +186,6 @@ class Candidate:
             retrace=lambda shapes: trace_loss(model, request.loss, shapes).training(traced.update.trained),
             shardings=traced.shardings,
         )
-        return step if request.runtime == "spmd" else self.lists.with_bytes(step)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

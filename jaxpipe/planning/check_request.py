@@ -136,8 +136,8 @@ def check_request(given: Request) -> Request:
         raise PartitionError(f"profile={profile!r}; it must be 'measured', 'analytic' or a jaxpipe.Profile.")
     if given.runtime not in ("mpmd", "spmd"):
         raise PartitionError(
-            f"runtime={given.runtime!r}; it must be 'mpmd' (a program for each stage), 'spmd' (one program for all devices) "
-            "or 'auto'."
+            f"runtime={given.runtime!r}; it must be 'mpmd' (a program for each stage), 'spmd' (one program for all "
+            "devices) or 'auto'."
         )
     check_network(given.network, mesh)
     exchanged = given.exchange is not None

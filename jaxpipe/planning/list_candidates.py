@@ -70,38 +70,27 @@ def cut_again(candidate: Candidate, charged: Profile) -> Candidate:
 
 def _candidates(traced: Traced, replicate: bool | tuple[int, ...]) -> list[Candidate]:
     """Return candidates with stages on one device each or on several."""
-    request = traced.request
+    request, m = traced.request, traced.batching.num_microbatches
 
     @functools.cache
     def cut(num_chunks: int) -> Cut:
         return Cut(traced, place_stages(traced, traced.profile, replicate, num_chunks))
 
-    if replicate and cut(1).replicas.is_single:
+    if not replicate:
+        schedules = schedule_makers.make_schedules(request.schedules, request.num_stages, m)
+    elif cut(1).replicas.is_single:
         return []
-    if request.schedules is schedule_makers.AUTO:
-        free = _schedules(traced, schedule_makers.AUTO, cut, replicate)
-        candidates = _of_schedules(free, cut)
-        if request.num_stages == 1 or replicate:
-            return candidates
-        sources = list(candidates)
-        # Interleaved 1F1B may lose to zero-bubble where an order with a split backward pass, on its cuts, does not.
-        if all(candidate.schedule.num_chunks == 1 for candidate in candidates):
-            with contextlib.suppress(PartitionError):  # too few operators for so many stages
-                sources += _of_schedules([schedule for schedule in free if schedule.num_chunks > 1], cut)
-        return candidates + searched_candidates(candidates, sources)
-    return _of_schedules(_schedules(traced, request.schedules, cut, replicate), cut)
-
-
-def _schedules(
-    traced: Traced,
-    makers: Sequence[schedule_makers.ScheduleMaker],
-    cut: Callable[[int], Cut],
-    replicate: bool | tuple[int, ...],
-) -> list[Schedule]:
-    m = traced.batching.num_microbatches
-    if replicate:
-        return schedule_makers.make_replicated_schedules(makers, cut(1).replicas, m)
-    return schedule_makers.make_schedules(makers, traced.request.num_stages, m)
+    else:
+        schedules = schedule_makers.make_replicated_schedules(request.schedules, cut(1).replicas, m)
+    candidates = _of_schedules(schedules, cut)
+    if request.schedules is not schedule_makers.AUTO or request.num_stages == 1 or replicate:
+        return candidates
+    sources = list(candidates)
+    # Interleaved 1F1B may lose to zero-bubble where an order with a split backward pass, on its cuts, does not.
+    if all(candidate.schedule.num_chunks == 1 for candidate in candidates):
+        with contextlib.suppress(PartitionError):  # too few operators for so many stages
+            sources += _of_schedules([schedule for schedule in schedules if schedule.num_chunks > 1], cut)
+    return candidates + searched_candidates(candidates, sources)
 
 
 def _of_schedules(schedules: Sequence[Schedule], cut: Callable[[int], Cut]) -> list[Candidate]:

@@ -2,6 +2,7 @@
 
 import jax
 
+from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.planning.budget_search import BudgetSearch
 from jaxpipe.planning.candidate import PlannedStep
@@ -44,10 +45,11 @@ def refusal(search: BudgetSearch, budget: int, smallest: PlannedStep) -> MemoryB
     more = None if over else search.more_microbatches(budget)
     lines, also, fewer = [f"memory={needed}"], "", "more micro-batches or more stages need less."
     if more is not None:
-        lines.append(f"num_microbatches={more.num_microbatches}")
-        also = f", or num_microbatches={more.num_microbatches} with this budget: {bytes_text(more.predicted_bytes)}"
-        seconds = more.step_seconds
-        also += ", as predicted" if seconds is None else f" and {seconds_text(seconds)} a step, both as predicted"
+        count, seconds = more.batching.num_microbatches, seconds_text(more.plan.step_seconds)
+        lines.append(f"num_microbatches={count}")
+        also = f", or num_microbatches={count} with this budget: {bytes_text(more.plan.predicted_bytes)}"
+        given = isinstance(more.candidate.traced.request.profile, Profile)  # of other micro-batches
+        also += ", as predicted" if given else f" and {seconds} a step, both as predicted"
         fewer = "more stages need less."
     return MemoryBudgetError(
         f"{asked_bytes(smallest.candidate.traced.request.memory, budget)}: "

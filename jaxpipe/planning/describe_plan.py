@@ -7,7 +7,6 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from jaxpipe.planning.check_request import Request
 from jaxpipe.planning.cuts.cost_models import DeviceGroup, Synchronous
 from jaxpipe.planning.cuts.placed_stages import Partition, stage_speeds
 from jaxpipe.planning.dispatch_timeline import Dispatching, SearchArguments, dispatched_timeline, search_arguments
+from jaxpipe.planning.plan_timeline import StageSeconds, seconds_on_devices
 from jaxpipe.planning.storage.choose_swaps import Links
 from jaxpipe.planning.storage.stage_budget import Fitted
 from jaxpipe.planning.trace_request import Traced, rates_in
@@ -38,15 +38,6 @@ from jaxpipe.schedules import Schedule, Timeline, makespan_bound, simulate
 from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.swap_points import HOST, swap_points
 from jaxpipe.schedules.table import StageNumber
-
-
-@dataclass(frozen=True)
-class StageSeconds:
-    """The work of a stage on one micro-batch, on a device of the profiled kind; ``weight`` only if it waits."""
-
-    forward: float
-    backward: float
-    weight: float
 
 
 def stage_seconds(
@@ -84,12 +75,12 @@ def program_timeline(
     request: Request, program: Program, partition: Partition, seconds: Sequence[StageSeconds]
 ) -> Timeline:
     """Return the timeline of a step in the requested runtime."""
-    if request.runtime == "mpmd":
-        processes = processes_of(request.mesh, partition, program.num_devices)
-        dispatching = Dispatching(message_seconds(program, partition), processes, program.stage_replicas)
-        return dispatched_timeline(program.schedule, *_seconds_on_devices(partition, seconds), dispatching)
-    work, rate = _seconds_on_devices(partition, seconds), rates_in(partition.profile).bytes
-    return timeline_in_step(program, work, functools.partial(_slowest_message, partition), rate)
+    work, rate = seconds_on_devices(seconds, stage_speeds(partition)), rates_in(partition.profile).bytes
+    if request.runtime == "spmd":
+        return timeline_in_step(program, work, functools.partial(_slowest_message, partition), rate)
+    processes = processes_of(request.mesh, partition, program.num_devices)
+    dispatching = Dispatching(message_seconds(program, partition), processes, program.stage_replicas)
+    return dispatched_timeline(program.schedule, *work, dispatching)
 
 
 def least_seconds(schedule: Schedule, partition: Partition, stage_replicas: StageReplicas) -> float:
@@ -124,19 +115,7 @@ def stage_search_arguments(
     """Return the arguments of a search for a schedule of stage programs, with what storage has ``added``."""
     seconds = stage_seconds(program, partition, added, splits=True)
     dispatching = Dispatching(message_seconds(program, partition), (), program.stage_replicas)
-    return search_arguments(program.schedule, *_seconds_on_devices(partition, seconds), dispatching)
-
-
-def _seconds_on_devices(
-    partition: Partition, seconds: Sequence[StageSeconds]
-) -> tuple[list[float], list[float], list[float]]:
-    """Return the seconds of each stage on its own devices: forward, backward for inputs, and for weights."""
-    pairs = list(zip(seconds, stage_speeds(partition), strict=True))
-    return (
-        [stage.forward / s for stage, s in pairs],
-        [(stage.backward - stage.weight) / s for stage, s in pairs],
-        [stage.weight / s for stage, s in pairs],
-    )
+    return search_arguments(program.schedule, *seconds_on_devices(seconds, stage_speeds(partition)), dispatching)
 
 
 def message_seconds(program: Program, partition: Partition) -> list[tuple[float, float]]:
@@ -232,9 +211,7 @@ def _describe_stage(
         devices=placed.devices,
         device_ids=_device_ids(request, placed.devices),
         modules=_modules(op.path for op in program.objective.graph.operators[slice(*operators)]),
-        forward_seconds=seconds.forward,
-        backward_seconds=seconds.backward,
-        weight_seconds=seconds.weight,
+        **vars(seconds),
         added_seconds=fit.added_seconds,
         storage=fit.status,
         storage_gap=fit.gap,

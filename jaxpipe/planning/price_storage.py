@@ -32,7 +32,7 @@ def price_storage(request: Request, program: Program, partition: Partition) -> P
 def longest_microbatch(program: Program, partition: Partition) -> float:
     """Return the seconds of a micro-batch on the slowest stage."""
     work = zip(stage_seconds(program, partition), _slowness(program, partition), strict=True)
-    return max((stage.forward + stage.backward) * slow for stage, slow in work)
+    return max((stage.forward_seconds + stage.backward_seconds) * slow for stage, slow in work)
 
 
 def _slowness(program: Program, partition: Partition) -> tuple[float, ...]:

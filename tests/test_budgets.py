@@ -25,6 +25,7 @@ from jaxpipe.planning.storage import integer_program, solver_time
 from jaxpipe.planning.storage.solver_time import SolverTime
 from jaxpipe.runtime.executable_plan import Compiled
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
+from jaxpipe.text.units import bytes_text
 from tests.support.budget_models import KEY, built_pipeline, mlp, transformer, unet
 from tests.support.texts import one_line
 
@@ -477,6 +478,21 @@ def test_a_plan_logs_its_rounds(caplog, capfd):
     steps = [k for k, text in enumerate(texts) if text.startswith("Compiling the training step, ")]
     told = [[re.match(r"XLA reserves .* on the fullest device$", text) for text in texts[k + 1 :]] for k in steps]
     assert told and all(map(any, told))
+
+
+def test_a_plan_keeps_what_its_search_compared():
+    """Schedules with their cuts, seconds and bytes; within a budget what was predicted, and what XLA reserves."""
+    plan = make(chain, 2, schedule="gpipe")[0].plan
+    assert len(plan.search) == 2 and plan.search[1].startswith("chosen: gpipe, 2 stages on 2 devices, cut at ")
+    assert plan.search[0].endswith(", by default storage") and str(plan.stages[0].operators[1]) in plan.search[0]
+    assert Plan.from_json(plan.to_json()).search == plan.search
+    smaller = make(chain, 2, schedule="gpipe", memory=int(0.99 * plan.predicted_bytes))[0].plan
+    last, reserved = smaller.search[-2], bytes_text(smaller.compiled_bytes)
+    assert f"{bytes_text(smaller.predicted_bytes)} predicted, {reserved} compiled" in last
+    compared = make(chain, 2)[0].plan
+    assert {text.split(",")[0] for text in compared.search[:-1]} > {"gpipe"} and compared.schedule in compared.search[
+        -1
+    ]
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from jaxpipe.planning.plan_timeline import StageSeconds, seconds_on_devices
 from jaxpipe.planning.storage.choose_swaps import Links
 from jaxpipe.planning.storage.stage_budget import Fitted
 from jaxpipe.planning.trace_request import Traced, rates_in
-from jaxpipe.residuals.stored_formats import Format, SavedFormat, stored_bytes
+from jaxpipe.residuals.stored_formats import Format, stored_bytes
 from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.gradient_precision import sum_dtype
 from jaxpipe.runtime.program import Program
@@ -216,8 +216,7 @@ def _describe_stage(
         storage=fit.status,
         storage_gap=fit.gap,
         solve_seconds=fit.solve_seconds,
-        stored=_stored_bytes(stage, lambda t, fmt: fmt.format.value),
-        stored_modules=_stored_bytes(stage, _makers(stage)),
+        **_stored_bytes(stage),
         recomputed=_recomputed(stage),
         slices=stage.slices,
         parameter_bytes=program.bytes_of(stage.parameters),
@@ -292,20 +291,17 @@ def _device_ids(request: Request, devices: Sequence[int]) -> tuple[int, ...]:
     return tuple(device.id for first in firsts for device in request.submesh.group(first))
 
 
-def _stored_bytes(stage: Stage, label: Callable[[TensorNumber, SavedFormat], str]) -> dict[str, int]:
-    """Return bytes of one micro-batch's stash by label."""
+def _stored_bytes(stage: Stage) -> dict[str, dict[str, int]]:
+    """Return bytes of one micro-batch's stash by kind of storage, and by the module that makes what is stored."""
     assert stage.vjp is not None
     graph, formats = stage.vjp.graph, stage.vjp.plan.formats
-    bytes_of: Counter[str] = Counter()
-    for t in stage.stashed:
-        bytes_of[label(t, formats[t])] += stored_bytes(graph.tensors[t], formats[t])
-    return dict(bytes_of)
-
-
-def _makers(stage: Stage) -> Callable[[TensorNumber, SavedFormat], str]:
-    """Return a function that gives the module by which a stored tensor is made."""
     makers = {t: op.path or "the loss" for op in stage.graph.operators for t in op.outputs}
-    return lambda t, fmt: makers.get(t, "what the stage receives")
+    by_kind, by_module = Counter[str](), Counter[str]()
+    for t in stage.stashed:
+        size = stored_bytes(graph.tensors[t], formats[t])
+        by_kind[formats[t].format.value] += size
+        by_module[makers.get(t, "what the stage receives")] += size
+    return {"stored": dict(by_kind), "stored_modules": dict(by_module)}
 
 
 def _recomputed(stage: Stage) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ class Traced:
 
     The network of its request is that of groups of devices that share a stage, ``links`` are those between all devices
     of ``mesh.devices.flat``, ``local`` is one replica's part of the batch, ``asked`` are the arguments of
-    ``trace_request``, ``notes`` are for the plan.
+    ``trace_request`` (without a budget no variables, which nothing needs again), ``notes`` are for the plan.
     """
 
     request: Request
@@ -102,7 +102,7 @@ def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> 
         batching,
         local,
         shardings,
-        asked,
+        asked if request.budget is not None else (*asked[:2], None),
         layers.notes,
     )
 

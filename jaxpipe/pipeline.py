@@ -28,13 +28,14 @@ from jaxpipe.models.check_arguments import check_outside_jit, outside_jit, rando
 from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_loss, trace_prediction, with_rows
 from jaxpipe.models.training_mode import warn_if_training
 from jaxpipe.plan import Plan
+from jaxpipe.planning.candidate import PlannedStep
 from jaxpipe.planning.compare_requests import state_parts
-from jaxpipe.planning.compile_within_budget import check_budget, with_step, within_budget
+from jaxpipe.planning.compile_within_budget import check_budget, with_step
 from jaxpipe.planning.cuts.placed_stages import Partition, stage_speeds
 from jaxpipe.planning.describe_plan import processes_of
+from jaxpipe.planning.make_plan import compiled_plan
 from jaxpipe.planning.memory_report import MemoryReport
 from jaxpipe.planning.plan_timeline import plan_timeline
-from jaxpipe.planning.planned_step import PlannedStep
 from jaxpipe.runtime import check_state, nonfinite_origin, shard_batch
 from jaxpipe.runtime.executable_plan import Batching
 from jaxpipe.runtime.hold_signals import hold_signals
@@ -318,7 +319,7 @@ class Pipeline:
 
     def _prepare_shapes(self, shapes: PyTree) -> None:
         planned = self._planned
-        if planned.others is not None and check_batch.shape_key(shapes) == check_batch.shape_key(planned.batch):
+        if planned.plan.budget is not None and check_batch.shape_key(shapes) == check_batch.shape_key(planned.batch):
             if planned.compiled is None:
                 self._use(with_step)
             check_budget(self._planned)
@@ -542,14 +543,14 @@ class Pipeline:
           PartitionError: as ``plan``.
         """
         if self._planned.plan.runtime == "mpmd":
-            self._use(within_budget)
+            self._use(compiled_plan)
         self._prepare(self._planned.batch)
         return self.plan
 
     @outside_mesh()
     def memory_report(self) -> MemoryReport:
         """Predicted bytes on each device beside those of the compiled training step; nothing is run."""
-        if self._planned.others is not None and self._planned.compiled is None:
+        if self.plan.budget is not None and self._planned.compiled is None:
             self._use(with_step)
         compiled, plan = self._runtime.bytes(), self.plan
         host = 0 if plan.host is None else plan.host.bytes

@@ -6,7 +6,7 @@ rows of their own stage, and a host reads one stage at a time. Of several proces
 
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import jax
@@ -15,11 +15,11 @@ import numpy as np
 
 from jaxpipe import multihost
 from jaxpipe.array_types import ArrayLike, DType
-from jaxpipe.checkpoint.arrays_by_path import Path, leaf_paths
-from jaxpipe.checkpoint.contents import OPTIMIZER, RESIDUALS, VARIABLES, Contents, Leaf, differences, expected, is_key
+from jaxpipe.checkpoint.contents import OPTIMIZER, RESIDUALS, VARIABLES, Contents, check, contents, leaf_paths
 from jaxpipe.checkpoint.orbax_files import Saved, read
 from jaxpipe.errors import CheckpointError
 from jaxpipe.graph.stacked_layers import Stacks, side_by_side
+from jaxpipe.models.variable_trees import Path
 from jaxpipe.runtime.executable_plan import ExecutablePlan
 from jaxpipe.runtime.initialize_state import Sources, Values, place_state
 from jaxpipe.runtime.interface import Runtime
@@ -50,23 +50,14 @@ def take(runtime: Runtime, state: TrainState, data: object = None) -> Contents |
     if not multihost.is_first():
         return None
     of_parameters, of_state = planned.model.stacks
-    parameters, variables = of_parameters.join(arrays.parameters), of_state.join(arrays.variables)
     optimizer = planned.update.by_stage.state_stacks.join(arrays.optimizer)
-    return Contents(
-        step=int(state.step),
-        skipped=int(state.skipped),
-        key=np.array(jax.random.key_data(state.key)),
-        key_impl=str(jax.random.key_impl(state.key)),
-        arrays={
-            VARIABLES: {
-                p: np.asarray(x) for p, x in zip((*names[0], *names[1]), (*parameters, *variables), strict=True)
-            },
-            OPTIMIZER: {p: _data(x) for p, x in zip(names[2], optimizer, strict=True)},
-            RESIDUALS: dict(zip(names[0], arrays.residuals, strict=False)),
-        },
-        types={(OPTIMIZER, p): str(x.dtype) for p, x in zip(names[2], optimizer, strict=True) if is_key(x)},
-        data=data,
-    )
+    groups = {
+        VARIABLES: dict(zip(names[0], of_parameters.join(arrays.parameters), strict=True))
+        | dict(zip(names[1], of_state.join(arrays.variables), strict=True)),
+        OPTIMIZER: dict(zip(names[2], optimizer, strict=True)),
+        RESIDUALS: dict(zip(names[0], arrays.residuals, strict=False)),
+    }
+    return contents(groups, int(state.step), int(state.skipped), state.key, data)
 
 
 def _as_json(data: object) -> object:
@@ -78,10 +69,6 @@ def _as_json(data: object) -> object:
         ) from error
 
 
-def _data(x: ArrayLike) -> np.ndarray:
-    return np.array(jax.random.key_data(x) if is_key(x) else x)
-
-
 def put(runtime: Runtime, saved: Saved) -> TrainState:
     """A training state from a checkpoint, stage by stage; every process reads what its own devices hold.
 
@@ -90,9 +77,10 @@ def put(runtime: Runtime, saved: Saved) -> TrainState:
     """
     planned = runtime.planned
     names, by_stage, exchange = _paths(planned), planned.update.by_stage, planned.update.exchange
+    variables, slots = (*names[0], *names[1]), jax.tree.leaves(by_stage.state_shape)
     avals = [v.aval for v in (*planned.model.original.parameters, *planned.model.original.state)]
-    check(saved, VARIABLES, expected((*names[0], *names[1]), avals), "the model")
-    check(saved, OPTIMIZER, expected(names[2], jax.tree.leaves(by_stage.state_shape)), "the optimizer")
+    check(saved.folder, saved.leaves[VARIABLES], variables, avals, "the model")
+    check(saved.folder, saved.leaves[OPTIMIZER], names[2], slots, "the optimizer")
     has_residuals = bool(saved.leaves[RESIDUALS])
     if has_residuals and exchange is None:
         warnings.warn(
@@ -100,13 +88,12 @@ def put(runtime: Runtime, saved: Saved) -> TrainState:
             "exchanges gradients whole: what had not been sent is lost.",
             stacklevel=4,
         )
-    state_types = [aval.dtype for aval in jax.tree.leaves(by_stage.state_shape)]
     sources = Sources(
-        variables=_values(saved, VARIABLES, (*names[0], *names[1]), side_by_side(planned.model.stacks)),
-        optimizer=_values(saved, OPTIMIZER, names[2], by_stage.state_stacks, state_types),
+        variables=_values(saved, VARIABLES, variables, side_by_side(planned.model.stacks)),
+        optimizer=_values(saved, OPTIMIZER, names[2], by_stage.state_stacks, [x.dtype for x in slots]),
         residuals=_residuals(saved, names[0]) if has_residuals and exchange is not None else None,
     )
-    return place_state(runtime, sources, saved.key, saved.step, saved.skipped)
+    return place_state(runtime, sources, saved.key, saved.about.step, saved.about.skipped)
 
 
 def _values(
@@ -116,7 +103,7 @@ def _values(
 
     def values(positions: Sequence[int]) -> list[ArrayLike]:
         leaves = list(dict.fromkeys(stacks.leaf_of[k] for k in positions))
-        arrays = dict(zip(leaves, read(saved, {group: [names[n] for n in leaves]})[group], strict=True))
+        arrays = dict(zip(leaves, read(saved, group, [names[n] for n in leaves]), strict=True))
         pieces = [(stacks.leaf_of[k], stacks.cut(k, arrays[stacks.leaf_of[k]])) for k in positions]
         return [x if types is None else typed(x, types[n]) for n, x in pieces]
 
@@ -124,17 +111,7 @@ def _values(
 
 
 def _residuals(saved: Saved, names: Sequence[Path]) -> Callable[[Sequence[int]], list[np.ndarray]]:
-    return lambda positions: read(saved, {RESIDUALS: [names[k] for k in positions]})[RESIDUALS]
-
-
-def check(saved: Saved, group: str, wanted: Mapping[Path, Leaf], owner: str) -> None:
-    """Raise ``CheckpointError`` unless a checkpoint has the arrays that its reader expects."""
-    what = differences(saved.leaves.get(group, {}), wanted, owner)
-    if what is not None:
-        raise CheckpointError(
-            f"The checkpoint {saved.folder} does not fit {owner}: {what}. Restore it with {owner} that it was saved "
-            "with; jaxpipe.checkpoint.load(directory) gives what is in it."
-        )
+    return lambda positions: read(saved, RESIDUALS, [names[k] for k in positions])
 
 
 def typed(x: np.ndarray, dtype: DType) -> ArrayLike:

@@ -32,11 +32,8 @@ _Paths: TypeAlias = tuple[Sequence[Path], Sequence[Path], Sequence[Path]]
 
 def _paths(planned: ExecutablePlan) -> _Paths:
     model = planned.model.original
-    count, total = len(model.parameters), len(model.parameters) + len(model.state)
-    numbered = model.variable_tree(list(range(count)), list(range(count, total)))
-    path_of = dict(zip(jax.tree.leaves(numbered), leaf_paths(jax.tree.structure(numbered)), strict=True))
-    variables = [path_of[k] for k in range(total)]
-    return variables[:count], variables[count:], leaf_paths(jax.tree.structure(planned.update.by_stage.state_shape))
+    paths, count = model.paths, len(model.parameters)
+    return paths[:count], paths[count:], leaf_paths(jax.tree.structure(planned.update.by_stage.state_shape))
 
 
 def take(runtime: Runtime, state: TrainState, data: object = None) -> Contents | None:

@@ -109,7 +109,6 @@ def select(
     arrays: Mapping[Path, PyTree],
     expected: Mapping[Path, Shaped],
     levels: Sequence[Path] = (),
-    ignored: Collection[Path] = (),
     argument: Argument = VARIABLES,
 ) -> list[ArrayLike]:
     """Return the arrays of a tree that are expected, in the order in which they are.
@@ -124,7 +123,7 @@ def select(
     """
     ways = [arrays, *(_renamed(arrays, expected, level) for level in levels)]
     given = max(ways, key=lambda way: len(way.keys() & expected.keys()))  # of equal ones the first
-    owner, extra = argument.owner, given.keys() - expected.keys() - set(ignored)
+    owner, extra = argument.owner, given.keys() - expected.keys()
     missing = [f"{path_text(path)} ({_text(aval)})" for path, aval in expected.items() if path not in given]
     unexpected = [f"{path_text(path)} ({_text(x)})" for path, x in given.items() if path in extra]
     wrong = [

@@ -34,6 +34,7 @@ from jaxpipe.array_types import Array
 from jaxpipe.checkpoint.contents import FORMAT, OPTIMIZER, RESIDUALS, VARIABLES, About, Contents, Leaf, checksum
 from jaxpipe.errors import CheckpointError
 from jaxpipe.models.variable_trees import Path
+from jaxpipe.text.value_text import listed
 
 
 if TYPE_CHECKING:
@@ -211,11 +212,10 @@ class Writer:
             yield
         except Exception as error:  # whatever orbax and tensorstore say of a disk
             step, self._begun = self._begun, None
-            reason = str(error).splitlines()[0][:300] if str(error) else ""
             complete = _listed(steps(self.directory)) or "none"
             raise CheckpointError(
                 f"The checkpoint of step {step} could not be written to directory={str(self.directory)!r} "
-                f"({type(error).__name__}: {reason}). Complete are those of: {complete}. Training can go on: make "
+                f"({_reason(error)}). Complete are those of: {complete}. Training can go on: make "
                 "room, or save somewhere else."
             ) from error
 
@@ -297,13 +297,10 @@ def read(saved: Saved, group: str, paths: Sequence[Path]) -> list[np.ndarray]:
                 restored = traverse_util.flatten_dict(reader.restore(saved.folder / _ARRAYS, args=args))
             arrays |= {path: np.asarray(restored[path]) for path in stored}
         except Exception as error:  # whatever orbax and tensorstore say of files that are not theirs
-            reason = str(error).splitlines()[0][:300] if str(error) else ""
-            raise damaged(saved.folder, f"its arrays cannot be read ({type(error).__name__}: {reason})") from error
+            raise damaged(saved.folder, f"its arrays cannot be read ({_reason(error)})") from error
     wrong = [path for path, x in arrays.items() if not _is_written(x, leaves[path])]
     if wrong:
-        names = ", ".join("/".join(path) for path in wrong[:4])
-        more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-        raise damaged(saved.folder, f"{names}{more} do not have the values that were saved")
+        raise damaged(saved.folder, f"{listed(list(map('/'.join, wrong)))} do not have the values that were saved")
     return [arrays[group, *path] for path in paths]
 
 
@@ -321,6 +318,10 @@ def _alone() -> "ocp.options.MultiprocessingOptions":
 
 def _is_written(x: np.ndarray, leaf: Leaf) -> bool:
     return (x.shape, x.dtype) == (leaf.shape, leaf.stored_dtype) and checksum(x) == leaf.crc32
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:300]}"
 
 
 def damaged(folder: FilePath, what: str) -> CheckpointError:

@@ -15,8 +15,9 @@ from jaxpipe.models.bound_model import BoundModel, Called, UserFunction, named
 from jaxpipe.models.call_function import call_function
 from jaxpipe.models.check_batch import batch_size, shape_of
 from jaxpipe.models.example_state import Axes, changed_axes
-from jaxpipe.models.linen_facade import TRAINED, Calls, LinenModel, handed_on, without_sown
+from jaxpipe.models.linen_facade import TRAINED, LinenModel, handed_on, without_sown
 from jaxpipe.models.linen_variables import make_variables
+from jaxpipe.models.observed_calls import Observed
 from jaxpipe.models.variable_trees import Path, by_path, is_train_state, path_text, plain_tree
 
 
@@ -31,7 +32,7 @@ class _Search:
     """
 
     variables: PyTree
-    calls: Calls
+    calls: Observed
     batch: PyTree
     examples: Axes | None = None
 
@@ -132,12 +133,14 @@ def _given(module: nn.Module, function: UserFunction, microbatch: PyTree, batch:
         except Exception:  # whatever the model raises is raised again where the loss is traced
             continue
         return _Search(without_sown(shapes, calls), calls, batch)
-    return _Search(shapes, Calls(), batch)
+    return _Search(shapes, Observed(), batch)
 
 
-def _shapes(module: nn.Module, function: UserFunction, batch: PyTree, variables: PyTree = None) -> tuple[PyTree, Calls]:
+def _shapes(
+    module: nn.Module, function: UserFunction, batch: PyTree, variables: PyTree = None
+) -> tuple[PyTree, Observed]:
     """Return the shapes of a module's variables, and what a loss's calls do, without computing anything."""
-    calls = Calls()
+    calls = Observed()
 
     def make(key: Array, batch: PyTree, variables: PyTree) -> PyTree:
         nonlocal calls

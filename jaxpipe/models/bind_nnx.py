@@ -19,7 +19,7 @@ from jaxpipe.errors import ModelError
 from jaxpipe.models.bound_model import BoundModel, Called, Model, UserFunction, named
 from jaxpipe.models.call_function import call_function
 from jaxpipe.models.check_batch import shape_of
-from jaxpipe.models.observed_calls import observed_calls
+from jaxpipe.models.observed_calls import Observed, observed_calls
 from jaxpipe.models.purify_nnx import module_scopes
 from jaxpipe.models.variable_trees import Path, by_path, paths_of
 from jaxpipe.text.units import bytes_text
@@ -184,7 +184,8 @@ def _call(
     while True:
         model = make()
         nnx.pop(model, _of_kinds(sown))
-        with module_scopes([model]), observed_calls() as observed:
+        observed = Observed()
+        with module_scopes([model]), observed_calls(observed):
             result = call_function(function, model, batch, key)
         if observed.sown_variables & kinds <= sown:
             break

@@ -26,6 +26,7 @@ from jaxpipe.models.example_state import check_size
 from jaxpipe.models.joined_replicas import ReplicaAxis
 from jaxpipe.models.variable_trees import Path, by_path, path_text, select
 from jaxpipe.options import AxisRules
+from jaxpipe.text.value_text import listed
 
 
 #: ``function(model, batch)``: a loss, an evaluation or a prediction.
@@ -233,8 +234,8 @@ def _check_unread(new: Mapping[Path, ArrayLike], call_again: Callable[[Sequence[
     names = [path_text(path) for path, t in zip(new, graph.inputs, strict=True) if t in read]
     if names:
         raise ModelError(
-            f"A call makes the state variable{'s' if len(names) > 1 else ''} {', '.join(names[:3])}"
-            f"{' and others' if len(names) > 3 else ''}, which the model does not have before, and the next call reads "
+            f"A call makes the state variable{'s' if len(names) > 1 else ''} {listed(names, 3)}, "
+            "which the model does not have before, and the next call reads "
             "it. A step is compiled once, for a structure of variables that no call changes: make the variable when "
             "the model is initialized (Linen: before `if self.is_initializing()`; NNX: in __init__)."
         )

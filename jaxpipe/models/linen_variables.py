@@ -6,7 +6,7 @@ a call inside ``jit``, ``vmap``, ``scan`` and the like, whose arguments do not l
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
@@ -18,9 +18,10 @@ from jaxpipe import _compat
 from jaxpipe.array_types import Array, PyTree
 from jaxpipe.errors import ModelError
 from jaxpipe.models.call_function import call_function
-from jaxpipe.models.linen_facade import Calls, LinenModel, handed_on, without_sown
-from jaxpipe.models.observed_calls import observed_calls
+from jaxpipe.models.linen_facade import LinenModel, handed_on, without_sown
+from jaxpipe.models.observed_calls import Observed, observed_calls
 from jaxpipe.models.variable_trees import by_path, merged, path_text
+from jaxpipe.text.value_text import listed
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +39,7 @@ def make_variables(
     key: Array,
     batch: PyTree,
     variables: PyTree = None,
-) -> tuple[dict[str, PyTree], Calls]:
+) -> tuple[dict[str, PyTree], Observed]:
     """Return the variables that the calls of ``function(model, batch)`` need, made with ``key``, and what calls do.
 
     Args:
@@ -50,7 +51,7 @@ def make_variables(
     model = _InitializingLinenModel(module, key, variables)
     with handed_on():
         call_function(function, model, batch, key)
-    return model.made(), model._found
+    return model.made(), model.observed
 
 
 class _InitializingLinenModel(LinenModel):
@@ -77,21 +78,21 @@ class _InitializingLinenModel(LinenModel):
         for call in self._made:
             new = _made_inside(call, self._key_of(call.number), variables) if isinstance(call, _InnerCall) else call
             variables = merged(new, variables)
-        return dict(without_sown(variables, self._found))
+        return dict(without_sown(variables, self.observed))
 
     def _call(self, key: Array, *args: PyTree, **kwargs: PyTree) -> PyTree:
         while True:
-            known = self._found
+            known = self.observed.copy()
             try:
                 variables = self._variables if self._given else self._with_initial(key, args, kwargs)
                 result, new = self._apply(without_sown(variables, known), key, *args, **kwargs)
             except InvalidRngError as error:
                 missing = re.search(r'needs PRNG for "(\w+)"', str(error))
-                if missing is None or missing[1] in known.streams:
+                if missing is None or missing[1] in known.split:
                     raise
-                self._found = replace(self._found, streams=tuple(sorted((*known.streams, missing[1]))))
+                self.observed.split.add(missing[1])
             else:
-                if self._found == known:  # else the variables may hold what calls before have sown
+                if self.observed == known:  # else the variables may hold what calls before have sown
                     self._keep(new, variables)
                     return result
 
@@ -117,10 +118,9 @@ class _InitializingLinenModel(LinenModel):
         def initialize(key: Array, arrays: list[Array]) -> PyTree:
             given = dict(zip(places, arrays, strict=True))
             args, kwargs = jax.tree.unflatten(tree, [given.get(k, x) for k, x in enumerate(leaves)])
-            with observed_calls(has_streams=False) as observed:
+            with observed_calls(self.observed, has_streams=False):
                 variables = self.module.init(self._rngs(key), *args, **kwargs)
-            self._found = self._found.with_observed(observed)
-            return without_sown(variables, self._found)
+            return without_sown(variables, self.observed)
 
         return initialize, [leaves[k] for k in places]
 
@@ -146,7 +146,7 @@ def _made_inside(call: _InnerCall, key: Array, known: PyTree) -> PyTree:
     if names:
         raise ModelError(
             f"The loss calls its model inside jax.jit, jax.vmap, lax.scan or the like, and the initial values of "
-            f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''} depend on the arguments of that call, "
+            f"{listed(names, 3)} depend on the arguments of that call, "
             "which are known in there only. Call the model outside of it, or pass pipeline.init(key, variables="
             "module.init(key, ...))."
         )

@@ -46,17 +46,17 @@ class Shardings:
     state: tuple[P, ...]
     optimizer: tuple[P, ...]
     batch_axes: tuple[str, ...]
-    _propagated: dict[int, tuple[Graph, Propagated]] = field(default_factory=dict)
+    _propagated: dict[Graph, Propagated] = field(default_factory=dict)
 
     def propagated(self, objective: MicrobatchProgram) -> Propagated:
         """Return how the arrays of a program of these variables are split."""
         graph = objective.graph
-        if id(graph) not in self._propagated:  # with the graph, so that its number stays its own
+        if graph not in self._propagated:
             pairs = [*zip(objective.parameters, self.parameters, strict=True)]
             pairs += [*zip(objective.state, self.state, strict=True)]
             given = dict(pairs) | {t: self.batch_spec(graph.tensors[t].shape) for t in objective.batch}
-            self._propagated[id(graph)] = graph, propagate(graph, given, self.submesh.shape)
-        return self._propagated[id(graph)][1]
+            self._propagated[graph] = propagate(graph, given, self.submesh.shape)
+        return self._propagated[graph]
 
     def batch_spec(self, shape: Sequence[int]) -> P:
         """Return the spec of an array of a micro-batch."""

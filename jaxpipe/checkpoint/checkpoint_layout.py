@@ -6,8 +6,7 @@ rows of their own stage, and a host reads one stage at a time. Of several proces
 
 import json
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +25,8 @@ from jaxpipe.runtime.interface import Runtime
 from jaxpipe.runtime.train_state import TrainState
 
 
-#: Paths of parameters, state variables and optimizer state, by leaf as the model and optax have them.
-_Paths: TypeAlias = tuple[Sequence[Path], Sequence[Path], Sequence[Path]]
-
-
-def _paths(planned: ExecutablePlan) -> _Paths:
-    model = planned.model.original
-    paths, count = model.paths, len(model.parameters)
-    return paths[:count], paths[count:], leaf_paths(jax.tree.structure(planned.update.by_stage.state_shape))
+def _optimizer_paths(planned: ExecutablePlan) -> list[Path]:
+    return leaf_paths(jax.tree.structure(planned.update.by_stage.state_shape))
 
 
 def take(runtime: Runtime, state: TrainState, data: object = None) -> Contents | None:
@@ -43,16 +36,16 @@ def take(runtime: Runtime, state: TrainState, data: object = None) -> Contents |
     """
     data = multihost.from_first(lambda: _as_json(data))
     planned = runtime.planned
-    names, arrays = _paths(planned), runtime.to_host(state, multihost.is_first())
+    arrays = runtime.to_host(state, multihost.is_first())
     if not multihost.is_first():
         return None
-    of_parameters, of_state = planned.model.stacks
+    model, stacks = planned.model.original, side_by_side(planned.model.stacks)
+    variables = stacks.join([*arrays.parameters, *arrays.variables])
     optimizer = planned.update.by_stage.state_stacks.join(arrays.optimizer)
     groups = {
-        VARIABLES: dict(zip(names[0], of_parameters.join(arrays.parameters), strict=True))
-        | dict(zip(names[1], of_state.join(arrays.variables), strict=True)),
-        OPTIMIZER: dict(zip(names[2], optimizer, strict=True)),
-        RESIDUALS: dict(zip(names[0], arrays.residuals, strict=False)),
+        VARIABLES: dict(zip(model.paths, variables, strict=True)),
+        OPTIMIZER: dict(zip(_optimizer_paths(planned), optimizer, strict=True)),
+        RESIDUALS: dict(zip(model.paths[: len(model.parameters)], arrays.residuals, strict=False)),
     }
     return contents(groups, int(state.step), int(state.skipped), state.key, data)
 
@@ -73,11 +66,11 @@ def put(runtime: Runtime, saved: Saved) -> TrainState:
     replicas, which is what is still to be added to the parameters, stays the same.
     """
     planned = runtime.planned
-    names, by_stage, exchange = _paths(planned), planned.update.by_stage, planned.update.exchange
-    variables, slots = (*names[0], *names[1]), jax.tree.leaves(by_stage.state_shape)
-    avals = [v.aval for v in (*planned.model.original.parameters, *planned.model.original.state)]
-    check(saved.folder, saved.leaves[VARIABLES], variables, avals, "the model")
-    check(saved.folder, saved.leaves[OPTIMIZER], names[2], slots, "the optimizer")
+    model, by_stage, exchange = planned.model.original, planned.update.by_stage, planned.update.exchange
+    paths, slots = _optimizer_paths(planned), jax.tree.leaves(by_stage.state_shape)
+    avals = [v.aval for v in (*model.parameters, *model.state)]
+    check(saved.folder, saved.leaves[VARIABLES], model.paths, avals, "the model")
+    check(saved.folder, saved.leaves[OPTIMIZER], paths, slots, "the optimizer")
     has_residuals = bool(saved.leaves[RESIDUALS])
     if has_residuals and exchange is None:
         warnings.warn(
@@ -85,10 +78,14 @@ def put(runtime: Runtime, saved: Saved) -> TrainState:
             "exchanges gradients whole: what had not been sent is lost.",
             stacklevel=4,
         )
+
+    def residuals(positions: Sequence[int]) -> list[np.ndarray]:
+        return read(saved, RESIDUALS, [model.paths[k] for k in positions])
+
     sources = Sources(
-        variables=_values(saved, VARIABLES, variables, side_by_side(planned.model.stacks)),
-        optimizer=_values(saved, OPTIMIZER, names[2], by_stage.state_stacks, [x.dtype for x in slots]),
-        residuals=_residuals(saved, names[0]) if has_residuals and exchange is not None else None,
+        variables=_values(saved, VARIABLES, model.paths, side_by_side(planned.model.stacks)),
+        optimizer=_values(saved, OPTIMIZER, paths, by_stage.state_stacks, [x.dtype for x in slots]),
+        residuals=None if exchange is None or not has_residuals else residuals,
     )
     return place_state(runtime, sources, saved.key, saved.about.step, saved.about.skipped)
 
@@ -105,10 +102,6 @@ def _values(
         return [x if types is None else typed(x, types[n]) for n, x in pieces]
 
     return values
-
-
-def _residuals(saved: Saved, names: Sequence[Path]) -> Callable[[Sequence[int]], list[np.ndarray]]:
-    return lambda positions: read(saved, RESIDUALS, [names[k] for k in positions])
 
 
 def typed(x: np.ndarray, dtype: DType) -> ArrayLike:

@@ -253,7 +253,10 @@ def open_checkpoint(directory: Directory, step: int | None = None) -> Saved:
         )
     folder = FilePath(directory).absolute() / str(saved_steps[-1] if step is None else step)
     try:
-        about = _unsealed(json.loads((folder / _ABOUT / "metadata").read_text()))
+        sealed = json.loads((folder / _ABOUT / "metadata").read_text())
+        about = sealed["about"]
+        if _crc_of_json(about) != sealed["crc32"]:
+            raise ValueError("its checksum is another")
         if about["format"] > FORMAT:
             raise CheckpointError(
                 f"The checkpoint {folder} has the format {about['format']}, written by jaxpipe {about['jaxpipe']}; "
@@ -327,12 +330,6 @@ def _reason(error: Exception) -> str:
 def damaged(folder: FilePath, what: str) -> CheckpointError:
     """The error for a checkpoint that is not what was written."""
     return CheckpointError(f"The checkpoint {folder} is damaged: {what}.{_others(folder)}")
-
-
-def _unsealed(sealed: dict[str, Any]) -> dict[str, Any]:
-    if _crc_of_json(sealed["about"]) != sealed["crc32"]:
-        raise ValueError("its checksum is another")
-    return sealed["about"]
 
 
 def _crc_of_json(about: object) -> int:

@@ -18,6 +18,7 @@ from jaxpipe import _compat
 from jaxpipe.array_types import Array, PyTree
 from jaxpipe.errors import ModelError
 from jaxpipe.models.call_function import call_function
+from jaxpipe.models.check_batch import shape_of
 from jaxpipe.models.linen_facade import LinenModel, handed_on, without_sown
 from jaxpipe.models.observed_calls import Observed, observed_calls
 from jaxpipe.models.variable_trees import by_path, merged, path_text
@@ -105,7 +106,7 @@ class _InitializingLinenModel(LinenModel):
             self._variables = merged(new, self._variables)
             return self._variables
         shapes = jax.eval_shape(initialize, key, arguments)
-        self._made.append(_InnerCall(initialize, self._number - 1, [_shape_of(x) for x in arguments]))
+        self._made.append(_InnerCall(initialize, self._number - 1, [shape_of(x) for x in arguments]))
         return merged(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), self._variables)
 
     def _initialization(
@@ -125,10 +126,6 @@ class _InitializingLinenModel(LinenModel):
         return initialize, [leaves[k] for k in places]
 
 
-def _shape_of(x: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
 def _made_inside(call: _InnerCall, key: Array, known: PyTree) -> PyTree:
     """Return the variables that a call inside a transformation makes besides those that are known."""
     tree: Any = None
@@ -138,7 +135,7 @@ def _made_inside(call: _InnerCall, key: Array, known: PyTree) -> PyTree:
         leaves, tree = jax.tree.flatten(call.initialize(key, arguments))
         return leaves
 
-    closed = _compat.trace_without_scope(initialize, _shape_of(key), call.arguments)
+    closed = _compat.trace_without_scope(initialize, shape_of(key), call.arguments)
     count, before = tree.num_leaves, by_path(known)
     new = {path: k for path, k in by_path(jax.tree.unflatten(tree, range(count))).items() if path not in before}
     reads = {path: _compat.inputs_read(closed, [k == n for n in range(count)])[1:] for path, k in new.items()}

@@ -74,13 +74,11 @@ def _observed_pack(
 ) -> Callable[..., PyTree]:
     observed = _observed.get()
     if observed is not None:
-        names = (x for part in streams for x in ((part,) if isinstance(part, str) else part if _lists(part) else ()))
-        observed.split.update(x for x in names if x != "params")
+        lists = [
+            (x,) if isinstance(x, str) else x for x in streams if isinstance(x, str | list | tuple | set | frozenset)
+        ]
+        observed.split.update(name for names in lists for name in names if name != "params")
     return _pack(fn, inputs, outputs, streams, *args, **kwargs)
-
-
-def _lists(streams: object) -> bool:
-    return isinstance(streams, (list, tuple, set, frozenset))
 
 
 @functools.wraps(_nnx_sow)

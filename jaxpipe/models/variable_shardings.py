@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cached_property
 
 from flax.linen import get_logical_axis_rules
 from jax.sharding import PartitionSpec as P
@@ -98,11 +97,6 @@ class _Resolver:
                     return axes
         return ()
 
-    @cached_property
-    def known(self) -> str:
-        """The axes, for errors."""
-        return ", ".join(f"{axis!r} ({size})" for axis, size in self.shape.items()) or "none"
-
 
 def shardings_of(
     model: BoundModel,
@@ -114,10 +108,9 @@ def shardings_of(
 ) -> Shardings:
     """Return how a plan splits the variables of a model and its optimizer state."""
     parameters, state = variable_specs(model, submesh, options)
-    resolver = _Resolver(submesh.shape, options.axis_rules or get_logical_axis_rules())
     batch_axes = tuple(axis for axis in BATCH_AXES if axis in submesh.shape)
     if options.batch_axes is not None:
-        _check_axes("batch_axes", options.batch_axes, resolver)
+        _check_axes("batch_axes", options.batch_axes, submesh.shape)
         batch_axes = (*(axis for axis in batch_axes if axis == REPLICA), *options.batch_axes)
     shardings = Shardings(
         submesh, parameters, state, _optimizer_specs(model, update, parameters, submesh, replicas, options), batch_axes
@@ -134,7 +127,7 @@ def variable_specs(model: BoundModel, submesh: Submesh, options: PlanOptions) ->
     """
     groups, whole = [], model.original
     resolver = _Resolver(submesh.shape, options.axis_rules or get_logical_axis_rules())
-    _check_patterns(options.shardings, (*whole.parameters, *whole.state), resolver)
+    _check_patterns(options.shardings, (*whole.parameters, *whole.state), submesh.shape)
     for variables, marks, stacks in zip((whole.parameters, whole.state), whole.annotated, model.stacks, strict=True):
         pairs = zip(variables, marks or (P(),) * len(variables), strict=True)
         specs = [_spec(v, mark, options.shardings, resolver) for v, mark in pairs]
@@ -198,9 +191,9 @@ def _over_replicas(spec: P, shape: Sequence[int], submesh: Submesh, replicas: in
     return spec_of(entries)
 
 
-def _check_patterns(given: Mapping[str, P], variables: Sequence[Variable], resolver: _Resolver) -> None:
+def _check_patterns(given: Mapping[str, P], variables: Sequence[Variable], shape: Mapping[str, int]) -> None:
     for pattern, spec in given.items():
-        _check_axes(f"shardings[{pattern!r}]", [axis for entry in tuple(spec) for axis in axis_names(entry)], resolver)
+        _check_axes(f"shardings[{pattern!r}]", [axis for entry in tuple(spec) for axis in axis_names(entry)], shape)
         fitting = [v for v in variables if fnmatchcase(v.name, pattern)]
         if not fitting:
             names = ", ".join(v.name for v in variables[:5])
@@ -216,11 +209,12 @@ def _check_patterns(given: Mapping[str, P], variables: Sequence[Variable], resol
                 )
 
 
-def _check_axes(what: str, axes: Sequence[str], resolver: _Resolver) -> None:
-    unknown = [axis for axis in axes if axis not in resolver.shape]
+def _check_axes(what: str, axes: Sequence[str], shape: Mapping[str, int]) -> None:
+    unknown = [axis for axis in axes if axis not in shape]
     if unknown:
+        known = ", ".join(f"{axis!r} ({size})" for axis, size in shape.items()) or "none"
         raise PartitionError(
-            f"PlanOptions.{what} names the mesh axis {unknown[0]!r}. The axes within a stage are {resolver.known}: "
+            f"PlanOptions.{what} names the mesh axis {unknown[0]!r}. The axes within a stage are {known}: "
             "those of the mesh beside the axes of stages and replicas. Use one of these, or make the mesh with it."
         )
 

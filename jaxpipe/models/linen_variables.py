@@ -6,7 +6,6 @@ a call inside ``jit``, ``vmap``, ``scan`` and the like, whose arguments do not l
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
@@ -23,15 +22,6 @@ from jaxpipe.models.linen_facade import LinenModel, handed_on, without_sown
 from jaxpipe.models.observed_calls import Observed, observed_calls
 from jaxpipe.models.variable_trees import by_path, merged, path_text
 from jaxpipe.text.value_text import listed
-
-
-@dataclass(frozen=True, eq=False)
-class _InnerCall:
-    """A call inside a transformation: the initialization of its variables, from a key and array arguments."""
-
-    initialize: Callable[[Array, list[Array]], PyTree]
-    number: int
-    arguments: list[jax.ShapeDtypeStruct]
 
 
 def make_variables(
@@ -61,7 +51,7 @@ class _InitializingLinenModel(LinenModel):
     def __init__(self, module: nn.Module, key: Array, variables: PyTree = None):
         super().__init__(module, variables or {}, key)
         self._given = variables is not None
-        self._made: list[PyTree | _InnerCall] = []
+        self._made: list[Callable[[PyTree], PyTree]] = []  # of the variables of the calls before
 
     @property
     def variables(self) -> PyTree:
@@ -76,9 +66,8 @@ class _InitializingLinenModel(LinenModel):
     def made(self) -> dict[str, PyTree]:
         """Return the variables that the calls have made, of each the value of the first call."""
         variables = self._variables if self._given else {}
-        for call in self._made:
-            new = _made_inside(call, self._key_of(call.number), variables) if isinstance(call, _InnerCall) else call
-            variables = merged(new, variables)
+        for make in self._made:
+            variables = merged(make(variables), variables)
         return dict(without_sown(variables, self.observed))
 
     def _call(self, key: Array, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -102,11 +91,13 @@ class _InitializingLinenModel(LinenModel):
         initialize, arguments = self._initialization(args, kwargs)
         if _compat.current_trace() is self._trace:
             new = initialize(key, arguments)
-            self._made.append(new)
+            self._made.append(lambda _: new)
             self._variables = merged(new, self._variables)
             return self._variables
         shapes = jax.eval_shape(initialize, key, arguments)
-        self._made.append(_InnerCall(initialize, self._number - 1, [shape_of(x) for x in arguments]))
+        number, avals = self._number - 1, [shape_of(x) for x in arguments]
+        # The key is made outside of the transformation.
+        self._made.append(lambda known: _made_inside(initialize, self._key_of(number), avals, known))
         return merged(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), self._variables)
 
     def _initialization(
@@ -126,16 +117,21 @@ class _InitializingLinenModel(LinenModel):
         return initialize, [leaves[k] for k in places]
 
 
-def _made_inside(call: _InnerCall, key: Array, known: PyTree) -> PyTree:
+def _made_inside(
+    initialize: Callable[[Array, list[Array]], PyTree],
+    key: Array,
+    arguments: list[jax.ShapeDtypeStruct],
+    known: PyTree,
+) -> PyTree:
     """Return the variables that a call inside a transformation makes besides those that are known."""
     tree: Any = None
 
-    def initialize(key: Array, arguments: list[Array]) -> list[Array]:
+    def leaves_of(key: Array, arguments: list[Array]) -> list[Array]:
         nonlocal tree
-        leaves, tree = jax.tree.flatten(call.initialize(key, arguments))
+        leaves, tree = jax.tree.flatten(initialize(key, arguments))
         return leaves
 
-    closed = _compat.trace_without_scope(initialize, shape_of(key), call.arguments)
+    closed = _compat.trace_without_scope(leaves_of, shape_of(key), arguments)
     count, before = tree.num_leaves, by_path(known)
     new = {path: k for path, k in by_path(jax.tree.unflatten(tree, range(count))).items() if path not in before}
     reads = {path: _compat.inputs_read(closed, [k == n for n in range(count)])[1:] for path, k in new.items()}
@@ -147,5 +143,5 @@ def _made_inside(call: _InnerCall, key: Array, known: PyTree) -> PyTree:
             "which are known in there only. Call the model outside of it, or pass pipeline.init(key, variables="
             "module.init(key, ...))."
         )
-    zeros = [jnp.zeros(x.shape, x.dtype) for x in call.arguments]
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in arguments]
     return jax.tree.unflatten(tree, _compat.evaluate_jaxpr(closed, key, *zeros))

@@ -147,14 +147,16 @@ def _bind_tree(tree: PyTree, model_of: Callable[[PyTree], Callable[..., PyTree]]
             )
     trained = [is_differentiable(x) for _, x in flat]
     named = [Variable(_path_name(path), shape_of(x)) for path, x in flat]
+    paths = list(by_path(tree))
 
     def build(parameters: Sequence[PyTree], state: Sequence[PyTree]) -> PyTree:
         sources = {True: iter(parameters), False: iter(state)}
         return jax.tree.unflatten(treedef, [next(sources[flag]) for flag in trained])
 
     def call(function: UserFunction, variables: PyTree, key: Array, batch: PyTree) -> Called:
+        after = dict(zip(paths, jax.tree.leaves(variables), strict=True))  # whatever the function does to boxes
         result = call_function(function, model_of(variables), batch, key)
-        return Called(result, by_path(variables), lambda _: call(function, variables, key, batch))
+        return Called(result, after, lambda _: call(function, variables, key, batch))
 
     fixed = tuple(v for v, flag in zip(named, trained, strict=True) if not flag)
     bound = BoundModel(
@@ -163,7 +165,7 @@ def _bind_tree(tree: PyTree, model_of: Callable[[PyTree], Callable[..., PyTree]]
         call=call,
         parameter_tree=lambda values: build(values, [None] * len(fixed)),
         variable_tree=build,
-        levels=(common_level(by_path(tree)),),
+        levels=(common_level(paths),),
         examples=(None,) * len(fixed),
     )
     return replace(bound, values=bound.flatten(tree))

@@ -104,8 +104,8 @@ class BoundModel:
     def paths(self) -> tuple[Path, ...]:
         """By parameter, then by state variable, its path in ``variable_tree``."""
         count, total = len(self.parameters), len(self.parameters) + len(self.state)
-        numbers = by_path(self.variable_tree(list(range(count)), list(range(count, total))))
-        path_of = {k: path for path, k in numbers.items()}
+        numbered = self.variable_tree(list(range(count)), list(range(count, total)))
+        path_of = dict(zip(jax.tree.leaves(numbered), by_path(numbered), strict=True))
         return tuple(path_of[k] for k in range(total))
 
     def flatten(self, tree: PyTree) -> Flat:

@@ -24,6 +24,10 @@ from jaxpipe.models.variable_trees import by_path, merged, path_text
 from jaxpipe.text.value_text import listed
 
 
+#: Makes the variables of a call from a key and the arrays among its arguments.
+_Initialize = Callable[[Array, list[Array]], PyTree]
+
+
 def make_variables(
     module: nn.Module,
     function: Callable[..., PyTree],
@@ -100,9 +104,7 @@ class _InitializingLinenModel(LinenModel):
         self._made.append(lambda known: _made_inside(initialize, self._key_of(number), avals, known))
         return merged(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), self._variables)
 
-    def _initialization(
-        self, args: PyTree, kwargs: PyTree
-    ) -> tuple[Callable[[Array, list[Array]], PyTree], list[Array]]:
+    def _initialization(self, args: PyTree, kwargs: PyTree) -> tuple[_Initialize, list[Array]]:
         """Return how variables are made from a key and the arrays among the arguments, and these."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         places = [k for k, x in enumerate(leaves) if isinstance(x, jax.Array)]
@@ -117,12 +119,7 @@ class _InitializingLinenModel(LinenModel):
         return initialize, [leaves[k] for k in places]
 
 
-def _made_inside(
-    initialize: Callable[[Array, list[Array]], PyTree],
-    key: Array,
-    arguments: list[jax.ShapeDtypeStruct],
-    known: PyTree,
-) -> PyTree:
+def _made_inside(initialize: _Initialize, key: Array, arguments: list[jax.ShapeDtypeStruct], known: PyTree) -> PyTree:
     """Return the variables that a call inside a transformation makes besides those that are known."""
     tree: Any = None
 

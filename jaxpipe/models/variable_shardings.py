@@ -112,9 +112,20 @@ def shardings_of(
     if options.batch_axes is not None:
         _check_axes("batch_axes", options.batch_axes, submesh.shape)
         batch_axes = (*(axis for axis in batch_axes if axis == REPLICA), *options.batch_axes)
-    shardings = Shardings(
-        submesh, parameters, state, _optimizer_specs(model, update, parameters, submesh, replicas, options), batch_axes
-    )
+    # The optimizer state is split as its parameters; with ZeRO over the replicas, too.
+    pieces = zip(model.stacks[0].leaf_of, parameters, (v.aval.shape for v in model.parameters), strict=True)
+    of_leaf = {leaf: (spec, shape) for leaf, spec, shape in pieces}
+    optimizer = []
+    for leaf, aval in zip(update.state_stacks.leaf_of, update.state_avals, strict=True):
+        owner, spec = update.owner[leaf], P()
+        if owner is not None:
+            owned, shape = of_leaf[owner]
+            spec = owned if aval.shape[1:] == shape[1:] and len(aval.shape) == len(shape) else P()
+            if options.zero and replicas > 1:
+                spec = _over_replicas(spec, aval.shape, submesh, replicas)
+        optimizer.append(spec)
+    split = tuple(optimizer) if any(spec != P() for spec in optimizer) else ()
+    shardings = Shardings(submesh, parameters, state, split, batch_axes)
     _check_used(shardings, objective)
     return shardings
 
@@ -154,29 +165,6 @@ def _spec(variable: Variable, annotated: P, given: Mapping[str, P], resolver: _R
         if fnmatchcase(variable.name, pattern):
             return spec
     return resolver.spec(annotated)
-
-
-def _optimizer_specs(
-    model: BoundModel,
-    update: TracedUpdate,
-    parameters: Sequence[P],
-    submesh: Submesh,
-    replicas: int,
-    options: PlanOptions,
-) -> tuple[P, ...]:
-    """Return specs by leaf of the optimizer state, those of its parameters; with ZeRO over replicas, too."""
-    specs = []
-    pieces = zip(model.stacks[0].leaf_of, parameters, (v.aval.shape for v in model.parameters), strict=True)
-    of_leaf = {leaf: (spec, shape) for leaf, spec, shape in pieces}
-    for leaf, aval in zip(update.state_stacks.leaf_of, update.state_avals, strict=True):
-        owner, spec = update.owner[leaf], P()
-        if owner is not None:
-            owned, shape = of_leaf[owner]
-            spec = owned if aval.shape[1:] == shape[1:] and len(aval.shape) == len(shape) else P()
-            if options.zero and replicas > 1:
-                spec = _over_replicas(spec, aval.shape, submesh, replicas)
-        specs.append(spec)
-    return tuple(specs) if any(spec != P() for spec in specs) else ()
 
 
 def _over_replicas(spec: P, shape: Sequence[int], submesh: Submesh, replicas: int) -> P:

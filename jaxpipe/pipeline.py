@@ -23,10 +23,10 @@ from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import BatchError, ModelError, PartitionError
 from jaxpipe.graph.sharding_annotations import outside_mesh
 from jaxpipe.models import check_batch, plain_run
+from jaxpipe.models.batch_statistics import warn_if_training
 from jaxpipe.models.bound_model import UserFunction, with_values
 from jaxpipe.models.check_arguments import check_outside_jit, outside_jit, random_key
 from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_loss, trace_prediction, with_rows
-from jaxpipe.models.training_mode import warn_if_training
 from jaxpipe.plan import Plan
 from jaxpipe.planning.candidate import PlannedStep
 from jaxpipe.planning.compare_requests import state_parts

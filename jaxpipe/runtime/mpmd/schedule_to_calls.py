@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 
 from jaxpipe.runtime.mpmd.call_list import CallList, ListBuilder
 from jaxpipe.runtime.mpmd.compile_work import TracedWork, trace_work
-from jaxpipe.runtime.mpmd.early_update import early_update_work, end_work, nonfinite_work
 from jaxpipe.runtime.mpmd.instructions import Key, Place
 from jaxpipe.runtime.mpmd.report_work import copied_counters, counters_work, results_work, stack_work, weight_work
 from jaxpipe.runtime.mpmd.stage_placement import Layout
@@ -28,19 +27,22 @@ from jaxpipe.runtime.mpmd.update_work import (
     WEIGHT,
     UpdateContext,
     average_work,
+    early_update_work,
+    end_work,
     exchange_work,
     fold_work,
     gradient_work,
     look_work,
+    nonfinite_work,
     older,
     renewed_names,
     reported,
     returned_gradient,
     returned_sum,
     returned_sum_work,
-    scalars,
     share_work,
     update_work,
+    value_avals,
     zeros_work,
 )
 from jaxpipe.schedules.joined_work import Kinds, program_kinds
@@ -209,7 +211,7 @@ class _Writer:
         builder = self.builder
         for s in self.layout.stages:
             self._give_optimizer(update, s)
-            self.call_whole(zeros_work(f"stage {s}: zero", scalars(self.context, SQUARES)), s)
+            self.call_whole(zeros_work(f"stage {s}: zero", value_avals(self.context, [SQUARES])), s)
             for name in renewed_names(update, s).values():
                 key = builder.key(self.place(s), name)
                 builder.now[key._replace(name=older(name))] = builder.now[key]
@@ -310,7 +312,7 @@ class _Writer:
             self.builder.now |= self._weights[s][-1]
         self._gather_totals()
         if update.guarded:
-            self._look([nonfinite_work(self.context, s) for s in self.layout.stages])
+            self._look([nonfinite_work(update, s) for s in self.layout.stages])
         self._report(update.guarded)
 
     def _maker(self, k: int) -> StageNumber:
@@ -372,7 +374,7 @@ class _Writer:
         builder, context, home = self.builder, self.context, self.layout.home
         if not context.objective.weighted:
             for place in self.every_member:
-                builder.given(place, WEIGHT, scalars(context, WEIGHT)[WEIGHT], keep=True)
+                builder.given(place, WEIGHT, value_avals(context, [WEIGHT])[WEIGHT], keep=True)
             return
         number = builder.program(trace_work(weight_work(context, len(self.members(self._maker(1))))))
         builder.call(number, home.stage, 0)
@@ -474,7 +476,7 @@ class _Writer:
                 name = Name(Role.OPTIMIZER if owner == s else Role.SHARED, k)
                 builder.given(place, name, shape_of(by_stage.graph.tensors[t]), keep=keep and owner is None)
         for name in (STEP, SKIPPED):
-            builder.given(place, name, scalars(self.context, name)[name], keep=keep)
+            builder.given(place, name, value_avals(self.context, [name])[name], keep=keep)
         if update.exchange is not None:
             for t, aval in zip(self.context.held(s), update.residual_avals(s), strict=True):
                 builder.given(place, Name(Role.RESIDUAL, t), self.context.together(s, aval))

@@ -220,7 +220,7 @@ class Context:
 
     def total_aval(self, name: Name) -> jax.ShapeDtypeStruct:
         """The shape of a total."""
-        if name == OVERFLOWS:
+        if name.number == OVERFLOWS.number:
             return jax.ShapeDtypeStruct((), jnp.int32)
         return self.aval(self.objective.results[name.number])
 

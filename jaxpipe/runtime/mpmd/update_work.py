@@ -11,7 +11,7 @@ replica has for itself it gets those of all, side by side along their first axis
 
 import functools
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -47,10 +47,14 @@ _COUNTS = (STEP, SKIPPED, NONFINITE, OVERFLOWS)
 _DTYPES = {HAD: jnp.float32, UNSENT: jnp.float32, STOPPED: jnp.bool_} | dict.fromkeys(_COUNTS, jnp.int32)
 
 
-def scalars(context: Context, *names: Name) -> Avals:
-    """Return the shapes of some small values."""
+def value_avals(context: Context, names: Iterable[Name]) -> Avals:
+    """Return the shapes of totals, weights, norms and counts, of a stage or reported by one."""
     dtypes = _DTYPES | {WEIGHT: context.weight_dtype, SQUARES: context.norm_dtype}
-    return {name: jax.ShapeDtypeStruct((), dtypes[name]) for name in names}
+    avals = {}
+    for name in names:
+        kind = name._replace(part=0)
+        avals[name] = jax.ShapeDtypeStruct((), dtypes[kind]) if kind in dtypes else context.total_aval(name)
+    return avals
 
 
 def add_up(values: Arrays, names: Iterable[Name]) -> Array:
@@ -120,24 +124,51 @@ def reported(name: Name, source: int) -> Name:
     return name._replace(part=1 + source)
 
 
-def _sum_operands(context: UpdateContext, s: StageNumber, t: TensorNumber) -> Avals:
-    """The operands that a parameter's gradient is made of."""
-    pipeline, total = context.pipeline, context.pipeline.sum_aval(s, t)
-    sums = pipeline.sums(s, [t]) if t in pipeline.trained(s) else {}
+def _work(
+    context: UpdateContext, s: StageNumber, what: str, writes: Sequence[Name], function: Callable[[Arrays], list[Array]]
+) -> Work:
+    """Return work of a stage at the end of a step, which may read any array that the stage has then."""
+    return Work(f"stage {s}: {what}", _operands(context, s), writes, function)
+
+
+def _operands(context: UpdateContext, s: StageNumber) -> Avals:
+    """Return what a stage has at the end of a step."""
+    pipeline, tensors, held = context.pipeline, context.by_stage.graph.tensors, context.pipeline.held(s)
+    sums = pipeline.sums(s, pipeline.trained(s))
     operands = {name: context.of_members(s, aval) for name, aval in sums.items()}
-    for k in context.lenders(s, t):
-        if context.returns_sum(s, k):
-            operands[returned_sum(k, t)] = jax.ShapeDtypeStruct(pipeline.aval(t).shape, total.dtype)
-        else:
-            operands[returned_gradient(k, t)] = context.of_members(s, total)
-    return operands
+    for t in held:
+        total = pipeline.sum_aval(s, t)
+        for k in context.lenders(s, t):
+            if context.returns_sum(s, k):
+                operands[returned_sum(k, t)] = jax.ShapeDtypeStruct(pipeline.aval(t).shape, total.dtype)
+            else:
+                operands[returned_gradient(k, t)] = context.of_members(s, total)
+    operands |= value_avals(pipeline, [WEIGHT, SQUARES])
+    if context.exchange is not None:
+        residuals = zip(held, context.residual_avals(s), strict=True)
+        operands |= {Name(Role.RESIDUAL, t): context.of_members(s, aval) for t, aval in residuals}
+        operands |= {Name(Role.EXCHANGED, t, 1): pipeline.aval(t) for t in held} | _messages(context, s)
+    renewed = {
+        name: pipeline.aval(name.tensor) if name.role is Role.PARAMETER else shape_of(tensors[k])
+        for k, name in renewed_names(context, s).items()
+    }
+    state = {Name(Role.STATE, t): pipeline.aval(t) for t in _state_at_end(context, s)}
+    operands |= renewed | {name: context.of_members(s, aval) for name, aval in state.items()}
+    operands |= {Name(Role.EXCHANGED, t): shape_of(tensors[t]) for ts in context.by_stage.exchanged for t in ts}
+    operands |= value_avals(pipeline, [STEP, SKIPPED, *([STOPPED] if context.guarded else [])])
+    return operands | ({older(name): aval for name, aval in (renewed | state).items()} if context.guarded else {})
 
 
-def _gradient_operands(context: UpdateContext, s: StageNumber) -> Avals:
-    operands: Avals = {}
-    for t in context.pipeline.held(s):
-        operands |= _sum_operands(context, s, t)
-    return operands | scalars(context.pipeline, WEIGHT)
+def _stopped(context: UpdateContext, values: Arrays) -> Array | None:
+    """Return whether a step changes nothing; None if no step is stopped."""
+    return values[STOPPED] if context.guarded else None
+
+
+def _sum_names(context: UpdateContext, s: StageNumber, t: TensorNumber) -> list[Name]:
+    """The arrays that a parameter's gradient is made of."""
+    pipeline = context.pipeline
+    returned = [(returned_sum if context.returns_sum(s, k) else returned_gradient)(k, t) for k in context.lenders(s, t)]
+    return [*(pipeline.sums(s, [t]) if t in pipeline.trained(s) else ()), *returned]
 
 
 def _own_sums(context: UpdateContext, s: StageNumber, values: Arrays) -> dict[TensorNumber, Array]:
@@ -178,13 +209,11 @@ def _over_members(context: UpdateContext, s: StageNumber, value: Array) -> Array
 
 def returned_sum_work(context: UpdateContext, s: StageNumber, t: TensorNumber) -> Work:
     """Return the sum over the members of stage ``s``, which borrows a parameter, of its gradients."""
-    name = Name(Role.GRADIENT, t)
-    operands = {name: context.of_members(s, context.pipeline.sum_aval(s, t))}
 
     def function(values: Arrays) -> list[Array]:
-        return [_over_members(context, s, values[name])]
+        return [_over_members(context, s, values[Name(Role.GRADIENT, t)])]
 
-    return Work(f"stage {s}: sum of gradients", operands, [returned_sum(s, t)], function)
+    return _work(context, s, "sum of gradients", [returned_sum(s, t)], function)
 
 
 def fold_work(context: Context, s: StageNumber) -> Work:
@@ -212,9 +241,6 @@ def exchange_work(context: UpdateContext, s: StageNumber) -> Work:
     assert plan is not None
     held, messages = pipeline.held(s), _messages(context, s)
     residuals = [Name(Role.RESIDUAL, t) for t in held]
-    operands = _gradient_operands(context, s) | scalars(context.pipeline, STEP)
-    operands |= zip(residuals, (context.of_members(s, aval) for aval in context.residual_avals(s)), strict=True)
-    operands |= scalars(context.pipeline, STOPPED) if context.guarded else {}
 
     def of_member(shares: list[Array], before: list[Array], step: Array, stopped: Array | bool) -> list[Array]:
         avals = [pipeline.aval(t) for t in held]
@@ -238,7 +264,7 @@ def exchange_work(context: UpdateContext, s: StageNumber) -> Work:
         )
         return mapped(shares, [values[name] for name in residuals], values[STEP], values.get(STOPPED, False))
 
-    return Work(f"stage {s}: exchange", operands, [*messages, *residuals, HAD, UNSENT], function)
+    return _work(context, s, "exchange", [*messages, *residuals, HAD, UNSENT], function)
 
 
 def average_work(context: UpdateContext, s: StageNumber) -> Work:
@@ -254,7 +280,7 @@ def average_work(context: UpdateContext, s: StageNumber) -> Work:
         return plan.averages(s, values[STEP], jax.tree.unflatten(tree, [values[name] for name in messages]))
 
     names = [Name(Role.EXCHANGED, t, 1) for t in context.pipeline.held(s)]
-    return Work(f"stage {s}: averages", messages | scalars(context.pipeline, STEP), names, function)
+    return _work(context, s, "averages", names, function)
 
 
 def _messages(context: UpdateContext, s: StageNumber) -> Avals:
@@ -275,12 +301,20 @@ def look_work(context: UpdateContext, s: StageNumber) -> Work:
         if context.exchange is None:
             gradients = _gradients(context, s, values).values()
         else:
-            share = values[WEIGHT]
-            gradients = [g / share.astype(g.dtype) for g in _own_sums(context, s, values).values()]
+            gradients = [g / values[WEIGHT].astype(g.dtype) for g in _own_sums(context, s, values).values()]
         here = sum((jnp.sum(~jnp.isfinite(g), dtype=jnp.int32) for g in gradients), start=jnp.int32(0))
         return [(here > 0).astype(jnp.int32)]
 
-    return Work(f"stage {s}: look for what is not finite", _gradient_operands(context, s), [NONFINITE], function)
+    return _work(context, s, "look for what is not finite", [NONFINITE], function)
+
+
+def nonfinite_work(context: UpdateContext, s: StageNumber) -> Work:
+    """Return whether any gradient of a stage was not finite: the sum of their squares is not, either."""
+
+    def function(values: Arrays) -> list[Array]:
+        return [(~jnp.isfinite(values[SQUARES])).astype(jnp.int32)]
+
+    return _work(context, s, "look for what is not finite", [NONFINITE], function)
 
 
 def share_work(context: UpdateContext, s: StageNumber, number: int) -> Work | None:
@@ -296,21 +330,51 @@ def share_work(context: UpdateContext, s: StageNumber, number: int) -> Work | No
         return [env[t] for t in told]
 
     names = [Name(Role.EXCHANGED, t) for t in told]
-    return Work(f"stage {s}: optimizer, round {number}", optimizer_operands(context, s, number), names, function)
+    return _work(context, s, f"optimizer, round {number}", names, function)
 
 
 def update_work(context: UpdateContext, s: StageNumber, counts: bool) -> Work:
     """Return the last round of the optimizer in a stage; if it counts, with what every device has."""
-    operands = optimizer_operands(context, s, len(context.by_stage.exchanged))
     names = {t: name for t, name in renewed_names(context, s).items() if counts or name.role is not Role.SHARED}
-    ends = end_operands(context, s, counts)
 
     def function(values: Arrays) -> list[Array]:
-        results, squares = renew(context, s, values, names)
-        return [*results, *results_at_end(context, s, counts, values), squares]
+        results, squares = _renewed(context, s, values, names, _stopped(context, values))
+        return [*results, *_ends(context, s, counts, values), squares]
 
-    operands |= (scalars(context.pipeline, STOPPED) if context.guarded else {}) | ends
-    return Work(f"stage {s}: update", operands, [*names.values(), *newest(ends), SQUARES], function)
+    writes = [*names.values(), *_end_names(context, s, counts), SQUARES]
+    return _work(context, s, "update", writes, function)
+
+
+def early_update_work(context: UpdateContext, s: StageNumber, group: int) -> Work:
+    """Return the update of a stage by the mean gradient of a group of micro-batches; adds up its squared norm.
+
+    A stage of an asynchronous schedule renews its weights as soon as it has that gradient. Schedules say which version
+    of the weights a micro-batch uses (``jaxpipe.schedules.asynchronous``); the list holds a reference to each version
+    until the last backward pass that reads it.
+    """
+    names = renewed_names(context, s)
+
+    def function(values: Arrays) -> list[Array]:
+        values = values | {WEIGHT: jnp.float32(group * context.replicas)}
+        results, squares = _renewed(context, s, values, names, None)
+        return [*results, values[SQUARES] + squares]
+
+    return _work(context, s, "early update", [*names.values(), SQUARES], function)
+
+
+def end_work(context: UpdateContext, s: StageNumber, counts: bool) -> Work:
+    """Return the end of a stage's step after its updates: state of all replicas, numbers of steps if it counts.
+
+    Under a guard it also writes parameters and optimizer state, those from before the step if it is stopped.
+    """
+    renewed = [*renewed_names(context, s).values()] if context.guarded else []
+
+    def function(values: Arrays) -> list[Array]:
+        stopped = _stopped(context, values)
+        results = [_chosen(stopped, values[older(name)], values[name]) for name in renewed]
+        return [*results, *_ends(context, s, counts, values)]
+
+    return _work(context, s, "end of the step", [*renewed, *_end_names(context, s, counts)], function)
 
 
 def renewed_names(context: UpdateContext, s: StageNumber) -> dict[TensorNumber, Name]:
@@ -324,14 +388,9 @@ def older(name: Name) -> Name:
     return name._replace(part=1)
 
 
-def newest(names: Iterable[Name]) -> list[Name]:
-    """Return the names of arrays that are not older than the step."""
-    return [name for name in names if name.part == 0]
-
-
-def choose_value(values: Arrays, before: Array | None, after: Array) -> Array:
-    """Return the value to write: the old one, if there is any, where the step is stopped."""
-    return after if before is None or STOPPED not in values else jnp.where(values[STOPPED], before, after)
+def _chosen(stopped: Array | None, before: Array, after: Array) -> Array:
+    """Return the value to write: the old one where the step is stopped."""
+    return after if stopped is None else jnp.where(stopped, before, after)
 
 
 def _state_at_end(context: UpdateContext, s: StageNumber) -> list[TensorNumber]:
@@ -340,16 +399,14 @@ def _state_at_end(context: UpdateContext, s: StageNumber) -> list[TensorNumber]:
     return context.pipeline.renewed_state(s) if context.guarded or not alike else []
 
 
-def end_operands(context: UpdateContext, s: StageNumber, counts: bool) -> Avals:
-    """Return what a stage reads at the end of a step besides the optimizer; what is not older is written."""
-    state = {Name(Role.STATE, t): context.pipeline.aval(t) for t in _state_at_end(context, s)}
-    operands = {name: context.of_members(s, aval) for name, aval in state.items()}
-    operands |= scalars(context.pipeline, STEP, SKIPPED) if counts else {}
-    return operands | ({older(name): aval for name, aval in state.items()} if context.guarded else {})
-
-
-def results_at_end(context: UpdateContext, s: StageNumber, counts: bool, values: Arrays) -> list[Array]:
+def _end_names(context: UpdateContext, s: StageNumber, counts: bool) -> list[Name]:
     """Return what a stage writes at the end of a step besides the optimizer: its state, the numbers of steps."""
+    return [*(Name(Role.STATE, t) for t in _state_at_end(context, s)), *([STEP, SKIPPED] if counts else [])]
+
+
+def _ends(context: UpdateContext, s: StageNumber, counts: bool, values: Arrays) -> list[Array]:
+    """Return the arrays of ``_end_names``."""
+    stopped = _stopped(context, values)
     results, pipeline = [], context.pipeline
     for t in _state_at_end(context, s):
         name, aval = Name(Role.STATE, t), pipeline.aval(t)
@@ -363,35 +420,38 @@ def results_at_end(context: UpdateContext, s: StageNumber, counts: bool, values:
                 after = jnp.concatenate(rows, axis)
             else:
                 after = _over_members(context, s, each) / len(each) if mean else each[0]
-        results.append(choose_value(values, values.get(older(name)), after))
+        results.append(after if stopped is None else jnp.where(stopped, values[older(name)], after))
     if not counts:
         return results
     step, skipped = values[STEP], values[SKIPPED]
-    if context.skips:
-        skipped = skipped + values[STOPPED].astype(jnp.int32)
+    if context.skips and stopped is not None:
+        skipped = skipped + stopped.astype(jnp.int32)
         return [*results, step + 1, skipped]
-    return [*results, choose_value(values, step, step + 1), skipped]
+    return [*results, _chosen(stopped, step, step + 1), skipped]
 
 
-def renew(
-    context: UpdateContext, s: StageNumber, values: Arrays, names: dict[TensorNumber, Name]
+def _renewed(
+    context: UpdateContext, s: StageNumber, values: Arrays, names: dict[TensorNumber, Name], stopped: Array | None
 ) -> tuple[list[Array], Array]:
     """Run the optimizer of a stage: the new values, and the squared norm of the gradient."""
     by_stage = context.by_stage
     olds, news = (*by_stage.parameters, *by_stage.state), (*by_stage.new_parameters, *by_stage.new_state)
     new = dict(zip(olds, news, strict=True))
     gradients = _gradients(context, s, values)
-    written, squares = _renew(context, s, values, gradients)
+    written, squares = _renew(context, s, values, gradients, stopped)
     env = _environment(context, s, len(by_stage.exchanged), values, gradients)
     _compute(context, s, [new[t] for t in names if t not in written], env)
-    rest = {t: choose_value(values, values[name], env[new[t]]) for t, name in names.items() if t not in written}
-    results = [written[t] if t in written else rest[t] for t in names]
+    results = [written[t] if t in written else _chosen(stopped, values[name], env[new[t]]) for t, name in names.items()]
     counted = [t for t in gradients if t not in context.pipeline.objective.overwritten]
     return results, sum((squares[t] for t in counted), start=jnp.zeros((), context.pipeline.norm_dtype))
 
 
 def _renew(
-    context: UpdateContext, s: StageNumber, values: Arrays, gradients: dict[TensorNumber, Array]
+    context: UpdateContext,
+    s: StageNumber,
+    values: Arrays,
+    gradients: dict[TensorNumber, Array],
+    stopped: Array | None,
 ) -> tuple[dict[TensorNumber, Array], dict[TensorNumber, Array]]:
     """Write a stage's parameters and state one after the other, each over the old one (``overwrite_state.renewals``).
 
@@ -413,7 +473,7 @@ def _renew(
     for step in steps:
         fresh = [t for t in step.reads if t in waiting]
         waiting.difference_update(fresh)
-        sums = {name: values[name] for t in fresh for name in _sum_operands(context, s, taken[t])}
+        sums = {name: values[name] for t in fresh for name in _sum_names(context, s, taken[t])}
         others = {t: env[t] for t in (step.old, *step.reads) if t not in fresh and t not in waiting}
         # As lists: JAX sorts the keys of dictionaries, and names of sums by several replicas have no order.
         _, behind, others_behind = _compat.barrier((before, list(sums.values()), list(others.values())))
@@ -423,7 +483,7 @@ def _renew(
         env |= {t: g.astype(context.taken_dtype[taken[t]]) for t, g in means.items()}
         squares |= {taken[t]: squared_norm([env[t]], dtype) for t in fresh}
         run(step.operators, env)
-        env[step.new] = written[step.old] = choose_value(values, env[step.old], env[step.new])
+        env[step.new] = written[step.old] = _chosen(stopped, env[step.old], env[step.new])
         before = [env[step.new], *(squares[taken[t]] for t in fresh)]
     return written, {t: squares[t] if t in squares else squared_norm([g], dtype) for t, g in gradients.items()}
 
@@ -437,7 +497,7 @@ def gradient_work(context: UpdateContext, s: StageNumber) -> Work:
         return [mean[t].astype(context.pipeline.aval(t).dtype) for t in held]
 
     names = [Name(Role.MEAN, t) for t in held]
-    return Work(f"stage {s}: gradient", _gradient_operands(context, s), names, function)
+    return _work(context, s, "gradient", names, function)
 
 
 def _gradients(context: UpdateContext, s: StageNumber, values: Arrays) -> dict[TensorNumber, Array]:
@@ -455,20 +515,6 @@ def _state_places(context: UpdateContext, s: StageNumber) -> dict[TensorNumber, 
     roles = {s: Role.OPTIMIZER, None: Role.SHARED}
     owned = enumerate(zip(update.state, update.state_stage, strict=True))
     return {t: Name(roles[owner], k) for k, (t, owner) in owned if owner in roles}
-
-
-def optimizer_operands(context: UpdateContext, s: StageNumber, rounds: int) -> Avals:
-    """Operands of the optimizer after some rounds of exchange."""
-    by_stage, pipeline = context.by_stage, context.pipeline
-    if context.exchange is None:
-        operands = _gradient_operands(context, s)
-    else:
-        operands = {Name(Role.EXCHANGED, t, 1): pipeline.aval(t) for t in pipeline.held(s)}
-    parameters = [context.tensor_of[t] for t in held_by(by_stage, s)[0]]
-    operands |= {Name(Role.PARAMETER, t): pipeline.aval(t) for t in parameters}
-    others = {name: t for t, name in _state_places(context, s).items()}
-    others |= {Name(Role.EXCHANGED, t): t for ts in by_stage.exchanged[:rounds] for t in ts}
-    return operands | {name: shape_of(by_stage.graph.tensors[t]) for name, t in others.items()}
 
 
 def _environment(

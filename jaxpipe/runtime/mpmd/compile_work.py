@@ -53,16 +53,20 @@ class TracedWork:
 
 def trace_work(work: Work, wanted: Callable[[Name], bool] = lambda _: True) -> TracedWork:
     """Trace some work, of whose results those that are wanted are computed."""
-    names = tuple(work.operands)
-    closed = jax.make_jaxpr(lambda *operands: work.function(dict(zip(names, operands, strict=True))))(
-        *work.operands.values()
-    )
+    results: list[Name] = []
+
+    def function(*operands: Array) -> list[Array]:
+        arrays = work.function(dict(zip(work.operands, operands, strict=True)))
+        results[:] = arrays
+        return [*arrays.values()]
+
+    closed = jax.make_jaxpr(function)(*work.operands.values())
     jaxpr, _ = _compat.open_jaxpr(closed)
-    operand = dict(zip(jaxpr.invars, names, strict=True))
+    operand = dict(zip(jaxpr.invars, work.operands, strict=True))
     writes: dict[Name, Atom] = {}
     same: dict[Name, Name] = {}
     written: dict[Atom, Name] = {}
-    for name, atom in zip(work.writes, jaxpr.outvars, strict=True):
+    for name, atom in zip(results, jaxpr.outvars, strict=True):
         if not wanted(name):
             continue
         if not _compat.is_literal(atom):

@@ -272,6 +272,7 @@ class MpmdRuntime:
             trains=shaped.schedule.has_backward,
             collects=collects,
             members=tuple(map(len, self.devices.rows)),
+            counts=self.devices.counts,
             specs=self.planned.shardings.specs(shaped.objective),
         )
         homes = dict(zip(shaped.objective.parameters, self.planned.stage_placement.parameters, strict=True))

@@ -57,10 +57,10 @@ class TracedUpdate:
     per_stage: bool
 
     @property
-    def state_names(self) -> list[str]:
+    def state_names(self) -> tuple[str, ...]:
         """A name for each leaf of the state."""
         flat, _ = jax.tree_util.tree_flatten_with_path(self.state_shape)
-        return [jax.tree_util.keystr(flat[k][0]) for k in self.state_stacks.leaf_of]
+        return tuple(jax.tree_util.keystr(flat[k][0]) for k in self.state_stacks.leaf_of)
 
 
 def trace_update(

@@ -1,16 +1,16 @@
 """Seconds of the stages of a pipeline, by real runs of their own programs."""
 
+import numpy as np
 from jax.sharding import Mesh
 
-from jaxpipe.costs.measured_seconds import Stopwatch
-from jaxpipe.costs.operator_groups import Program as Timed
-from jaxpipe.runtime.program import Program
+from jaxpipe.costs.timing import Program, time_programs
+from jaxpipe.runtime import program as runtime_program
 from jaxpipe.runtime.spmd.stage_branches import stage_programs
 from jaxpipe.schedules import Kind, Timeline, simulate
 from jaxpipe.sharding.mesh_axes import stage_devices
 
 
-def measure_timeline(program: Program, mesh: Mesh) -> Timeline:
+def measure_timeline(program: runtime_program.Program, mesh: Mesh) -> Timeline:
     """The timeline of a step from measured work: what each stage does with a micro-batch, run by itself.
 
     The programs are those that the executor runs in a tick, messages and stash packed as it does; each runs on the
@@ -19,13 +19,15 @@ def measure_timeline(program: Program, mesh: Mesh) -> Timeline:
     and what devices that work at the same time take from each other.
     """
     schedule = program.schedule
-    watches = [Stopwatch(stage_devices(mesh, program.stage_replicas, d)[0]) for d in range(program.num_devices)]
-    seconds: dict[Kind, list[float]] = {}
+    places, programs = [], []
     for s in program.stage_numbers:
+        device = program.device(s)
         for kind, work in stage_programs(program, s).items():
-            device = program.device(s)
-            median = watches[device].time(Timed(*work)).median
-            seconds.setdefault(kind, []).append(program.stage_replicas.per_device(device) * median)
+            places.append((kind, program.stage_replicas.per_device(device)))
+            programs.append((Program(*work), stage_devices(mesh, program.stage_replicas, device)[0]))
+    seconds: dict[Kind, list[float]] = {}
+    for (kind, count), median in zip(places, np.median(time_programs(programs), axis=0).tolist(), strict=True):
+        seconds.setdefault(kind, []).append(count * median)
     if not schedule.splits_backward:
         return simulate(schedule, forward=seconds[Kind.FORWARD], backward=seconds[Kind.BACKWARD])
     parts = seconds[Kind.BACKWARD_INPUT], seconds[Kind.BACKWARD_WEIGHT]

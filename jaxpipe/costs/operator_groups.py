@@ -5,6 +5,7 @@ a product or a loop, whose operand is in memory anyway; what leads from the one 
 normalization, an activation) is in the same group, where its backward pass recomputes it.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -92,13 +93,11 @@ def group_programs(vjp: VJPProgram) -> Iterator[Program]:
     """
     graph, source, stored = vjp.graph, vjp.backward_graph.source, vjp.plan.stored
     boundary = {*graph.inputs, *graph.outputs}
-    shared = [t for t in stored if t in boundary and vjp.plan.formats[t].format is Format.KEEP]
-    encoded_tensors = [t for t in stored if t not in shared]
+    written = [t not in boundary or vjp.plan.formats[t].format is not Format.KEEP for t in stored]
 
     def forward(*inputs: Array) -> tuple[list[Array], list[tuple[Array, ...]]]:
         outputs, stash = vjp_program.forward(vjp, inputs)
-        parts = dict(zip(stored, stash, strict=True))
-        return outputs, [parts[t] for t in encoded_tensors]
+        return outputs, list(itertools.compress(stash, written))
 
     yield Program(forward, tuple(graph.tensors[t].aval for t in graph.inputs))
     if not vjp.backward_graph.steps:
@@ -107,25 +106,18 @@ def group_programs(vjp: VJPProgram) -> Iterator[Program]:
     seeds = [k for k, t in enumerate(source.outputs) if t in received]
 
     def backward(
-        parameters: Sequence[Array],
-        values: Sequence[Array],
-        encoded: Sequence[tuple[Array, ...]],
-        cotangents: Sequence[Array],
+        parameters: Sequence[Array], stash: Sequence[tuple[Array, ...]], cotangents: Sequence[Array]
     ) -> list[Array | None]:
-        parts: dict[TensorNumber, tuple[Array, ...]] = {t: (value,) for t, value in zip(shared, values, strict=True)}
-        parts.update(zip(encoded_tensors, encoded, strict=True))
         given: list[Array | None] = [None] * len(source.outputs)
         for k, cotangent in zip(seeds, cotangents, strict=True):
             given[k] = cotangent
-        return vjp_program.backward(vjp, parameters, [parts[t] for t in stored], given, barriers=True)
+        return vjp_program.backward(vjp, parameters, stash, given, barriers=True)
 
-    avals = dict(zip(stored, vjp.stash_avals, strict=True))
     yield Program(
         backward,
         (
             [graph.tensors[t].aval for t in vjp.parameters],
-            [graph.tensors[t].aval for t in shared],
-            [avals[t] for t in encoded_tensors],
+            list(vjp.stash_avals),
             [source.tensors[source.outputs[k]].aval.to_tangent_aval() for k in seeds],
         ),
     )

@@ -4,6 +4,7 @@ A plan gives one format to every tensor that the backward pass touches. It is da
 planner may set it otherwise, ``jaxpipe.residuals.vjp_program`` runs it.
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
@@ -65,12 +66,12 @@ class ResidualPlan:
 
     formats: Mapping[TensorNumber, SavedFormat]
 
-    @property
+    @functools.cached_property
     def stored(self) -> tuple[TensorNumber, ...]:
         """The tensors that make up the stash, in the order of the program."""
         return tuple(sorted(t for t, fmt in self.formats.items() if fmt.format.is_stored))
 
-    @property
+    @functools.cached_property
     def sparse(self) -> tuple[TensorNumber, ...]:
         """The stored tensors for which there is limited room."""
         return tuple(t for t in self.stored if self.formats[t].format.is_sparse)
@@ -102,7 +103,9 @@ def smallest_format(graph: Graph, t: TensorNumber, codecs: Iterable[str], capaci
         return SavedFormat(Format.KEEP)  # elements that several devices hold would have to be packed together
     if tensor.bits == 1 and tensor.dtype == np.bool_:
         return SavedFormat(Format.MASK if "mask" in codecs else Format.KEEP)
-    packed = [SavedFormat(Format.KEEP), SavedFormat(Format.POOL_INDEX)]
+    packed = [SavedFormat(Format.KEEP)]
+    if tensor.bits < 8:
+        packed.append(SavedFormat(Format.POOL_INDEX))
     if "index" in codecs and tensor.bits in (8, 16):
         packed.append(SavedFormat(Format.INDEX))
     if capacity is not None:
@@ -111,7 +114,7 @@ def smallest_format(graph: Graph, t: TensorNumber, codecs: Iterable[str], capaci
         packed += [
             fmt for fmt in formats if stored_bytes(tensor, fmt) <= WORTH_PACKING * stored_bytes(tensor, packed[0])
         ]
-    return min(packed, key=lambda fmt: stored_bytes(tensor, fmt))
+    return min(packed, key=lambda fmt: stored_bytes(tensor, fmt)) if len(packed) > 1 else packed[0]
 
 
 class Derivations:
@@ -241,10 +244,11 @@ def default_plan(
     capacities = room(graph)
     codecs = {t: (op.policy or policy).at(op.path) for op in graph.operators for t in op.outputs}
     dense = set(held)
+    written = (*graph.inputs, *codecs)
     while True:
         formats = {
             t: smallest_format(graph, t, codecs.get(t, policy.at("")), None if t in dense else capacities.get(t))
-            for t in graph.tensor_numbers
+            for t in written
         }
         plan = _smallest_plan(backward_graph, formats, codecs, held, products)
         unfit = _trifles(graph, plan)
@@ -379,7 +383,8 @@ def with_fallbacks(
     everything = ResidualPlan({**{t: SavedFormat(Format.KEEP) for t in held}, **plan.formats})
     used: set[TensorNumber] = set()
     hopeless: set[TensorNumber] = set()
-    for t in [t for op in graph.operators for t in op.outputs if t in plan.sparse]:
+    sparse = frozenset(plan.sparse)
+    for t in [t for op in graph.operators for t in op.outputs if t in sparse]:
         program, leaves = derivations.fallback(t, everything, available)
         lost = missing_inputs(program, {*leaves, *available})
         expensive = sum(rerun_work(op) is None or is_product(op) for op in program)

@@ -98,8 +98,8 @@ def trace_seconds(model: nn.Module, batch: Any, loss: Callable[..., jax.Array]) 
     return statistics.median(times)
 
 
-def plan(name: str, layers: int, width: int, stages: int, memory: int | None = None) -> tuple[float, jaxpipe.Plan]:
-    """Return the processor seconds in which a model is planned, and the plan."""
+def plan(name: str, layers: int, width: int, stages: int, memory: int | None = None) -> tuple[float, jaxpipe.Pipeline]:
+    """Return the processor seconds in which a model is planned, and its pipeline."""
     model, batch, loss = MODELS[name](layers, width)
     mesh = Mesh(np.array(jax.devices()[:stages]), ("stage",))
     begin = time.process_time()
@@ -113,24 +113,27 @@ def plan(name: str, layers: int, width: int, stages: int, memory: int | None = N
         profile="analytic",
         options=jaxpipe.PlanOptions(compile=False),
     )
-    return time.process_time() - begin, pipeline.plan
+    return time.process_time() - begin, pipeline
 
 
 def measure(name: str, layers: int, stages: int, share: float) -> dict[str, Any]:
     """Return the row of one model, in this process."""
     trace_seconds(*MODELS[name](2, 32))
-    _, small = plan(name, 2, 32, 2)
+    small = plan(name, 2, 32, 2)[1].plan
     if share:
         plan(name, 2, 32, 2, int(0.9 * small.predicted_bytes))
     traced = trace_seconds(*MODELS[name](layers, 64))
-    memory = int(share * plan(name, layers, 64, stages)[1].predicted_bytes) if share else None
+    memory = int(share * plan(name, layers, 64, stages)[1].plan.predicted_bytes) if share else None
     phases: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: phases.append(record.getMessage())
     logger = logging.getLogger("jaxpipe")
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
-    planned, result = plan(name, layers, 64, stages, memory)
+    planned, pipeline = plan(name, layers, 64, stages, memory)
+    begin = time.process_time()
+    result = pipeline.plan
+    predicted = time.process_time() - begin
     return {
         "model": name,
         "layers": layers,
@@ -138,6 +141,7 @@ def measure(name: str, layers: int, stages: int, share: float) -> dict[str, Any]
         "budget_share": share,
         "trace_seconds": round(traced, 3),
         "plan_seconds": round(planned, 3),
+        "bytes_seconds": round(predicted, 3),  # when the plan's bytes are first asked for
         "ratio": round(planned / traced, 2),
         "schedule": result.schedule,
         "log": phases,

@@ -52,13 +52,18 @@ class FinalizedCandidate:
     @cached_property
     def without_budget(self) -> PlannedStep:
         """The plan with default storage."""
+        return self._sized(self.before_bytes)
+
+    @cached_property
+    def before_bytes(self) -> PlannedStep:
+        """The plan with default storage, which predicts its bytes when they are first asked for."""
         program = self.candidate.program
         return self._planned(program, (Fitted(),) * len(program.stages), None)
 
     def within(self, budget: int) -> PlannedStep | None:
         """Return the fastest plan of predicted bytes within a budget; None if no plan is within."""
         answer = self._fitter.within(budget)
-        return None if answer is None else replace(self._planned(*answer, budget), others=self)
+        return None if answer is None else replace(self._sized(self._planned(*answer, budget)), others=self)
 
     @property
     def memory(self) -> int | str | None:
@@ -92,14 +97,14 @@ class FinalizedCandidate:
 
     @cached_property
     def _smallest(self) -> PlannedStep:
-        return replace(self._planned(*self._fitter.smallest, None), others=self)
+        return replace(self._sized(self._planned(*self._fitter.smallest, None)), others=self)
 
     @cached_property
     def _fitter(self) -> StageFitter:
         assert self.solving is not None
         program, partition, request = self.candidate.program, self.candidate.partition, self.candidate.traced.request
         prices, period = price_storage(request, program, partition), longest_microbatch(program, partition)
-        needs = functools.partial(self.lists.needs, self.without_budget)
+        needs = functools.partial(self.lists.needs, self.before_bytes)
         return StageFitter(program, needs, prices, self.solving, period, request.policy)
 
     @property
@@ -108,6 +113,10 @@ class FinalizedCandidate:
         if not any(map(reruns_products, self.candidate.program.stages)):
             return self.candidate.seconds
         return self.candidate.seconds - self._fitter.most_saved_seconds
+
+    def _sized(self, planned: PlannedStep) -> PlannedStep:
+        """Return a plan with the bytes of each device."""
+        return planned if planned.predict_bytes is None else planned.predict_bytes(planned)
 
     def _planned(self, program: Program, fitted: tuple[Fitted, ...], budget: int | None) -> PlannedStep:
         """Return the plan for a program with some storage, and how that was chosen."""
@@ -120,7 +129,7 @@ class FinalizedCandidate:
         sent = None if update.exchange is None else update.exchange.sent_bytes
         frozen = describe_frozen(program, model)
         notes = (*plan.notes, *traced.notes)
-        step = PlannedStep(
+        return PlannedStep(
             plan=replace(plan, per_stage=by_stage.per_stage, frozen=frozen, exchange_bytes=sent, notes=notes),
             profile=traced.profile,
             partition=candidate.partition,
@@ -137,8 +146,8 @@ class FinalizedCandidate:
             schedules=request.schedules if candidate.maker is None else (candidate.maker, *request.schedules),
             retrace=lambda shapes: trace_loss(model, request.loss, shapes).training(traced.update.trained),
             shardings=traced.shardings,
+            predict_bytes=None if request.runtime == "spmd" else self.lists.with_bytes,
         )
-        return step if request.runtime == "spmd" else self.lists.with_bytes(step)
 
 
 def finalize(candidate: Candidate, solving: Solving | None) -> FinalizedCandidate:

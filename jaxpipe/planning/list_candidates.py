@@ -13,9 +13,10 @@ from jaxpipe.planning.place_stages import place_stages
 from jaxpipe.planning.trace_request import Traced
 from jaxpipe.schedules import Schedule, list_schedule, schedule_makers
 from jaxpipe.schedules.table import without_backward
-from jaxpipe.text.progress import tell
+from jaxpipe.text.progress import phase, tell
 
 
+@phase("candidates")
 def list_candidates(traced: Traced) -> list[Candidate]:
     """Return a program for each schedule that may be the fastest; stages on one device each or, if asked, several."""
     request = traced.request

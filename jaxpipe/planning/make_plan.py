@@ -35,7 +35,7 @@ from jaxpipe.planning.storage.solver_time import SolverTime
 from jaxpipe.planning.storage.stage_budget import Solving
 from jaxpipe.planning.trace_request import trace_request
 from jaxpipe.target import building_for, platform
-from jaxpipe.text.progress import progress, tell
+from jaxpipe.text.progress import phase, progress, tell
 from jaxpipe.text.units import bytes_text
 
 
@@ -49,6 +49,7 @@ Retrace: TypeAlias = Callable[[int], list[Candidate] | None]
 ALIKE = 0.02
 
 
+@phase("all else")
 @progress("Tracing the model")
 def make_plan(request: Request, batch: PyTree, variables: PyTree = None) -> PlannedStep:
     """Plan a model for batches of the given shapes, and show how far that is; raises as ``partition``."""
@@ -102,10 +103,11 @@ def _with_microbatches(
 
 def _by_default(candidates: Sequence[Candidate]) -> PlannedStep:
     """Return the plan without a budget, compiled where predictions are not exact: for GPUs, as stage programs."""
-    planned = finalize(_leanest(candidates), None).without_budget
+    final = finalize(_leanest(candidates), None)
     wanted = candidates[0].traced.request.options.compile
     compiles = platform() != "cpu" if wanted is None else wanted
-    return with_step(planned) if compiles and planned.plan.runtime == "mpmd" else planned
+    is_mpmd = final.before_bytes.plan.runtime == "mpmd"
+    return with_step(final.without_budget) if compiles and is_mpmd else final.before_bytes
 
 
 def _leanest(candidates: Sequence[Candidate]) -> Candidate:

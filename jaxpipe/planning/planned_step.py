@@ -1,5 +1,6 @@
 """``PlannedStep``: an executable plan, and why it was chosen."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,9 +62,11 @@ class OtherPlans(Protocol):
 class PlannedStep(ExecutablePlan):
     """An executable plan, the profile its seconds are sums of, and its partition with what it was chosen from.
 
-    A plan for a budget knows others.
+    A plan for a budget knows others. ``predict_bytes`` adds the bytes of each device to a plan that lacks them: without a
+    budget nothing depends on them, and to trace the programs of all stages takes longer than all else.
     """
 
     profile: Profile
     partition: Partition
     others: OtherPlans | None = None
+    predict_bytes: "Callable[[PlannedStep], PlannedStep] | None" = None

@@ -5,12 +5,15 @@ from dataclasses import replace
 from typing import Any
 
 from jaxpipe.array_types import Device
+from jaxpipe.graph.sharding_annotations import outside_mesh
 from jaxpipe.plan import Plan
 from jaxpipe.planning.planned_step import PlannedStep
 from jaxpipe.runtime.mpmd.device_bytes import Peak
 from jaxpipe.runtime.mpmd.estimated_bytes import predicted_bytes
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
 from jaxpipe.runtime.program import Program
+from jaxpipe.target import building_for
+from jaxpipe.text.progress import phase
 
 
 class StageLists:
@@ -28,8 +31,13 @@ class StageLists:
             self._calls[id(program)] = program, MpmdRuntime(planned).calls
         return replace(planned, calls=self._calls[id(program)][1])
 
+    @outside_mesh()
     def with_bytes(self, planned: PlannedStep) -> PlannedStep:
         """Return a plan with its list, and the bytes that each device needs for it."""
+        with building_for(planned.mesh.devices.flat[0].platform), phase("bytes"):
+            return self._with_bytes(planned)
+
+    def _with_bytes(self, planned: PlannedStep) -> PlannedStep:
         planned = self.with_list(planned)
         runtime = MpmdRuntime(planned)
         peaks = runtime.predicted
@@ -45,7 +53,7 @@ class StageLists:
         )
         if plan.host is not None:
             plan = replace(plan, host=replace(plan.host, bytes=max(peak.host for peak in peaks.values())))
-        return replace(planned, plan=plan)
+        return replace(planned, plan=plan, predict_bytes=None)
 
     def needs(self, planned: PlannedStep, program: Program) -> list[int]:
         """Return the predicted bytes of each device along the stage axis, for a plan with another program."""

@@ -273,16 +273,17 @@ def _smallest_plan(
     """
     graph = backward_graph.graph
     available = graph.derived_from_parameters()
+    costs = _rerun_costs(graph, codecs)
     best = None
     fewest = math.inf
+    cheap = _cheap_derivations(graph, available, codecs, frozenset(), products, costs)
     while True:
-        roots = frozenset() if best is None else frozenset(best.stored)
-        plan = _cut_plan(backward_graph, formats, _cheap_derivations(graph, available, codecs, roots, products), held)
+        plan = _cut_plan(backward_graph, formats, cheap, held)
         price = sum(stored_bytes(graph.tensors[t], plan.formats[t]) for t in plan.stored if t not in held)
         if price >= fewest:
             break
-        recomputed = {t for t in plan.formats if not plan.is_stored(t)}
-        if not recomputed <= set(_cheap_derivations(graph, available, codecs, frozenset(plan.stored), products)):
+        cheap = _cheap_derivations(graph, available, codecs, frozenset(plan.stored), products, costs)
+        if any(t not in cheap and not plan.is_stored(t) for t in plan.formats):
             break
         best, fewest = plan, price
     assert best is not None  # the first cut is within bounds
@@ -407,21 +408,19 @@ def _cheap_derivations(
     codecs: Mapping[TensorNumber, frozenset[str]],
     roots: frozenset[TensorNumber],
     products: Container[Operator],
+    costs: Mapping[Operator, int],
 ) -> dict[TensorNumber, Operator]:
     """The operator that gives each tensor back cheaply, for the tensors that have one.
 
     The work of a derivation counts every operator in it once, down to ``roots``, to tensors that have no cheap
     derivation and to products. A product may be run again if it is one of those given; on a CPU only if that by itself
-    is cheap, too, and if no other product has to be run before it.
+    is cheap, too, and if no other product has to be run before it. ``costs`` has the work of the operators that may be.
     """
     derivation: dict[TensorNumber, Operator] = {}
     needed_work: dict[TensorNumber, dict[Operator, int]] = {}
     behind_product: set[TensorNumber] = set()
     on_cpu = _compat.runs_breadth_first()
-    for op in graph.operators:
-        cost, codec = _rerun_cost(graph, op, on_cpu), "alias" if op.name in VIEWS else "recompute"
-        if cost is None or op.has_effects or codec not in codecs[op.outputs[0]]:
-            continue
+    for op, cost in costs.items():
         sources = _sources(op, available)
         after_product = not behind_product.isdisjoint(sources)
         if is_product(op) and (op not in products or (on_cpu and after_product)):
@@ -439,6 +438,17 @@ def _cheap_derivations(
                     if is_product(op) or after_product:
                         behind_product.add(t)
     return derivation
+
+
+def _rerun_costs(graph: Graph, codecs: Mapping[TensorNumber, frozenset[str]]) -> dict[Operator, int]:
+    """Return the work of the operators that may run again."""
+    on_cpu = _compat.runs_breadth_first()
+    allowed = (
+        op
+        for op in graph.operators
+        if not op.has_effects and ("alias" if op.name in VIEWS else "recompute") in codecs[op.outputs[0]]
+    )
+    return {op: cost for op in allowed if (cost := _rerun_cost(graph, op, on_cpu)) is not None}
 
 
 def _rerun_cost(graph: Graph, op: Operator, on_cpu: bool) -> int | None:

@@ -282,10 +282,12 @@ def _smallest_plan(
         price = sum(stored_bytes(graph.tensors[t], plan.formats[t]) for t in plan.stored if t not in held)
         if price >= fewest:
             break
-        cheap = _cheap_derivations(graph, available, codecs, frozenset(plan.stored), products, costs)
+        before, cheap = cheap, _cheap_derivations(graph, available, codecs, frozenset(plan.stored), products, costs)
         if any(t not in cheap and not plan.is_stored(t) for t in plan.formats):
             break
         best, fewest = plan, price
+        if cheap == before:  # so would be the plan
+            break
     assert best is not None  # the first cut is within bounds
     return best
 

@@ -22,7 +22,7 @@ from jaxpipe.errors import CheckpointError
 from jaxpipe.graph.stacked_layers import Stacks, side_by_side
 from jaxpipe.runtime.executable_plan import ExecutablePlan
 from jaxpipe.runtime.initialize_state import Sources, Values, place_state
-from jaxpipe.runtime.interface import Runtime
+from jaxpipe.runtime.select_runtime import Runtime
 from jaxpipe.runtime.train_state import TrainState
 
 

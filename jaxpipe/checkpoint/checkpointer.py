@@ -16,7 +16,7 @@ from jaxpipe.checkpoint.contents import Contents
 from jaxpipe.checkpoint.orbax_files import Directory, Writer, open_checkpoint, steps
 from jaxpipe.errors import CheckpointError
 from jaxpipe.runtime import check_state
-from jaxpipe.runtime.interface import Runtime
+from jaxpipe.runtime.select_runtime import Runtime
 from jaxpipe.runtime.train_state import TrainState
 
 

@@ -12,12 +12,14 @@ from jaxpipe.graph.liveness import peak_bytes
 from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.gradient_precision import add_gradient
 from jaxpipe.runtime.overwrite_state import Renewal, renewals
-from jaxpipe.runtime.program import PAGE, Program
+from jaxpipe.runtime.program import Program
+from jaxpipe.runtime.spmd.lockstep_program import PAGE, LockstepProgram
+from jaxpipe.runtime.spmd.sparse_exchange import exchanging_bytes
 from jaxpipe.runtime.spmd.stage_branches import stage_programs, touched
 from jaxpipe.schedules.table import Kind, StageNumber
 
 
-def predict(program: Program, update: Update, shared: Sequence[Shaped], batch: Sequence[Shaped]) -> dict[str, int]:
+def predict(program: Program, update: Update, batch: Sequence[Shaped]) -> dict[str, int]:
     """Bytes on each device, by component.
 
     One program runs everywhere, so every component is the largest over the stages. ``transport`` is where messages
@@ -25,9 +27,11 @@ def predict(program: Program, update: Update, shared: Sequence[Shaped], batch: S
     exchange gradients or the optimizer writes new parameters and state, at a time when the arena is free again.
     Gradients of a single micro-batch are not added up, and count as working memory.
     """
+    program, by_stage = LockstepProgram.of(program), update.by_stage
+    shared = [a for a, owner in zip(by_stage.state_avals, by_stage.state_stage, strict=True) if owner is None]
     held = {
         "parameters": program.parameters.bytes,
-        "optimizer": update.layout.bytes + sum(map(_bytes, shared)),
+        "optimizer": program.slots(update).bytes + sum(map(_bytes, shared)),
         "state": program.state.bytes,
         "batch": sum(map(_bytes, batch)),
         "gradients": program.sums.bytes if _adds_up(program) else 0,
@@ -38,8 +42,8 @@ def predict(program: Program, update: Update, shared: Sequence[Shaped], batch: S
         held["shared"] = 2 * (sum(map(_bytes, program.avals(program.shared))) + sum(map(_bytes, sums)))
     exchanging = 0
     if update.exchange is not None:
-        held["residual"] = update.exchange.residuals.bytes
-        exchanging = update.exchange.working_bytes
+        held["residual"] = program.residuals.bytes
+        exchanging = exchanging_bytes(program, update.exchange)
     arena = program.arena_pages * PAGE * 4
     transport = 4 * program.inbox_words if len(program.stages) > 1 else 0
     computing = max(working_bytes(program, s) for s in program.stage_numbers)
@@ -55,7 +59,7 @@ def predict(program: Program, update: Update, shared: Sequence[Shaped], batch: S
     }
 
 
-def working_bytes(program: Program, s: StageNumber) -> int:
+def working_bytes(program: LockstepProgram, s: StageNumber) -> int:
     """Return what a stage needs besides while it computes: the larger of its forward and its backward pass.
 
     The forward pass returns its stash packed, the backward pass reads it out of the arena; a stage that is alone goes
@@ -84,7 +88,7 @@ def working_bytes(program: Program, s: StageNumber) -> int:
     return needed
 
 
-def _adds_up(program: Program) -> bool:
+def _adds_up(program: LockstepProgram) -> bool:
     """Return whether gradients of several micro-batches are added up; XLA takes a loop apart that runs once."""
     return not program.alone or program.num_microbatches > 1
 

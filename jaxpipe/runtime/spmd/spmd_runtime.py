@@ -27,6 +27,7 @@ from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, followed_c
 from jaxpipe.runtime.interface import Bytes, ForwardPass, Gradients, Part, StepResults
 from jaxpipe.runtime.spmd import compiled_step as steps
 from jaxpipe.runtime.spmd.gather_to_host import stage_arrays
+from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram
 from jaxpipe.runtime.stages import cut_stages
 from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays, on_host
 from jaxpipe.runtime.train_state import TrainState, made_for
@@ -43,21 +44,23 @@ class SpmdRuntime:
 
     def __init__(self, planned: ExecutablePlan):
         self.planned = planned
+        self.program = LockstepProgram.of(planned.program)
+        self.slots = self.program.slots(planned.update)
         self._token = object()
 
     @property
     def places(self) -> range:
         """Numbers of the devices along the stage axis."""
-        return range(self.planned.program.num_devices)
+        return range(self.program.num_devices)
 
     def devices_of(self, place: int) -> list[Device]:
         """The devices of a place, one for each replica."""
-        return stage_devices(self.planned.mesh, self.planned.program.stage_replicas, place)
+        return stage_devices(self.planned.mesh, self.program.stage_replicas, place)
 
     def stage_part(self, place: int, arrays: StageArrays) -> Part:
         """Put a place's arrays into rows of the buffers of its devices, by group of buffers, buffer and device."""
-        program, update = self.planned.program, self.planned.update
-        layouts = program.parameters, program.state, update.layout
+        program, update = self.program, self.planned.update
+        layouts = program.parameters, program.state, self.slots
         held = arrays.parameters, arrays.variables, arrays.optimizer
         every = self.devices_of(place)
         devices = multihost.mine(every)
@@ -65,7 +68,7 @@ class SpmdRuntime:
         rows = [[[jax.device_put(x[None], d) for d in devices] for x in group] for group in packed]
         if update.exchange is None:
             return [*rows, []]
-        layout = update.exchange.residuals
+        layout = program.residuals
         zeros = [np.zeros((len(every), *aval.shape), aval.dtype) for aval in layout.avals[place]]
         residuals = [np.asarray(x) for x in arrays.residuals] or zeros
         packed = [layout.pack(place, [x[every.index(d)] for x in residuals]) for d in devices]
@@ -107,7 +110,7 @@ class SpmdRuntime:
         """Return loss, metrics and the mean gradient of each trained parameter, None of others."""
         del shapes
         loss, metrics, buffers = self._run("value_and_grad", self._gradient_step, state, self._placed(batch))
-        program, placement = self.planned.program, self.planned.placement
+        program, placement = self.program, self.planned.placement
         trained = [t not in program.objective.frozen for t in program.objective.parameters]
         owners = [owner if kept else None for owner, kept in zip(placement.parameters, trained, strict=True)]
         gradients = stage_arrays(self.planned.mesh, program.gradients, owners, buffers, itertools.repeat(None))
@@ -117,10 +120,10 @@ class SpmdRuntime:
     def forward(self, name: str, objective: MicrobatchProgram, shapes: PyTree, batching: Batching) -> ForwardPass:
         """Compile a function of state and batch: loss and metrics of ``"evaluate"``, leaves of ``"predict"``."""
         planned = self.planned
-        before = planned.program.schedule
+        before = self.program.schedule
         objective, cuts = followed_cuts(planned, objective, name)
         program = dataclasses.replace(
-            planned.program,
+            self.program,
             objective=objective,
             stages=tuple(cut_stages(objective, cuts, planned.stage_placement)),
             schedule=forward_only(before.num_devices, batching.num_microbatches, before.num_chunks),
@@ -129,7 +132,7 @@ class SpmdRuntime:
         agreement.agree(f"Pipeline.{name}", lambda: {"its program": program_text(objective.graph, values=True)})
         build = steps.gradient_step if name == "evaluate" else steps.prediction_step
         function = build(planned.mesh, program, batching, self._abstract_state)
-        compiled = lower(planned, function, shapes, batching).compile()
+        compiled = self._lower(function, shapes, batching).compile()
 
         def run(state: TrainState, batch: PyTree) -> PyTree:
             leaves = shard_batch.place(planned.mesh, jax.tree.leaves(batch), jax.tree.leaves(shapes), batching)
@@ -144,17 +147,17 @@ class SpmdRuntime:
 
     def to_host(self, state: TrainState, keep: bool = True) -> HostArrays:
         """Copy a state to the host of every process that keeps it."""
-        program, placement, update = self.planned.program, self.planned.placement, self.planned.update
+        program, placement, update = self.program, self.planned.placement, self.planned.update
         gather = functools.partial(stage_arrays, self.planned.mesh, keep=keep)
         residuals = []
         if update.exchange is not None:
-            layout = update.exchange.residuals
+            layout = program.residuals
             residuals = gather(layout, owners=placement.parameters, buffers=state.residual)
         return HostArrays(
             gather(program.parameters, owners=placement.parameters, buffers=state.parameters),
             gather(program.state, owners=placement.state, buffers=state.variables),
             gather(
-                update.layout,
+                self.slots,
                 owners=update.by_stage.state_stage,
                 buffers=state.optimizer,
                 shared=map(on_host, state.shared),
@@ -185,7 +188,27 @@ class SpmdRuntime:
 
     @cached_property
     def _abstract_state(self) -> TrainState:
-        return abstract_state(self.planned)
+        """The shapes of a training state, where its devices have them."""
+        planned, program, by_stage = self.planned, self.program, self.planned.update.by_stage
+        count, replicas = program.num_devices, planned.batching.replicas
+        shaped = functools.partial(_shaped, planned)
+        groups = (
+            tuple(shaped((count, length), dtype, P(STAGE)) for length, dtype in layout.buffers)
+            for layout in (program.parameters, program.state, self.slots)
+        )
+        held = () if planned.update.exchange is None else program.residuals.buffers
+        residual = tuple(shaped((count, replicas, n), dtype, P(STAGE, DATA)) for n, dtype in held)
+        owned = zip(by_stage.state_avals, by_stage.state_stage, strict=True)
+        shared = tuple(shaped(a.shape, a.dtype, P()) for a, owner in owned if owner is None)
+        key = shaped((), jax.eval_shape(lambda: jax.random.key(0)).dtype, P())
+        step = shaped((), np.int32, P())
+        shapes: tuple[PyTree, ...] = *groups, residual, shared, key, step, step
+        return TrainState(*shapes, plan=planned.plan.identity)
+
+    def _lower(self, function: Wrapped, batch: PyTree, batching: Batching) -> Lowered:
+        """Return a function of a state and a batch, lowered for the plan's devices."""
+        leaves = zip(jax.tree.leaves(batch), batching.specs(), strict=True)
+        return function.lower(self._abstract_state, [_shaped(self.planned, x.shape, x.dtype, p) for x, p in leaves])
 
     @cached_property
     @progress("Compiling the training step")
@@ -202,50 +225,19 @@ class SpmdRuntime:
         """Return the training step, lowered for the plan's devices."""
         planned, state = self.planned, self._abstract_state
         with building_for(planned.mesh.devices.flat[0].platform):
-            function = steps.training_step(planned.mesh, planned.program, planned.update, planned.batching, state)
-            return lower(planned, function, planned.batch, planned.batching)
+            function = steps.training_step(planned.mesh, self.program, planned.update, planned.batching, state)
+            return self._lower(function, planned.batch, planned.batching)
 
     @cached_property
     @progress("Compiling the gradient")
     def _gradient_step(self) -> Compiled:
         planned = self.planned
-        function = steps.gradient_step(planned.mesh, planned.program, planned.batching, self._abstract_state)
-        return lower(planned, function, planned.batch, planned.batching).compile()
+        function = steps.gradient_step(planned.mesh, self.program, planned.batching, self._abstract_state)
+        return self._lower(function, planned.batch, planned.batching).compile()
 
     def _placed(self, batch: PyTree) -> list[Array]:
         leaves, shapes = jax.tree.leaves(batch), jax.tree.leaves(self.planned.batch)
         return shard_batch.place(self.planned.mesh, leaves, shapes, self.planned.batching)
-
-
-def abstract_state(planned: ExecutablePlan) -> TrainState:
-    """Return the shapes of a plan's training state, where its devices have them."""
-    count = planned.mesh.shape[STAGE]
-    layouts = planned.program.parameters, planned.program.state, planned.update.layout
-    shaped = functools.partial(_shaped, planned)
-    parameters, variables, optimizer = (
-        tuple(shaped((count, length), dtype, P(STAGE)) for length, dtype in layout.buffers) for layout in layouts
-    )
-    exchange = planned.update.exchange
-    held = () if exchange is None else exchange.residuals.buffers
-    replicas = planned.batching.replicas
-    residual = tuple(shaped((count, replicas, n), dtype, P(STAGE, DATA)) for n, dtype in held)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    by_stage = planned.update.by_stage
-    owned = zip(by_stage.state_avals, by_stage.state_stage, strict=True)
-    shared = tuple(shaped(a.shape, a.dtype, P()) for a, owner in owned if owner is None)
-    step = shaped((), np.int32, P())
-    key = shaped((), key.dtype, P())
-    shapes: tuple[PyTree, ...] = parameters, variables, optimizer, residual, shared, key, step, step
-    return TrainState(*shapes, plan=planned.plan.identity)
-
-
-def lower(planned: ExecutablePlan, function: Wrapped, batch: PyTree, batching: Batching) -> Lowered:
-    """Return a function of a plan's state and a batch, lowered for the plan's devices."""
-    leaves = [
-        _shaped(planned, x.shape, x.dtype, spec)
-        for x, spec in zip(jax.tree.leaves(batch), batching.specs(), strict=True)
-    ]
-    return function.lower(abstract_state(planned), leaves)
 
 
 def _reserved_bytes(step: Compiled) -> int:

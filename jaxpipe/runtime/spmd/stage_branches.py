@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxpipe.array_types import Array, ArrayLike, PyTree, Shaped, TensorNumber
 from jaxpipe.runtime import stage_passes
-from jaxpipe.runtime.program import PAGE, Program
+from jaxpipe.runtime.spmd.lockstep_program import PAGE, LockstepProgram
 from jaxpipe.runtime.stages import Stage
 from jaxpipe.runtime.uint32_words import POISON, from_words, pack_words, unpack_words, word_count, zeros
 from jaxpipe.schedules.table import Kind, StageNumber
@@ -66,7 +66,7 @@ BackwardResults: TypeAlias = tuple[Array, Array, list[Array]]
 Branch: TypeAlias = Callable[..., PyTree]
 
 
-def given_avals(program: Program) -> tuple[Rows, Kept]:
+def given_avals(program: LockstepProgram) -> tuple[Rows, Kept]:
     """Shapes of what branches look into: the batch, and an arena that has room for what one micro-batch keeps."""
     number = jax.ShapeDtypeStruct((), jnp.int32)
     lead = program.num_microbatches
@@ -75,7 +75,7 @@ def given_avals(program: Program) -> tuple[Rows, Kept]:
     return Rows._make((batch, number)), Kept._make((jax.ShapeDtypeStruct((pages, PAGE), jnp.uint32), number))
 
 
-def stage_programs(program: Program, s: StageNumber) -> dict[Kind, tuple[Branch, tuple[PyTree, ...]]]:
+def stage_programs(program: LockstepProgram, s: StageNumber) -> dict[Kind, tuple[Branch, tuple[PyTree, ...]]]:
     """Return a stage's work by kind, each with the shapes of its operands."""
     parameters, state = (
         [jax.ShapeDtypeStruct((length,), dtype) for length, dtype in layout.buffers]
@@ -96,12 +96,12 @@ def stage_programs(program: Program, s: StageNumber) -> dict[Kind, tuple[Branch,
     return work
 
 
-def made_avals(program: Program) -> list[Shaped]:
+def made_avals(program: LockstepProgram) -> list[Shaped]:
     """Return what a forward branch hands out of each micro-batch: the results, and how many tensors overflowed."""
     return [*program.avals(program.objective.results), jax.ShapeDtypeStruct((), jnp.int32)]
 
 
-def touched(program: Program, kind: Kind) -> tuple[int, ...]:
+def touched(program: LockstepProgram, kind: Kind) -> tuple[int, ...]:
     """The gradient buffers that backward work of a kind adds to, in any stage."""
     buffers: set[int] = set()
     for s, stage in zip(program.stage_numbers, program.stages, strict=True):
@@ -114,7 +114,7 @@ def touched(program: Program, kind: Kind) -> tuple[int, ...]:
     return tuple(sorted(buffers - {-1}))
 
 
-def branch(program: Program, kind: Kind, s: StageNumber | None) -> Branch:
+def branch(program: LockstepProgram, kind: Kind, s: StageNumber | None) -> Branch:
     """Return the work of a kind of a stage; of none (None), or backward of a frozen one, the idle branch."""
     if s is None or (kind is not Kind.FORWARD and s < program.schedule.frozen):
         return _idle_branch(program, kind)
@@ -122,7 +122,7 @@ def branch(program: Program, kind: Kind, s: StageNumber | None) -> Branch:
     return branches.get(kind, _backward_branch)(program, s)
 
 
-def _idle_branch(program: Program, kind: Kind) -> Branch:
+def _idle_branch(program: LockstepProgram, kind: Kind) -> Branch:
     """No work: every bit of its results is set, and the state stays."""
     words = [jax.ShapeDtypeStruct((n,), jnp.uint32) for n in program.message_words]
 
@@ -154,7 +154,7 @@ def _window(pages: Sequence[int]) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((max(pages), PAGE), jnp.uint32)
 
 
-def _forward_branch(program: Program, s: StageNumber) -> Branch:
+def _forward_branch(program: LockstepProgram, s: StageNumber) -> Branch:
     stage, device, wanted = program.stages[s], program.device(s), program.objective.results
 
     def forward(
@@ -181,7 +181,7 @@ def _forward_branch(program: Program, s: StageNumber) -> Branch:
     return forward
 
 
-def _backward_branch(program: Program, s: StageNumber) -> Branch:
+def _backward_branch(program: LockstepProgram, s: StageNumber) -> Branch:
     """The backward work of a stage, or its input part if the schedule splits it."""
     stage = program.stages[s]
     following = program.stages[s + 1].returning if s + 1 < len(program.stages) else ()
@@ -199,7 +199,7 @@ def _backward_branch(program: Program, s: StageNumber) -> Branch:
     return backward
 
 
-def _weight_branch(program: Program, s: StageNumber) -> Branch:
+def _weight_branch(program: LockstepProgram, s: StageNumber) -> Branch:
     stage, kind = program.stages[s], Kind.BACKWARD_WEIGHT
 
     def weight(parameters: Sequence[Array], key: Array, rows: Rows, stash: Stash, saved: Kept) -> list[Array]:
@@ -213,7 +213,7 @@ def _weight_branch(program: Program, s: StageNumber) -> Branch:
 
 
 def _available(
-    program: Program, s: StageNumber, parameters: Sequence[Array], key: Array, rows: Rows
+    program: LockstepProgram, s: StageNumber, parameters: Sequence[Array], key: Array, rows: Rows
 ) -> dict[TensorNumber, Array]:
     """Return the inputs that no stage sends: the micro-batch, its key, parameters that the device has or borrows."""
     device = program.device(s)
@@ -224,7 +224,7 @@ def _available(
     return known
 
 
-def _stashed(program: Program, stage: Stage, stash: Stash) -> dict[TensorNumber, tuple[Array, ...]]:
+def _stashed(program: LockstepProgram, stage: Stage, stash: Stash) -> dict[TensorNumber, tuple[Array, ...]]:
     assert stage.vjp is not None
     stored = iter(stash.read(program.stash_avals(stage)) if isinstance(stash, Kept) else stash)
     counts = dict(zip(stage.vjp.plan.stored, map(len, stage.vjp.stash_avals), strict=True))
@@ -235,7 +235,7 @@ def _packed(values: Sequence[Array], pages: Sequence[int]) -> Array:
     return pack_words(values, max(pages) * PAGE).reshape(max(pages), PAGE)
 
 
-def _steps(program: Program, s: StageNumber, kind: Kind, gradients: dict[TensorNumber, Array]) -> list[Array]:
+def _steps(program: LockstepProgram, s: StageNumber, kind: Kind, gradients: dict[TensorNumber, Array]) -> list[Array]:
     """The buffers that work of a kind adds to, with a stage's gradients in them and zeros elsewhere."""
     device = program.device(s)
     trained = program.trained(device)

@@ -22,7 +22,7 @@ from jax import lax
 
 from jaxpipe.array_types import Array, ArrayLike, PyTree
 from jaxpipe.runtime.gradient_precision import add_gradient
-from jaxpipe.runtime.program import PAGE, Program
+from jaxpipe.runtime.spmd.lockstep_program import PAGE, LockstepProgram
 from jaxpipe.runtime.spmd.stage_branches import Kept, Rows, branch, made_avals, touched
 from jaxpipe.runtime.spmd.tick_table import Row, Work
 from jaxpipe.runtime.stage_switch import switch
@@ -52,7 +52,7 @@ class Carry(NamedTuple):
 
 
 def run_ticks(
-    program: Program,
+    program: LockstepProgram,
     parameters: Sequence[Array],
     state: Sequence[Array],
     key: Array,
@@ -106,7 +106,7 @@ def run_ticks(
     return Totals(last.gradients, last.state, last.results[:-1], last.results[-1])
 
 
-def _initial(program: Program, state: Sequence[Array], collect: bool) -> Carry:
+def _initial(program: LockstepProgram, state: Sequence[Array], collect: bool) -> Carry:
     lead = (program.num_microbatches,) if collect else ()
     sums = program.sum_avals if program.schedule.has_backward else []
     boxes = zip(program.inboxes, program.message_words, strict=True)
@@ -119,7 +119,7 @@ def _initial(program: Program, state: Sequence[Array], collect: bool) -> Carry:
     )
 
 
-def _by_stage(program: Program, kind: Kind) -> Callable[..., PyTree]:
+def _by_stage(program: LockstepProgram, kind: Kind) -> Callable[..., PyTree]:
     """Work of one kind, ``(work, operands)``, for the stage of its branch or none."""
     branches = [branch(program, kind, s) for s in program.stage_numbers]
     if program.alone:
@@ -127,7 +127,7 @@ def _by_stage(program: Program, kind: Kind) -> Callable[..., PyTree]:
     return lambda work, *operands: switch(work.branch, [branch(program, kind, None), *branches], *operands)
 
 
-def _rows(program: Program) -> Row:
+def _rows(program: LockstepProgram) -> Row:
     """This device's rows of the table, by tick."""
     leaves, treedef = jax.tree.flatten(program.table)
     columns = jnp.asarray(np.stack(leaves, axis=1))[lax.axis_index(STAGE)]
@@ -139,7 +139,7 @@ def _message(inbox: Array, work: Work) -> Array:
 
 
 def _exchange(
-    program: Program, message: Array, inboxes: Sequence[Array], landed: Sequence[ArrayLike], back: int
+    program: LockstepProgram, message: Array, inboxes: Sequence[Array], landed: Sequence[ArrayLike], back: int
 ) -> list[Array]:
     """The inboxes after every device has sent a message to the next, or back to the one before.
 
@@ -170,7 +170,9 @@ def _write(arena: Array, pages: Array, first: ArrayLike, branch: ArrayLike, coun
     return lax.dynamic_update_slice(arena, jnp.where(mine, pages, old), start)
 
 
-def _sum(program: Program, kind: Kind, gradients: Sequence[Array], steps: Sequence[Array], work: Work) -> list[Array]:
+def _sum(
+    program: LockstepProgram, kind: Kind, gradients: Sequence[Array], steps: Sequence[Array], work: Work
+) -> list[Array]:
     """Gradients with what work of a kind adds to some of them."""
     total = list(gradients)
     for k, step in zip(touched(program, kind), steps, strict=True):

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpipe.array_types import ArrayLike
+from jaxpipe.runtime.spmd.allocate import Inbox, Stay, addresses
 from jaxpipe.schedules import Kind, Schedule
-from jaxpipe.schedules.allocate import Inbox, Stay, addresses
 
 
 class Work(NamedTuple):

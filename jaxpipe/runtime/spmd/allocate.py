@@ -69,8 +69,8 @@ def inbox(schedule: Schedule, kind: Kind) -> Inbox:
 
     Example:
       >>> from jaxpipe.schedules import one_f_one_b
-      >>> [inbox(one_f_one_b(4, 8, paired=paired), Kind.FORWARD).direct for paired in (True, False)]
-      [True, False]
+      >>> inbox(one_f_one_b(4, 8), Kind.FORWARD).direct
+      False
     """
     p, count = schedule.num_devices, schedule.total_stages
     landed, read = ([[empty] * len(schedule.ticks) for _ in range(p)] for empty in (-1, 0))

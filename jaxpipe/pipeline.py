@@ -202,6 +202,10 @@ class Pipeline:
                 "This pipeline has no plan yet, because partition was given no batch, or a function whose variables "
                 "are not known. Call pipeline.init(key, batch) first, for a function with variables=; shapes will do."
             )
+        planned, _ = self._ready
+        if not planned.has_bytes:
+            planned = planned.with_bytes()
+            self._ready = planned, runtime_of(planned)
         return self._ready
 
     @outside_jit

@@ -140,23 +140,23 @@ def partition(
             if function is not None:
                 check_function(function, name)
         shapes = [None if x is None else check_batch.batch_shapes(x) for x in check_batch.listed_batches(batch)]
-        request = check_request(
-            model,
-            mesh,
+        request = Request(
+            model=model,
+            mesh=mesh,
             loss=loss,
             optimizer=optimizer,
             memory=memory,
             num_microbatches=num_microbatches,
             schedule=schedule,
-            profile=profile,
+            profile="measured" if profile is None else profile,
             network=network,
             storage=storage,
             gradient_exchange=gradient_exchange,
-            runtime=runtime,
+            runtime="mpmd" if runtime == "auto" else runtime,
+            options=PlanOptions() if options is None else options,
             several_sizes=len(shapes) > 1,
-            options=options,
         )
-        return request, shapes
+        return check_request(request), shapes
 
     request, shapes = agreed("jaxpipe.partition", check, lambda checked: request_parts(*checked, functions))
     planned = None if shapes[0] is None or needs_variables(model) else make_plan(request, shapes[0])

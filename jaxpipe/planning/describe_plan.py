@@ -6,8 +6,7 @@ import hashlib
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,9 +23,12 @@ from jaxpipe.planning.check_request import Request
 from jaxpipe.planning.cuts.cost_models import DeviceGroup, Synchronous
 from jaxpipe.planning.cuts.placed_stages import Partition, stage_speeds
 from jaxpipe.planning.dispatch_timeline import Dispatching, SearchArguments, dispatched_timeline, search_arguments
+from jaxpipe.planning.plan_timeline import StageSeconds, seconds_on_devices
 from jaxpipe.planning.storage.choose_swaps import Links
 from jaxpipe.planning.storage.stage_budget import Fitted
-from jaxpipe.residuals.stored_formats import Format, SavedFormat, stored_bytes
+from jaxpipe.planning.trace_request import Traced, rates_in
+from jaxpipe.residuals.stored_formats import Format, stored_bytes
+from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.gradient_precision import sum_dtype
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.select_runtime import lockstep_timeline
@@ -35,21 +37,7 @@ from jaxpipe.runtime.uint32_words import word_count
 from jaxpipe.schedules import Schedule, Timeline, makespan_bound, simulate
 from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.swap_points import HOST, swap_points
-
-
-@dataclass(frozen=True)
-class StageSeconds:
-    """The work of a stage on one micro-batch, on a device of the profiled kind; ``weight`` only if it waits."""
-
-    forward: float
-    backward: float
-    weight: float
-
-
-def rates_in(profile: Profile) -> Rates:
-    """The rates of the device that a profile describes."""
-    assert profile.rates is not None
-    return profile.rates
+from jaxpipe.schedules.table import StageNumber
 
 
 def stage_seconds(
@@ -87,12 +75,12 @@ def program_timeline(
     request: Request, program: Program, partition: Partition, seconds: Sequence[StageSeconds]
 ) -> Timeline:
     """Return the timeline of a step in the requested runtime."""
-    if request.runtime == "mpmd":
-        processes = processes_of(request.mesh, partition, program.num_devices)
-        dispatching = Dispatching(message_seconds(program, partition), processes, program.stage_replicas)
-        return dispatched_timeline(program.schedule, *_seconds_on_devices(partition, seconds), dispatching)
-    work, rate = _seconds_on_devices(partition, seconds), rates_in(partition.profile).bytes
-    return lockstep_timeline(program, work, functools.partial(_slowest_message, partition), rate)
+    work, rate = seconds_on_devices(seconds, stage_speeds(partition)), rates_in(partition.profile).bytes
+    if request.runtime == "spmd":
+        return lockstep_timeline(program, work, functools.partial(_slowest_message, partition), rate)
+    processes = processes_of(request.mesh, partition, program.num_devices)
+    dispatching = Dispatching(message_seconds(program, partition), processes, program.stage_replicas)
+    return dispatched_timeline(program.schedule, *work, dispatching)
 
 
 def least_seconds(schedule: Schedule, partition: Partition, stage_replicas: StageReplicas) -> float:
@@ -127,19 +115,7 @@ def stage_search_arguments(
     """Return the arguments of a search for a schedule of stage programs, with what storage has ``added``."""
     seconds = stage_seconds(program, partition, added, splits=True)
     dispatching = Dispatching(message_seconds(program, partition), (), program.stage_replicas)
-    return search_arguments(program.schedule, *_seconds_on_devices(partition, seconds), dispatching)
-
-
-def _seconds_on_devices(
-    partition: Partition, seconds: Sequence[StageSeconds]
-) -> tuple[list[float], list[float], list[float]]:
-    """Return the seconds of each stage on its own devices: forward, backward for inputs, and for weights."""
-    pairs = list(zip(seconds, stage_speeds(partition), strict=True))
-    return (
-        [stage.forward / s for stage, s in pairs],
-        [(stage.backward - stage.weight) / s for stage, s in pairs],
-        [stage.weight / s for stage, s in pairs],
-    )
+    return search_arguments(program.schedule, *seconds_on_devices(seconds, stage_speeds(partition)), dispatching)
 
 
 def message_seconds(program: Program, partition: Partition) -> list[tuple[float, float]]:
@@ -169,55 +145,31 @@ def processes_of(mesh: Mesh, partition: Partition, num_devices: int) -> list[tup
 
 
 def describe(
-    request: Request,
+    traced: Traced,
     program: Program,
     partition: Partition,
+    update: Update,
     memory: dict[str, int],
     microbatch_size: int,
     fitted: Sequence[Fitted],
-    budget: int | None,
 ) -> Plan:
-    """The plan of a program."""
-    graph, runtime, shape = program.objective.graph, request.runtime, request.submesh.shape
-    seconds = stage_seconds(program, partition, [fit.added_seconds for fit in fitted])
+    """Return the plan of a program; its budget and its search are those of whoever chose it."""
+    request, runtime, shape = traced.request, traced.request.runtime, traced.request.submesh.shape
+    added = [fit.added_seconds for fit in fitted]
+    seconds = stage_seconds(program, partition, added)
     messages = message_seconds(program, partition) if runtime == "mpmd" else [(0.0, 0.0)] * len(seconds)
-    stages = []
-    for s, stage in zip(program.stage_numbers, program.stages, strict=True):
-        placed = partition.stages[s]
-        operators = slice(placed.operators.start, placed.operators.stop)
-        stages.append(
-            StagePlan(
-                operators=(placed.operators.start, placed.operators.stop),
-                devices=placed.devices,
-                device_ids=_device_ids(request, placed.devices),
-                modules=_modules(op.path for op in graph.operators[operators]),
-                forward_seconds=seconds[s].forward,
-                backward_seconds=seconds[s].backward,
-                weight_seconds=seconds[s].weight,
-                added_seconds=fitted[s].added_seconds,
-                storage=fitted[s].status,
-                storage_gap=fitted[s].gap,
-                solve_seconds=fitted[s].solve_seconds,
-                stored=_stored_bytes(stage, lambda t, fmt: fmt.format.value),
-                stored_modules=_stored_bytes(stage, _makers(stage)),
-                recomputed=_recomputed(stage),
-                slices=stage.slices,
-                parameter_bytes=program.bytes_of(stage.parameters),
-                stash_bytes=program.stash_bytes(stage),
-                in_flight=program.in_flight(program.device(s), s // program.num_devices),
-                **_away(program, partition, s),
-                sent_bytes=program.bytes_of(stage.leaving),
-                message_seconds=messages[s],
-            )
-        )
     timeline = program_timeline(request, program, partition, seconds)
     bound = 0.0  # that no order of the stages' work with as many stashes stays below
     if runtime == "mpmd":
-        arguments = stage_search_arguments(program, partition, [fit.added_seconds for fit in fitted])
+        arguments = stage_search_arguments(program, partition, added)
         bound = makespan_bound(program.schedule.num_devices, program.schedule.num_microbatches, **arguments)
-    described = re.sub(r"0x[0-9a-f]+", "", f"{graph}{program.placement}")
+    described = f"{program.objective.graph}{program.placement}"
+    annotations = program.objective.annotations.notes((*request.mesh.axis_names, *shape), shape)
     return Plan(
-        stages=tuple(stages),
+        stages=tuple(
+            _describe_stage(request, program, partition, s, fitted[s], seconds[s], messages[s])
+            for s in program.stage_numbers
+        ),
         replicas=request.replicas,
         num_microbatches=program.num_microbatches,
         microbatch_size=microbatch_size,
@@ -229,14 +181,50 @@ def describe(
         bubble_fraction=_idle_share(timeline, program.stage_replicas.per_stage),
         lower_bound_seconds=partition.lower_bound_seconds,
         schedule_bound_seconds=bound,
-        budget=budget,
+        budget=None,
         memory=memory,
         host=request.host,
         staleness=program.schedule.staleness if program.schedule.versions is not None else (),
-        notes=(*program.objective.annotations.notes((*request.mesh.axis_names, *shape), shape), *_sum_notes(program)),
-        fingerprint=hashlib.sha256(described.encode()).hexdigest()[:16],
+        notes=(*annotations, *_sum_notes(program), *traced.notes),
+        fingerprint=hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", described).encode()).hexdigest()[:16],
         runtime=runtime,
         axes=dict(shape),
+        per_stage=update.by_stage.per_stage,
+        frozen=_describe_frozen(program, traced.model),
+        exchange_bytes=None if update.exchange is None else update.exchange.sent_bytes,
+    )
+
+
+def _describe_stage(
+    request: Request,
+    program: Program,
+    partition: Partition,
+    s: StageNumber,
+    fit: Fitted,
+    seconds: StageSeconds,
+    messages: tuple[float, float],
+) -> StagePlan:
+    stage, placed = program.stages[s], partition.stages[s]
+    operators = placed.operators.start, placed.operators.stop
+    return StagePlan(
+        operators=operators,
+        devices=placed.devices,
+        device_ids=_device_ids(request, placed.devices),
+        modules=_modules(op.path for op in program.objective.graph.operators[slice(*operators)]),
+        **vars(seconds),
+        added_seconds=fit.added_seconds,
+        storage=fit.status,
+        storage_gap=fit.gap,
+        solve_seconds=fit.solve_seconds,
+        **_stored_bytes(stage),
+        recomputed=_recomputed(stage),
+        slices=stage.slices,
+        parameter_bytes=program.bytes_of(stage.parameters),
+        stash_bytes=program.stash_bytes(stage),
+        in_flight=program.in_flight(program.device(s), s // program.num_devices),
+        **_away(program, partition, s),
+        sent_bytes=program.bytes_of(stage.leaving),
+        message_seconds=messages,
     )
 
 
@@ -259,7 +247,7 @@ def _whose_rates(request: Request, profile: Profile) -> str:
     return profile.device_kind or "the profile's device"
 
 
-def describe_frozen(program: Program, model: BoundModel) -> FrozenPlan | None:
+def _describe_frozen(program: Program, model: BoundModel) -> FrozenPlan | None:
     """Describe the parameters that are not trained; None if all are."""
     objective, count, devices = program.objective, program.schedule.frozen, program.device_numbers
 
@@ -303,20 +291,17 @@ def _device_ids(request: Request, devices: Sequence[int]) -> tuple[int, ...]:
     return tuple(device.id for first in firsts for device in request.submesh.group(first))
 
 
-def _stored_bytes(stage: Stage, label: Callable[[TensorNumber, SavedFormat], str]) -> dict[str, int]:
-    """Return bytes of one micro-batch's stash by label."""
+def _stored_bytes(stage: Stage) -> dict[str, dict[str, int]]:
+    """Return bytes of one micro-batch's stash by kind of storage, and by the module that makes what is stored."""
     assert stage.vjp is not None
     graph, formats = stage.vjp.graph, stage.vjp.plan.formats
-    bytes_of: Counter[str] = Counter()
-    for t in stage.stashed:
-        bytes_of[label(t, formats[t])] += stored_bytes(graph.tensors[t], formats[t])
-    return dict(bytes_of)
-
-
-def _makers(stage: Stage) -> Callable[[TensorNumber, SavedFormat], str]:
-    """Return a function that gives the module by which a stored tensor is made."""
     makers = {t: op.path or "the loss" for op in stage.graph.operators for t in op.outputs}
-    return lambda t, fmt: makers.get(t, "what the stage receives")
+    by_kind, by_module = Counter[str](), Counter[str]()
+    for t in stage.stashed:
+        size = stored_bytes(graph.tensors[t], formats[t])
+        by_kind[formats[t].format.value] += size
+        by_module[makers.get(t, "what the stage receives")] += size
+    return {"stored": dict(by_kind), "stored_modules": dict(by_module)}
 
 
 def _recomputed(stage: Stage) -> tuple[str, ...]:
@@ -331,7 +316,7 @@ def _recomputed(stage: Stage) -> tuple[str, ...]:
     )
 
 
-def _away(program: Program, partition: Partition, s: int) -> dict[str, Any]:
+def _away(program: Program, partition: Partition, s: StageNumber) -> dict[str, Any]:
     """Return what the plan says of a stage's stashes that are away."""
     stage = program.stages[s]
     if stage.swap is None:

@@ -1,4 +1,4 @@
-"""The runtime of a plan: all that is asked of one runtime and not of the other is asked here."""
+"""The runtime of a plan, and the questions that only one runtime answers; no other module imports ``runtime.spmd``."""
 
 from collections.abc import Sequence
 from typing import Literal, TypeAlias

@@ -36,6 +36,7 @@ from jaxpipe.planning.describe_plan import processes_of
 from jaxpipe.planning.make_plan import compiled_plan
 from jaxpipe.planning.memory_report import MemoryReport
 from jaxpipe.planning.plan_timeline import plan_timeline
+from jaxpipe.planning.planned_partition import as_planned
 from jaxpipe.runtime import check_state, nonfinite_origin, shard_batch
 from jaxpipe.runtime.executable_plan import Batching
 from jaxpipe.runtime.hold_signals import hold_signals
@@ -107,12 +108,8 @@ class Pipeline:
 
     @property
     def partition(self) -> Partition:
-        """Cuts and devices, with the profile and the network they were chosen for, and how good they are.
-
-        Raises:
-          PartitionError: as ``plan``.
-        """
-        return self._planned.partition
+        """The plan's stages, with the profile and the network they were chosen for. Raises as ``plan``."""
+        return as_planned(self._planned.partition, self.plan)
 
     @property
     def schedule(self) -> Schedule:
@@ -159,17 +156,18 @@ class Pipeline:
           OSError: if the page cannot be written there.
           PartitionError, MemoryBudgetError: as ``plan`` and ``memory_report``; or if ``path`` has another suffix.
         """
-        from jaxpipe.visualize.html_report import Contents, check_path, write_page
+        from jaxpipe.visualize.html_report import check_path, page
         from jaxpipe.visualize.pictures import load_figure_class
 
         check_path(path)  # before anything is compiled
         load_figure_class("Pipeline.report")
         memory = self.memory_report() if compile else None
-        timelines = {f"predicted from the {self.plan.profile} profile": self.timeline()}
+        timelines = {"": self.timeline()}
         if measure:
             timelines["measured, stage by stage, without sending"] = self.timeline(measured=True)
-        plain = plain_stash_bytes(self._planned.program)
-        write_page(path, Contents(self.plan, self.partition, self.schedule, timelines, plain, memory))
+        kept = plain_stash_bytes(self._planned.program)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(page(self.plan, self.partition, self.schedule, timelines, kept, memory))
 
     def __repr__(self) -> str:
         """The plan in a line; ``print(pipeline.plan)`` has all of it."""
@@ -204,6 +202,10 @@ class Pipeline:
                 "This pipeline has no plan yet, because partition was given no batch, or a function whose variables "
                 "are not known. Call pipeline.init(key, batch) first, for a function with variables=; shapes will do."
             )
+        planned, _ = self._ready
+        if not planned.has_bytes:
+            planned = planned.with_bytes()
+            self._ready = planned, runtime_of(planned)
         return self._ready
 
     @outside_jit

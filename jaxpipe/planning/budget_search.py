@@ -18,7 +18,7 @@ from jaxpipe.planning.price_storage import longest_microbatch, price_storage
 from jaxpipe.planning.storage.solver_time import SolverTime
 from jaxpipe.planning.storage.stage_budget import Solving, StageFitter, reruns_products
 from jaxpipe.planning.trace_request import trace_request
-from jaxpipe.text.progress import tell
+from jaxpipe.text.progress import phase, tell
 from jaxpipe.text.units import bytes_text, seconds_text
 
 
@@ -38,6 +38,7 @@ class BudgetSearch:
         self._fitters: dict[Candidate, StageFitter] = {}
         self._compiled: list[PlannedStep] = []
 
+    @phase("storage")
     def shortest(self, budget: int) -> PlannedStep:
         """Return the plan with the shortest step that is found for a budget; the smallest, if none is within."""
         first = self._fastest(budget)

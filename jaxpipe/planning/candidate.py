@@ -141,7 +141,8 @@ class Candidate:
         return Update(by_stage, sent, request.options.on_nonfinite)
 
     @cached_property
-    def _lists(self) -> StageLists:
+    def lists(self) -> StageLists:
+        """The calls of its plans."""
         return StageLists()
 
     @cached_property
@@ -152,18 +153,15 @@ class Candidate:
     @cached_property
     def default(self) -> "PlannedStep":
         """The plan with default storage."""
-        return self._with_bytes(self.described)
+        return self.described.with_bytes()
 
     def with_storage(self, program: Program, fitted: tuple[Fitted, ...]) -> "PlannedStep":
         """Return the plan for the program with some storage, and how that was chosen."""
-        return self._with_bytes(self._described(program, fitted))
+        return self._described(program, fitted).with_bytes()
 
     def needs(self, program: Program) -> list[int]:
         """Return the predicted bytes of each device along the stage axis for the program with some storage."""
-        return self._lists.needs(self.described, program)
-
-    def _with_bytes(self, planned: "PlannedStep") -> "PlannedStep":
-        return planned if planned.plan.runtime == "spmd" else self._lists.with_bytes(planned)
+        return self.lists.needs(self.described, program)
 
     def _described(self, program: Program, fitted: tuple[Fitted, ...]) -> "PlannedStep":
         traced, update, request = self.traced, self.update, self.traced.request
@@ -193,6 +191,15 @@ class PlannedStep(ExecutablePlan):
     """An executable plan, and the candidate whose plan it is."""
 
     candidate: Candidate
+
+    @property
+    def has_bytes(self) -> bool:
+        """True if the plan has the bytes of each device."""
+        return bool(self.plan.memory)
+
+    def with_bytes(self) -> "PlannedStep":
+        """Return the plan with the bytes of each device. To trace all calls for them takes longer than all else."""
+        return self if self.has_bytes else self.candidate.lists.with_bytes(self)
 
     @property
     def profile(self) -> Profile:

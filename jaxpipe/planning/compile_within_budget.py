@@ -20,7 +20,7 @@ from jaxpipe.planning.stage_lists import with_compiled_bytes
 from jaxpipe.runtime.executable_plan import Compiled
 from jaxpipe.runtime.mpmd import device_bytes
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
-from jaxpipe.text.progress import tell
+from jaxpipe.text.progress import phase, tell
 from jaxpipe.text.units import asked_bytes, bytes_text
 
 
@@ -38,6 +38,7 @@ SMALL_PLANS = (0.1, 0.25, 0.5)
 OVERRATED = 1.1
 
 
+@phase("compile")
 def with_step(planned: PlannedStep) -> PlannedStep:
     """Compile the stage programs of a plan, in all processes at once; nothing if they have been compiled.
 

@@ -21,7 +21,7 @@ from jaxpipe.schedules import Schedule, list_schedule, schedule_makers
 from jaxpipe.schedules.table import without_backward
 from jaxpipe.sharding.mesh_axes import STAGE
 from jaxpipe.sharding.submesh import Submesh
-from jaxpipe.text.progress import tell
+from jaxpipe.text.progress import phase, tell
 from jaxpipe.text.short_names import number_ranges
 
 
@@ -46,6 +46,7 @@ def leanest(candidates: Sequence[Candidate]) -> Candidate:
     return min(alike, key=lambda candidate: candidate.waiting_bytes)
 
 
+@phase("candidates")
 def list_candidates(traced: Traced) -> list[Candidate]:
     """Return a program for each schedule that may be the fastest, fastest first.
 

@@ -18,10 +18,11 @@ from jaxpipe.planning.refuse_budget import refusal
 from jaxpipe.planning.storage.fastest_choice import raised
 from jaxpipe.planning.trace_request import Traced, trace_request
 from jaxpipe.target import building_for, platform
-from jaxpipe.text.progress import progress, tell
+from jaxpipe.text.progress import phase, progress, tell
 from jaxpipe.text.units import bytes_text, seconds_text
 
 
+@phase("all else")
 @progress("Tracing the model")
 def make_plan(request: Request, batch: PyTree, variables: PyTree = None) -> PlannedStep:
     """Plan a model for batches of the given shapes, and show how far that is; raises as ``partition``."""
@@ -75,10 +76,10 @@ def _described(candidate: Candidate) -> str:
 
 def _by_default(candidates: Sequence[Candidate]) -> PlannedStep:
     """Return the plan without a budget, compiled where predictions are not exact: for GPUs, as stage programs."""
-    planned = leanest(candidates).default
+    planned = leanest(candidates).described  # on which no choice depends: bytes are predicted when somebody asks
     wanted = candidates[0].traced.request.options.compile
     compiles = platform() != "cpu" if wanted is None else wanted
-    return with_step(planned) if compiles and planned.plan.runtime == "mpmd" else planned
+    return with_step(planned.with_bytes()) if compiles and planned.plan.runtime == "mpmd" else planned
 
 
 def _within_budget(traced: Traced, search: BudgetSearch) -> tuple[PlannedStep, int]:

@@ -5,12 +5,15 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from jaxpipe.array_types import Device
+from jaxpipe.graph.sharding_annotations import outside_mesh
 from jaxpipe.plan import Plan
 from jaxpipe.runtime.executable_plan import ExecutablePlan
 from jaxpipe.runtime.mpmd.device_bytes import Peak
 from jaxpipe.runtime.mpmd.estimated_bytes import predicted_bytes
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
 from jaxpipe.runtime.program import Program
+from jaxpipe.target import building_for
+from jaxpipe.text.progress import phase
 
 
 _Planned = TypeVar("_Planned", bound=ExecutablePlan)
@@ -31,8 +34,14 @@ class StageLists:
             self._calls[id(program)] = program, MpmdRuntime(planned).calls
         return replace(planned, calls=self._calls[id(program)][1])
 
+    @outside_mesh()
+    @phase("bytes")
     def with_bytes(self, planned: _Planned) -> _Planned:
         """Return a plan with its list, and the bytes that each device needs for it."""
+        with building_for(planned.mesh.devices.flat[0].platform):
+            return self._with_bytes(planned)
+
+    def _with_bytes(self, planned: _Planned) -> _Planned:
         planned = self.with_list(planned)
         runtime = MpmdRuntime(planned)
         peaks = runtime.predicted

@@ -34,7 +34,7 @@ from jaxpipe.runtime.gradient_precision import check_effect
 from jaxpipe.schedules import Schedule, schedule_makers
 from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.sharding.submesh import joined_mesh
-from jaxpipe.text.progress import tell
+from jaxpipe.text.progress import phase, tell
 
 
 #: Micro-batches for each stage when the caller does not say: the bubble is then below a fifth of the step.
@@ -71,6 +71,7 @@ def rates_in(profile: Profile) -> Rates:
     return profile.rates
 
 
+@phase("trace")
 def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> Traced:
     """Trace a model for batches of the given shapes, and profile its operators; raises as ``partition``."""
     asked = request, batch, variables
@@ -223,6 +224,7 @@ def _default_microbatches(size: int, request: Request) -> int:
     return next((m for m in counts if m >= wanted), counts[-1])
 
 
+@phase("profile")
 def _profile(request: Request, objective: MicrobatchProgram, frozen: tuple[str, ...]) -> Profile:
     graph = objective.graph
     if isinstance(request.profile, Profile):

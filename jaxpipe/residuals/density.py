@@ -115,12 +115,11 @@ def can_be_sparse(graph: Graph, t: TensorNumber) -> bool:
 def room(graph: Graph) -> dict[TensorNumber, int]:
     """For each tensor that has, or is assumed to have, many zeros: how many values to make room for."""
     measured = _ambient.value
-    names = tensor_names(graph)
     wanted = {}
     for t, fraction in _assumed(graph).items():
         wanted[t] = fraction * (1 + ASSUMED_MARGIN)
     if measured is not None:
-        for t, name in names.items():
+        for t, name in tensor_names(graph).items():
             if name in measured.fractions:
                 wanted[t] = measured.fractions[name] * (1 + MEASURED_MARGIN) + 1 / SMALLEST_TENSOR
     return {

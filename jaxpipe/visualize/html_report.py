@@ -94,6 +94,8 @@ def page(
     body.append(_heading("What each method saves"))
     methods = _methods(plan, plain_bytes, partition.network.is_uniform)
     body += [html_table(_stash_table(plan, plain_bytes)), html_table(methods)]
+    if plan.search:
+        body += [_heading("How the plan was found"), f"<p>{html_text(chr(10).join(plan.search))}</p>"]
     title = f"jaxpipe: {len(plan.stages)} stages, {plan.num_microbatches} micro-batches, {plan.schedule}"
     # "<" cannot end the element that it stands in; JSON reads the escape as the same character.
     data = plan.to_json().replace("<", "\\u003c")

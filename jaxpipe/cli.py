@@ -253,7 +253,7 @@ def planned(job: Job) -> "Pipeline":
     from jaxpipe.costs.profile_model import EstimateFor
     from jaxpipe.options import PlanOptions
     from jaxpipe.partition import partition
-    from jaxpipe.planning.check_request import check_request
+    from jaxpipe.planning.check_request import Request, check_request
 
     network = None if job.network is None else Network.from_json(job.network.read_text(encoding="utf-8"))
     count = job.devices if network is None else network.num_devices
@@ -289,7 +289,7 @@ def planned(job: Job) -> "Pipeline":
             "network": network,
             "options": PlanOptions(**{name: getattr(job, name) for name in (*options, "fresh_profile")}),
         }
-        check_request(model, mesh, **arguments)
+        check_request(Request(model=model, mesh=mesh, **arguments))
     return partition(model, mesh, batch, **arguments)
 
 

@@ -23,27 +23,28 @@ from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import BatchError, ModelError, PartitionError
 from jaxpipe.graph.sharding_annotations import outside_mesh
 from jaxpipe.models import check_batch, plain_run
+from jaxpipe.models.batch_statistics import warn_if_training
 from jaxpipe.models.bound_model import UserFunction, with_values
 from jaxpipe.models.check_arguments import check_outside_jit, outside_jit, random_key
 from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_loss, trace_prediction, with_rows
-from jaxpipe.models.training_mode import warn_if_training
 from jaxpipe.plan import Plan
+from jaxpipe.planning.candidate import PlannedStep
 from jaxpipe.planning.compare_requests import state_parts
-from jaxpipe.planning.compile_within_budget import check_budget, with_step, within_budget
+from jaxpipe.planning.compile_within_budget import check_budget, with_step
 from jaxpipe.planning.cuts.placed_stages import Partition, stage_speeds
 from jaxpipe.planning.describe_plan import processes_of
+from jaxpipe.planning.make_plan import compiled_plan
 from jaxpipe.planning.memory_report import MemoryReport
 from jaxpipe.planning.plan_timeline import plan_timeline
 from jaxpipe.planning.planned_partition import as_planned
-from jaxpipe.planning.planned_step import PlannedStep
 from jaxpipe.runtime import check_state, nonfinite_origin, shard_batch
 from jaxpipe.runtime.executable_plan import Batching
 from jaxpipe.runtime.hold_signals import hold_signals
 from jaxpipe.runtime.initialize_state import initial_sources, place_state
-from jaxpipe.runtime.interface import ForwardPass, Runtime, StepResults
+from jaxpipe.runtime.interface import ForwardPass, StepResults
 from jaxpipe.runtime.nonfinite_origin import NonFiniteOrigin
 from jaxpipe.runtime.recent import recent
-from jaxpipe.runtime.select_runtime import runtime_of
+from jaxpipe.runtime.select_runtime import Runtime, runtime_of
 from jaxpipe.runtime.state_arrays import off_mesh
 from jaxpipe.runtime.train_state import TrainState, take_over
 from jaxpipe.runtime.zero_weight import WeightWatch
@@ -134,7 +135,7 @@ class Pipeline:
         if measured:
             from jaxpipe.visualize.measured_timeline import measure_timeline
 
-            return measure_timeline(planned.program, self.mesh)
+            return measure_timeline(planned.program, self.mesh, lockstep=planned.plan.runtime == "spmd")
         processes = processes_of(self._mesh, planned.partition, self.schedule.num_devices)
         return plan_timeline(planned.plan, self.schedule, stage_speeds(planned.partition), processes)
 
@@ -201,6 +202,10 @@ class Pipeline:
                 "This pipeline has no plan yet, because partition was given no batch, or a function whose variables "
                 "are not known. Call pipeline.init(key, batch) first, for a function with variables=; shapes will do."
             )
+        planned, _ = self._ready
+        if not planned.has_bytes:
+            planned = planned.with_bytes()
+            self._ready = planned, runtime_of(planned)
         return self._ready
 
     @outside_jit
@@ -316,7 +321,7 @@ class Pipeline:
 
     def _prepare_shapes(self, shapes: PyTree) -> None:
         planned = self._planned
-        if planned.others is not None and check_batch.shape_key(shapes) == check_batch.shape_key(planned.batch):
+        if planned.plan.budget is not None and check_batch.shape_key(shapes) == check_batch.shape_key(planned.batch):
             if planned.compiled is None:
                 self._use(with_step)
             check_budget(self._planned)
@@ -540,14 +545,14 @@ class Pipeline:
           PartitionError: as ``plan``.
         """
         if self._planned.plan.runtime == "mpmd":
-            self._use(within_budget)
+            self._use(compiled_plan)
         self._prepare(self._planned.batch)
         return self.plan
 
     @outside_mesh()
     def memory_report(self) -> MemoryReport:
         """Predicted bytes on each device beside those of the compiled training step; nothing is run."""
-        if self._planned.others is not None and self._planned.compiled is None:
+        if self.plan.budget is not None and self._planned.compiled is None:
             self._use(with_step)
         compiled, plan = self._runtime.bytes(), self.plan
         host = 0 if plan.host is None else plan.host.bytes

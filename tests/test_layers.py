@@ -12,7 +12,7 @@ from jaxpipe.costs.profile import Edge, Profile
 from jaxpipe.errors import MemoryBudgetError, PartitionError
 from jaxpipe.planning import Partition, partition_layers
 from jaxpipe.planning.cuts.cut_space import cut_space
-from jaxpipe.planning.cuts.repeated_stages import repeated_plans
+
 from jaxpipe.schedules import one_f_one_b, simulate
 
 

@@ -56,6 +56,12 @@ class CutSpace:
         lost = inside @ outside.T.astype(np.float32)
         return (lost == 0) & ~np.eye(len(inside), dtype=bool)
 
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether each cut holds the one before."""
+        numbers = np.arange(len(self.crossing) - 1)
+        return bool(self.nested[numbers, numbers + 1].all())
+
     def between(self, sums: np.ndarray, block: Block = EVERYWHERE) -> np.ndarray:
         """``[first cuts, last cuts]``: a sum over the operators between two cuts; only of use where ``nested``."""
         first, last = block

@@ -25,6 +25,9 @@ FEW_CUTS = 128
 #: Sums of the same seconds in another order differ by less than this.
 ROUNDING = 1 + 1e-9
 
+#: Elementary steps that a search over all sets of devices may take; with more, devices are searched in orders.
+MOST_WORK = 3e9
+
 #: How many devices of each class.
 Counts = tuple[int, ...]
 
@@ -48,18 +51,29 @@ class Limits:
         return tuple(width for k, width in enumerate(self.widths) if sum(self.widths[k:]) == count)
 
 
+@dataclass(frozen=True)
+class Found:
+    """The best stages that were found.
+
+    No plan that was looked at is better than ``bound``; 0 if that is not known. ``ties`` are as good, 1 if they were
+    not counted. ``placements`` are those that were looked at.
+    """
+
+    seconds: float
+    stages: Stages
+    bound: float
+    ties: int
+    placements: str
+
+
 def device_classes(network: Network, memory: Sequence[float]) -> tuple[tuple[int, ...], ...]:
     """Devices that may be exchanged for one another without changing any cost, together."""
-    bandwidth, latency = network.bandwidth, network.latency
+    links = np.stack([network.bandwidth, network.latency])
 
     def alike(a: int, b: int) -> bool:
-        others = [c for c in range(network.num_devices) if c not in (a, b)]
-        return (
-            network.speed[a] == network.speed[b]
-            and memory[a] == memory[b]
-            and np.array_equal(bandwidth[a, others], bandwidth[b, others])
-            and np.array_equal(latency[a, others], latency[b, others])
-        )
+        differs = (links[:, a] != links[:, b]).any(0)
+        differs[[a, b]] = False
+        return network.speed[a] == network.speed[b] and memory[a] == memory[b] and not differs.any()
 
     classes: list[list[int]] = []
     for device in range(network.num_devices):
@@ -69,6 +83,11 @@ def device_classes(network: Network, memory: Sequence[float]) -> tuple[tuple[int
         else:
             home.append(device)
     return tuple(map(tuple, classes))
+
+
+def is_small(classes: Sequence[Sequence[int]], space: CutSpace, limits: Limits) -> bool:
+    """Return whether all sets of devices can be searched."""
+    return len(classes) == 1 or work(classes, len(space.crossing), limits) <= MOST_WORK
 
 
 def work(classes: Sequence[Sequence[int]], cuts: int, limits: Limits) -> float:
@@ -108,19 +127,6 @@ class Search:
     def least_memory(self) -> float:
         """The smallest memory of equal devices for which there is a plan at all; infinite if links are missing."""
         return self._run(_Memory(self, math.inf))[0]
-
-    def fits(self, stages: Stages) -> bool:
-        """Return whether every stage has the memory it needs."""
-        if min(self.limits.memory) == math.inf:
-            return True
-        followers = 0
-        for first, last, devices in reversed(stages):
-            if not np.isfinite(
-                self.stage(DeviceGroup(devices, followers), (np.array([first]), np.array([last])))
-            ).all():
-                return False
-            followers += len(devices)
-        return True
 
     def stage(self, group: DeviceGroup, block: Block, memory: float | None = None) -> np.ndarray:
         """Cost of a stage on a group, infinite where it does not fit the memory or is none."""
@@ -172,14 +178,6 @@ class Search:
         for taken in itertools.product(*(range(u + 1) for u in given)):
             if sum(taken) in sizes:
                 yield taken
-
-    def next_groups(self, used: Counts) -> Iterator[tuple[DeviceGroup, Counts]]:
-        """The groups that may stand in front of stages that use some devices."""
-        left = tuple(len(group) - u for group, u in zip(self.classes, used, strict=True))
-        behind, sizes = sum(used), self.limits.group_sizes
-        for taken in self._parts(left, [size for size in sizes if size in self.limits.sizes(behind + size)]):
-            together = tuple(u + t for u, t in zip(used, taken, strict=True))
-            yield DeviceGroup(self._devices(together, taken), sum(used)), taken
 
     def _group(self, used: Counts, taken: Counts) -> DeviceGroup:
         return DeviceGroup(self._devices(used, taken), sum(used) - sum(taken))

@@ -195,14 +195,14 @@ def corrupted(drawn: random.Random, schedule: Schedule, how: str) -> tuple[Sched
     if how == "missing":
         cells[t][s].remove(action)
     elif how == "duplicated":
-        cells.append([[action] if device == s else [] for device in range(schedule.num_stages)])
+        cells.append([[action] if device == s else [] for device in range(schedule.num_devices)])
     else:  # the first forward of a stage behind all else: whatever needs it comes too early
         t = next(t for t, tick in enumerate(cells) for a in tick[s] if a.kind is Kind.FORWARD)
         action = cells[t][s].pop(0)
-        cells.append([[action] if device == s else [] for device in range(schedule.num_stages)])
+        cells.append([[action] if device == s else [] for device in range(schedule.num_devices)])
     ticks = tuple(tuple(tuple(actions) for actions in tick) for tick in cells)
-    named = rf"{action.kind.value} of .*\b{action.microbatch}\b|stage {s}\b.*{action.kind.value}\b|{action}"
-    return Schedule(schedule.name, schedule.num_stages, schedule.num_microbatches, ticks, schedule.num_chunks), named
+    named = rf"{action.kind.value} of .*\b{action.microbatch}\b|(stage|device) {s}\b.*{action.kind.value}\b|{action}"
+    return Schedule(schedule.name, schedule.num_devices, schedule.num_microbatches, ticks, schedule.num_chunks), named
 
 
 @settings(deadline=None, max_examples=200)

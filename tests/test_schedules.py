@@ -153,12 +153,12 @@ def test_unequal_stages_wait_for_the_slowest(data, p, m, communication):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (["F0 | F1 | B0"], r"stage 0 does B of micro-batches \[0\]; it must do each of 0..1 once"),
-        (["F0 B0 | F1 | B1 | F0"], r"stage 0 does F of micro-batches \[0, 0, 1\]; it must do each of 0..1 once"),
-        (["F0 | B0", " | "], r"stage 1 does F of micro-batches \[\]"),
+        (["F0 | F1 | B0"], r"device 0 does B of micro-batches \[0\]; it must do each of 0..1 once"),
+        (["F0 B0 | F1 | B1 | F0"], r"device 0 does F of micro-batches \[0, 0, 1\]; it must do each of 0..1 once"),
+        (["F0 | B0", " | "], r"device 1 does F of micro-batches \[\]"),
         (["B0 | F0"], r"B of stage 0 for micro-batch 0 is in tick 0, .* F of stage 0, which is in tick 1"),
-        (["B0 F0"], r"stage 0 does B0 F0 in one tick; a tick holds at most one each of F, B, in this order"),
-        (["F0 F1 | B0 | B1"], r"stage 0 does F0 F1 in one tick"),
+        (["B0 F0"], r"device 0 does B0 F0 in one tick; a tick holds at most one each of F, B, in this order"),
+        (["F0 F1 | B0 | B1"], r"device 0 does F0 F1 in one tick"),
         (["F0 | | B0", "F0 | B0 | "], r"F of stage 1 for micro-batch 0 is in tick 0, .* it may start in tick 1"),
         ([" | F0 | | B0", "F0 | | B0 | "], r"F of stage 1 .* needs F of stage 0, which is in tick 1"),
         (["F0 | B0 | ", " | F0 | B0"], r"B of stage 0 for micro-batch 0 is in tick 1, but it needs B of stage 1"),
@@ -169,16 +169,18 @@ def test_validate_names_the_broken_rule(rows, message):
         drawn(*rows).validate()
 
 
-def test_validate_counts_the_stages_of_a_tick():
+def test_validate_counts_the_devices_of_a_tick():
     schedule = Schedule("odd", 2, 1, (((Action(F, 0),),),))
-    with pytest.raises(ScheduleError, match="odd: a tick has 1 stages, expected 2"):
+    with pytest.raises(ScheduleError, match="odd: a tick has 1 devices, expected 2"):
         schedule.validate()
 
 
 @pytest.mark.parametrize("maker", [one_f_one_b, gpipe, forward_only])
 @pytest.mark.parametrize("size", [(0, 3), (3, 0), (-1, 1)])
 def test_sizes_below_one(maker, size):
-    with pytest.raises(ScheduleError, match=f"num_stages={size[0]}, num_microbatches={size[1]}; both must be at least"):
+    with pytest.raises(
+        ScheduleError, match=f"num_devices={size[0]}, num_microbatches={size[1]}; both must be at least"
+    ):
         maker(*size)
 
 
@@ -283,7 +285,7 @@ def test_corrupted_orders_are_refused_or_run(data, maker, p, m):
     """A missing or a doubled action is named; a swap either breaks a dependency or makes another legal schedule."""
     schedule = maker(p, m)
     orders = [list(schedule.order(s)) for s in range(p)]
-    assume(schedule.num_stages * schedule.num_microbatches > 1)  # one forward alone is a schedule for evaluation
+    assume(schedule.num_devices * schedule.num_microbatches > 1)  # one forward alone is a schedule for evaluation
     device = data.draw(st.integers(0, p - 1))
     place = data.draw(st.integers(0, len(orders[device]) - 1))
     damage = data.draw(st.sampled_from(["missing", "doubled", "swapped"]))
@@ -327,8 +329,8 @@ def test_a_deadlock_names_who_waits():
         ("0F0,0X0", "row 0 has '0X0'; a cell is a stage"),
         ("0F0,0B0\n0F0,0B0", "row 1 has 0F0; with 2 rows, stage 0 belongs to row 0"),
         ("0F0,0B0,0F9,0B9", "4 actions cannot be all work of 10 micro-batches"),
-        ("0F0,0F1,0B0", r"stage 0 does B of micro-batches \[0\]"),
-        ("0F0,0I0", r"stage 0 does W of micro-batches \[\]"),
+        ("0F0,0F1,0B0", r"device 0 does B of micro-batches \[0\]"),
+        ("0F0,0I0", r"device 0 does W of micro-batches \[\]"),
         ("0B0,0F0", "deadlock: device 0 cannot run B0"),
         ("0F0,0B999999999", "numbers are at most"),
         ("0" * 200_000, "this is no CSV"),
@@ -345,7 +347,7 @@ SQUARE = "".join(f"{k}F0,{k}B0\n" for k in range(400))
 def test_a_schedule_of_many_devices_is_checked_in_linear_time():
     """4.5 kB: 0.3 s, where looking through the table again for each device took 4 s."""
     begin = time.process_time()
-    assert from_csv(SQUARE).num_stages == 400
+    assert from_csv(SQUARE).num_devices == 400
     one_f_one_b(200, 1).validate()
     assert time.process_time() - begin < 2.0
 

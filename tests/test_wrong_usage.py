@@ -161,7 +161,7 @@ ARGUMENTS = {
     "schedule of one": (
         PartitionError,
         {"schedule": lambda p: None},
-        ["(p)", "schedule(num_stages, num_microbatches)"],
+        ["(p)", "schedule(num_devices, num_microbatches)"],
     ),
     "profile a file": (PartitionError, {"profile": "profile.json"}, ["profile='profile.json'", "jaxpipe.Profile"]),
     "network a matrix": (PartitionError, {"network": np.ones((2, 2))}, ["network is ndarray", "jaxpipe.Network"]),
@@ -455,7 +455,7 @@ OTHERS = {
         lambda: jaxpipe.Profile.chain(1, [1], [1], [1], [1], [1]),
         ["names=1", "a sequence"],
     ),
-    "table of texts": (ScheduleError, lambda: schedules.gpipe("2", 4), ["num_stages='2' (str)", "num_stages=2."]),
+    "table of texts": (ScheduleError, lambda: schedules.gpipe("2", 4), ["num_devices='2' (str)", "num_devices=2."]),
     "table of floats": (
         ScheduleError,
         lambda: schedules.one_f_one_b(2, 4.0),

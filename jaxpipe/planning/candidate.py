@@ -93,15 +93,15 @@ class Candidate:
 
 def build_candidate(cut: Cut, schedule: Schedule, maker: schedule_makers.ScheduleMaker | None = None) -> Candidate:
     """Return the program of a cut and a schedule in which all stages are trained; ``maker`` as ``Candidate`` has it."""
-    traced, placement = cut.traced, cut.placement.on_devices(schedule.num_stages)
-    model, request, devices = traced.model, traced.request, range(schedule.num_stages)
+    traced, placement = cut.traced, cut.placement.on_devices(schedule.num_devices)
+    model, request, devices = traced.model, traced.request, range(schedule.num_devices)
     held = [placement.held_by(d)[0] for d in devices]
     parameters = [[(model.parameters[k].aval, traced.update.trained[k]) for k in numbers] for numbers in held]
     program = Program(
         objective=traced.objective,
         stages=cut.stages,
         schedule=without_backward(schedule, cut.num_frozen),
-        stage_replicas=StageReplicas(cut.replicas.per_stage[: schedule.num_stages]),
+        stage_replicas=StageReplicas(cut.replicas.per_stage[: schedule.num_devices]),
         num_microbatches=traced.batching.num_microbatches,
         placement=placement,
         parameters=lay_out([[aval for aval, _ in pairs] for pairs in parameters]),

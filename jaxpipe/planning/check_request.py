@@ -270,15 +270,15 @@ def schedule_makers(schedule: ScheduleMaker | str) -> tuple[ScheduleMaker, ...]:
     maker = schedule_named(schedule, BY_NAME) if isinstance(schedule, str) else schedule
     if isinstance(schedule, Schedule):
         raise PartitionError(
-            f"schedule= is a table, {schedule.name} for {schedule.num_stages} stages; partition asks for one of the "
-            "size that it needs. Pass a function: schedule=lambda num_stages, num_microbatches: table."
+            f"schedule= is a table, {schedule.name} for {schedule.num_devices} devices; partition asks for one of the "
+            "size that it needs. Pass a function: schedule=lambda num_devices, num_microbatches: table."
         )
     if not callable(maker):
         raise PartitionError(
-            f"schedule={schedule!r}; it must be 'auto', {', '.join(map(repr, BY_NAME))}, or a function (num_stages, "
+            f"schedule={schedule!r}; it must be 'auto', {', '.join(map(repr, BY_NAME))}, or a function (num_devices, "
             "num_microbatches) -> Schedule, such as jaxpipe.schedules.gpipe."
         )
-    check_function(maker, "schedule", ("num_stages", "num_microbatches"))
+    check_function(maker, "schedule", ("num_devices", "num_microbatches"))
     return (cast(ScheduleMaker, maker),)
 
 

@@ -243,7 +243,7 @@ def describe(
     bound = 0.0  # that no order of the stages' work with as many stashes stays below
     if runtime == "mpmd":
         arguments = stage_search_arguments(program, partition, [fit.added_seconds for fit in fitted])
-        bound = makespan_bound(program.schedule.num_stages, program.schedule.num_microbatches, **arguments)
+        bound = makespan_bound(program.schedule.num_devices, program.schedule.num_microbatches, **arguments)
     described = re.sub(r"0x[0-9a-f]+", "", f"{graph}{program.parameters.buffers}{program.state.buffers}")
     return Plan(
         stages=tuple(stages),

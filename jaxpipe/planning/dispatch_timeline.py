@@ -64,7 +64,7 @@ def dispatched_timeline(
 
 def _links(schedule: Schedule, dispatching: Dispatching) -> list[tuple[float, float]]:
     """Return the seconds of the messages between each stage and the next, forward and back."""
-    if schedule.num_stages == 1:
+    if schedule.num_devices == 1:
         return [(0.0, 0.0)] * (schedule.total_stages - 1)
     messages, rounds = dispatching.messages, dispatching.stage_replicas.most_per_device
     boundaries = range(schedule.total_stages - 1)
@@ -109,7 +109,7 @@ def search_arguments(
         backward_weight=weight,
         backward=[(backward_input[s] + backward_weight[s]) * trained[s] + call[s] for s in stages],
         communication=_links(schedule, dispatching),
-        in_flight=[most if schedule.frozen else schedule.in_flight(d) for d in range(schedule.num_stages)],
+        in_flight=[most if schedule.frozen else schedule.in_flight(d) for d in range(schedule.num_devices)],
         num_chunks=schedule.num_chunks,
     )
 
@@ -118,7 +118,7 @@ def _begins(
     schedule: Schedule, first: dict[int, set[Kind]], dispatching: Dispatching
 ) -> dict[tuple[Kind, int, int], float]:
     """Return when the host has called each action; what goes on in a program that was called before is left out."""
-    p, count = schedule.num_stages, schedule.total_stages
+    p, count = schedule.num_devices, schedule.total_stages
     processes, round_size = dispatching.processes, dispatching.stage_replicas.round_size
     now = {process: 0.0 for row in processes for process in row}
     called: dict[tuple[Kind, int, int], float] = {}

@@ -111,7 +111,7 @@ def searched_candidates(candidates: Sequence[Candidate], sources: Sequence[Candi
     for chunks in sorted({source.schedule.num_chunks for source in sources}):
         alike = sorted((x for x in sources if x.schedule.num_chunks == chunks), key=lambda x: x.seconds)
         fixed = alike[0]
-        size = fixed.schedule.num_stages, fixed.schedule.num_microbatches
+        size = fixed.schedule.num_devices, fixed.schedule.num_microbatches
         arguments = stage_search_arguments(fixed.program, fixed.partition)
         for limits in _limits([x.schedule for x in alike]):
             tell(f"Searching for a schedule of {size[0] * chunks} stages with {list(limits)} stashes in flight")
@@ -138,7 +138,7 @@ def _limits(schedules: Sequence[Schedule]) -> Iterator[tuple[int, ...]]:
     """
     first, *_ = schedules
     if first.num_chunks > 1:
-        yield (first.total_stages,) * first.num_stages
+        yield (first.total_stages,) * first.num_devices
         return
-    rows = [tuple(schedule.in_flight(d) for d in range(schedule.num_stages)) for schedule in schedules]
+    rows = [tuple(schedule.in_flight(d) for d in range(schedule.num_devices)) for schedule in schedules]
     yield from dict.fromkeys((rows[0], min(rows, key=sum)))

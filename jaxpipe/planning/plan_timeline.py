@@ -29,10 +29,10 @@ def plan_timeline(
         "backward_weight": [stage.weight_seconds / s for stage, s in stages],
     }
     if plan.runtime == "mpmd":
-        devices = processes or [(0,) * len(stage.devices) for stage in plan.stages[: schedule.num_stages]]
+        devices = processes or [(0,) * len(stage.devices) for stage in plan.stages[: schedule.num_devices]]
         messages, stage_replicas = [stage.message_seconds for stage in plan.stages], plan.stage_replicas
         if schedule.num_chunks > 1:
-            stage_replicas = StageReplicas(stage_replicas.per_stage[: schedule.num_stages])
+            stage_replicas = StageReplicas(stage_replicas.per_stage[: schedule.num_devices])
         return dispatched_timeline(schedule, **work, dispatching=Dispatching(messages, devices, stage_replicas))
     walk = functools.partial(simulate, schedule, **work)
     return walk(communication=max(0.0, plan.step_seconds - walk().makespan) / len(schedule.ticks))

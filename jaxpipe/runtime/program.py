@@ -33,7 +33,7 @@ PAGE = 1024
 class Program:
     """Stages, a schedule, and where variables live: all that the tick loop needs.
 
-    Stage ``s`` is on device ``s % schedule.num_stages``. Stage programs (``jaxpipe.runtime.mpmd``) may have several
+    Stage ``s`` is on device ``s % schedule.num_devices``. Stage programs (``jaxpipe.runtime.mpmd``) may have several
     devices in a stage: a device of the schedule then stands for all of them, and a micro-batch for a round
     (``jaxpipe.schedules.replicas``).
     """
@@ -63,7 +63,7 @@ class Program:
     @property
     def num_devices(self) -> int:
         """Devices along the stage axis, or the stages on them."""
-        return self.schedule.num_stages
+        return self.schedule.num_devices
 
     @cached_property
     def stage_numbers(self) -> tuple[StageNumber, ...]:

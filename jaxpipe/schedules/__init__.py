@@ -26,7 +26,7 @@ from jaxpipe.schedules.table import Schedule as Schedule
 from jaxpipe.schedules.zero_bubble import zero_bubble as zero_bubble
 
 
-#: Schedules by name, each made by ``(num_stages, num_microbatches)``.
+#: Schedules by name, each made by ``(num_devices, num_microbatches)``.
 BY_NAME: dict[str, Callable[[int, int], Schedule]] = {
     "one_f_one_b": one_f_one_b,
     "gpipe": gpipe,

@@ -72,7 +72,7 @@ def inbox(schedule: Schedule, kind: Kind) -> Inbox:
       >>> [inbox(one_f_one_b(4, 8, paired=paired), Kind.FORWARD).direct for paired in (True, False)]
       [True, False]
     """
-    p, count = schedule.num_stages, schedule.total_stages
+    p, count = schedule.num_devices, schedule.total_stages
     landed, read = ([[empty] * len(schedule.ticks) for _ in range(p)] for empty in (-1, 0))
     when = [schedule.when(*schedule.home(s, kind)) for s in range(count)]
     direct, slots = True, 1

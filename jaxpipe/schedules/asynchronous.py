@@ -20,14 +20,14 @@ from jaxpipe.schedules.one_f_one_b import one_f_one_b
 from jaxpipe.schedules.table import Kind, Schedule
 
 
-def pipedream(num_stages: int, num_microbatches: int) -> Schedule:
+def pipedream(num_devices: int, num_microbatches: int) -> Schedule:
     """1F1B with an update after every backward pass, and stashed weights.
 
     Stage ``i`` of ``p`` is ``p - 1 - i`` updates behind and keeps ``p - i`` versions of its weights. After D. Narayanan
     et al., "PipeDream", SOSP 2019.
 
     Args:
-      num_stages, num_microbatches: its size.
+      num_devices, num_microbatches: its size.
 
     Raises:
       ScheduleError: if a size is below 1.
@@ -36,19 +36,19 @@ def pipedream(num_stages: int, num_microbatches: int) -> Schedule:
       >>> pipedream(4, 8).versions[1]
       (0, 0, 0, 1, 2, 3, 4, 5)
     """
-    base = one_f_one_b(num_stages, num_microbatches, paired=False)
-    return replace(base, name="pipedream", versions=tuple(_newest(base, s) for s in range(num_stages)))
+    base = one_f_one_b(num_devices, num_microbatches, paired=False)
+    return replace(base, name="pipedream", versions=tuple(_newest(base, s) for s in range(num_devices)))
 
 
-def double_buffered(num_stages: int, num_microbatches: int, *, group: int | None = None) -> Schedule:
+def double_buffered(num_devices: int, num_microbatches: int, *, group: int | None = None) -> Schedule:
     """1F1B with an update after every group of micro-batches, and two versions of the weights (2BW).
 
-    Groups of at least ``num_stages`` micro-batches use the weights that lack the update of the group before them, on
+    Groups of at least ``num_devices`` micro-batches use the weights that lack the update of the group before them, on
     all stages: ``w[t+1] = w[t] - f(gradient at w[t-1])``. After D. Narayanan et al., "Memory-efficient
     pipeline-parallel DNN training", ICML 2021.
 
     Args:
-      num_stages, num_microbatches: its size.
+      num_devices, num_microbatches: its size.
       group: micro-batches to an update; left out, as many as there are stages.
 
     Raises:
@@ -58,15 +58,15 @@ def double_buffered(num_stages: int, num_microbatches: int, *, group: int | None
       >>> double_buffered(2, 8).versions[0]
       (0, 0, 0, 0, 1, 1, 2, 2)
     """
-    group = num_stages if group is None else group
-    base = one_f_one_b(num_stages, num_microbatches, paired=False)
-    if group < num_stages or num_microbatches % group:
+    group = num_devices if group is None else group
+    base = one_f_one_b(num_devices, num_microbatches, paired=False)
+    if group < num_devices or num_microbatches % group:
         raise ScheduleError(
-            f"double_buffered got num_stages={num_stages}, num_microbatches={num_microbatches}, "
+            f"double_buffered got num_devices={num_devices}, num_microbatches={num_microbatches}, "
             f"group={group}; a group has at least as many micro-batches as there are stages, and groups divide all."
         )
     versions = tuple(max(0, j // group - 1) for j in range(num_microbatches))
-    return replace(base, name="2bw", versions=(versions,) * num_stages, group=group)
+    return replace(base, name="2bw", versions=(versions,) * num_devices, group=group)
 
 
 def _newest(schedule: Schedule, stage: int) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ def to_csv(schedule: Schedule) -> str:
       0F0,0F1,,0B0,,0B1
       ,1F0,1B0,1F1,1B1,
     """
-    p = schedule.num_stages
+    p = schedule.num_devices
     rows: list[list[str]] = [[] for _ in range(p)]
     for tick in schedule.ticks:
         width = max(len(actions) for actions in tick)

@@ -4,7 +4,7 @@ from jaxpipe.schedules.ordered import from_orders
 from jaxpipe.schedules.table import Action, Kind, Schedule, check_size, table
 
 
-def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
+def gpipe(num_devices: int, num_microbatches: int) -> Schedule:
     """All micro-batches forward, then all backward.
 
     Every stage holds all micro-batches in flight. After Y. Huang et al., "GPipe", NeurIPS 2019.
@@ -12,23 +12,23 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     Raises:
       ScheduleError: if a size is below 1.
     """
-    work = _forward(num_stages, num_microbatches)
-    turn = num_stages + num_microbatches - 1
-    for i in range(num_stages):
+    work = _forward(num_devices, num_microbatches)
+    turn = num_devices + num_microbatches - 1
+    for i in range(num_devices):
         for j in range(num_microbatches):
-            work.setdefault((turn + num_stages - 1 - i + j, i), []).append(Action(Kind.BACKWARD, j))
-    return table("gpipe", num_stages, num_microbatches, work)
+            work.setdefault((turn + num_devices - 1 - i + j, i), []).append(Action(Kind.BACKWARD, j))
+    return table("gpipe", num_devices, num_microbatches, work)
 
 
-def forward_only(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+def forward_only(num_devices: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """All micro-batches forward, nothing backward; with chunks, as many at a time as there are devices."""
-    check_size(num_stages, num_microbatches)
-    groups = [range(j, min(j + num_stages, num_microbatches)) for j in range(0, num_microbatches, num_stages)]
+    check_size(num_devices, num_microbatches)
+    groups = [range(j, min(j + num_devices, num_microbatches)) for j in range(0, num_microbatches, num_devices)]
     order = [Action(Kind.FORWARD, j, chunk) for group in groups for chunk in range(num_chunks) for j in group]
-    return from_orders("forward", [order] * num_stages, num_microbatches, num_chunks)
+    return from_orders("forward", [order] * num_devices, num_microbatches, num_chunks)
 
 
-def _forward(num_stages: int, num_microbatches: int) -> dict[tuple[int, int], list[Action]]:
-    check_size(num_stages, num_microbatches)
-    sizes = range(num_stages), range(num_microbatches)
+def _forward(num_devices: int, num_microbatches: int) -> dict[tuple[int, int], list[Action]]:
+    check_size(num_devices, num_microbatches)
+    sizes = range(num_devices), range(num_microbatches)
     return {(i + j, i): [Action(Kind.FORWARD, j)] for i in sizes[0] for j in sizes[1]}

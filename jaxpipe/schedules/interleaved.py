@@ -6,7 +6,7 @@ from jaxpipe.schedules.table import Action, Kind, Schedule, check_size
 from jaxpipe.text.units import whole_number
 
 
-def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
+def interleaved(num_devices: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
     """``num_chunks`` stages on each device: a bubble as many times smaller, but more to send and to hold.
 
     Device ``d`` of ``p`` has the stages ``d``, ``p + d``, ``2 p + d``, ... Micro-batches go through the chunks in
@@ -14,18 +14,18 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> 
     Megatron-LM", SC 2021.
 
     Args:
-      num_stages: devices.
+      num_devices: devices.
       num_microbatches: a multiple of the devices.
       num_chunks: stages on each.
 
     Raises:
       ScheduleError: if a size is below 1, or micro-batches are no multiple of the devices.
     """
-    check_size(num_stages, num_microbatches)
-    p, m, v = num_stages, num_microbatches, whole_number(num_chunks, "num_chunks", ScheduleError)
+    check_size(num_devices, num_microbatches)
+    p, m, v = num_devices, num_microbatches, whole_number(num_chunks, "num_chunks", ScheduleError)
     if v < 1 or m % p:
         raise ScheduleError(
-            f"interleaved got num_stages={p}, num_microbatches={m}, num_chunks={v}; there must be at "
+            f"interleaved got num_devices={p}, num_microbatches={m}, num_chunks={v}; there must be at "
             "least one chunk, and as many micro-batches as devices or a multiple of that."
         )
     return from_orders(f"interleaved-{v}", [_order(p, m, v, d) for d in range(p)], m, v)

@@ -45,7 +45,7 @@ ROUNDING = 1e-9
 
 
 def list_schedule(
-    num_stages: int,
+    num_devices: int,
     num_microbatches: int,
     *,
     forward: Seconds,
@@ -68,13 +68,13 @@ def list_schedule(
     (ICLR 2024, arXiv 2401.10241) order the split backward pass by measured seconds as well.
 
     Args:
-      num_stages: devices.
+      num_devices: devices.
       num_microbatches: of a step.
       forward, backward_input, backward_weight: seconds of a micro-batch, for all stages or by stage.
       backward: of the backward pass as a whole; left out: the sum of its parts.
       communication: seconds of a message; or a pair for each stage and the next, forward and back.
-      in_flight: most stashes of a device, for all or by device; left out: ``num_stages * num_chunks``, as many bytes
-        as ``num_stages`` micro-batches have on a device.
+      in_flight: most stashes of a device, for all or by device; left out: ``num_devices * num_chunks``, as many bytes
+        as ``num_devices`` micro-batches have on a device.
       num_chunks: stages on each device.
 
     Raises:
@@ -86,7 +86,7 @@ def list_schedule(
       33.0
     """
     times = forward, backward_input, backward_weight, backward
-    problem = _problem(num_stages, num_microbatches, num_chunks, times, communication, in_flight)
+    problem = _problem(num_devices, num_microbatches, num_chunks, times, communication, in_flight)
     fixed = [(problem.makespan(table), table) for table in _fixed_tables(problem)]
     best, seconds = None, min((makespan for makespan, _ in fixed), default=math.inf)
     for splits in (True, False) if any(problem.backward_weight) else (False,):
@@ -103,13 +103,13 @@ def list_schedule(
     if not fixed:
         raise ScheduleError(
             f"in_flight={list(problem.in_flight)}: the search found no order of {num_microbatches} micro-batches on "
-            f"{num_stages} devices with num_chunks={num_chunks} that keeps these limits. Raise them."
+            f"{num_devices} devices with num_chunks={num_chunks} that keeps these limits. Raise them."
         )
     return min(fixed, key=lambda pair: pair[0])[1]
 
 
 def makespan_bound(
-    num_stages: int,
+    num_devices: int,
     num_microbatches: int,
     *,
     forward: Seconds,
@@ -127,7 +127,7 @@ def makespan_bound(
     trip of its micro-batch, so that few stashes make for few micro-batches in that time.
 
     Args:
-      num_stages, num_microbatches, num_chunks: the size.
+      num_devices, num_microbatches, num_chunks: the size.
       forward, backward_input, backward_weight, backward, communication, in_flight: as ``list_schedule`` takes them.
 
     Raises:
@@ -138,7 +138,7 @@ def makespan_bound(
       55.0
     """
     times = forward, backward_input, backward_weight, backward
-    problem = _problem(num_stages, num_microbatches, num_chunks, times, communication, in_flight)
+    problem = _problem(num_devices, num_microbatches, num_chunks, times, communication, in_flight)
     return min(_bound(problem), _bound(problem.whole))
 
 
@@ -180,32 +180,32 @@ _Times = tuple[Seconds, Seconds, Seconds, Seconds | None]
 
 
 def _problem(
-    num_stages: int,
+    num_devices: int,
     num_microbatches: int,
     num_chunks: int,
     times: _Times,
     communication: float | Sequence[tuple[float, float]],
     in_flight: int | Sequence[int] | None,
 ) -> _Problem:
-    check_size(num_stages, num_microbatches)
+    check_size(num_devices, num_microbatches)
     chunks = whole_number(num_chunks, "num_chunks", ScheduleError)
     if chunks < 1:
         raise ScheduleError(f"num_chunks={chunks}; a device has at least 1 stage.")
-    count = num_stages * chunks
+    count = num_devices * chunks
     links = _links(communication, count)
     names = ("forward", "backward_input", "backward_weight")
     forward, first, second = (_by_stage(name, x, count) for name, x in zip(names, times[:3], strict=True))
     both = tuple(i + w for i, w in zip(first, second, strict=True))
     return _Problem(
-        num_stages,
+        num_devices,
         num_microbatches,
         chunks,
         forward,
         first,
         second,
         both if times[3] is None else _by_stage("backward", times[3], count),
-        links if num_stages > 1 else ((0.0, 0.0),) * (count - 1),
-        _limits(in_flight, num_stages, num_microbatches, chunks),
+        links if num_devices > 1 else ((0.0, 0.0),) * (count - 1),
+        _limits(in_flight, num_devices, num_microbatches, chunks),
     )
 
 
@@ -235,15 +235,15 @@ def _check_seconds(name: str, times: Sequence[float]) -> None:
 
 
 def _limits(
-    in_flight: int | Sequence[int] | None, num_stages: int, num_microbatches: int, num_chunks: int
+    in_flight: int | Sequence[int] | None, num_devices: int, num_microbatches: int, num_chunks: int
 ) -> tuple[int, ...]:
     """Return the most stashes of each device, no more than it can have."""
     if in_flight is None:
-        in_flight = num_stages * num_chunks
-    limits = tuple(in_flight) if isinstance(in_flight, Sequence) else (in_flight,) * num_stages
-    if len(limits) != num_stages:
+        in_flight = num_devices * num_chunks
+    limits = tuple(in_flight) if isinstance(in_flight, Sequence) else (in_flight,) * num_devices
+    if len(limits) != num_devices:
         raise ScheduleError(
-            f"in_flight= has {len(limits)} limits, but there are {num_stages} devices: pass a number for each, or one "
+            f"in_flight= has {len(limits)} limits, but there are {num_devices} devices: pass a number for each, or one "
             "for all."
         )
     for limit in limits:

@@ -23,9 +23,9 @@ def from_orders(name: str, orders: Sequence[Sequence[Action]], num_microbatches:
       >>> from jaxpipe.schedules.table import Kind
       >>> f, b = Action(Kind.FORWARD, 0), Action(Kind.BACKWARD, 0)
       >>> print(from_orders("drawn", [[f, b], [f, b]], 1))
-      tick     0  1  2  3
-      stage 0  F0       B0
-      stage 1     F0 B0
+      tick      0  1  2  3
+      device 0  F0       B0
+      device 1     F0 B0
     """
     for device, action in ((d, a) for d, order in enumerate(orders) for a in order):
         if not (0 <= action.microbatch < num_microbatches and 0 <= action.chunk < num_chunks):

@@ -13,7 +13,7 @@ from jaxpipe.schedules.table import Schedule
 from jaxpipe.schedules.zero_bubble import zero_bubble
 
 
-#: ``(num_stages, num_microbatches) -> Schedule``.
+#: ``(num_devices, num_microbatches) -> Schedule``.
 ScheduleMaker = Callable[[int, int], Schedule]
 
 
@@ -31,13 +31,16 @@ AUTO_FREE: tuple[ScheduleMaker, ...] = (functools.partial(one_f_one_b, paired=Fa
 
 
 def make_schedules(
-    makers: Sequence[ScheduleMaker], num_stages: int, num_microbatches: int, stage_replicas: StageReplicas | None = None
+    makers: Sequence[ScheduleMaker],
+    num_devices: int,
+    num_microbatches: int,
+    stage_replicas: StageReplicas | None = None,
 ) -> list[Schedule]:
     """Tables of some size, those left out that there are not for this size; one at least."""
     first, *others = makers
-    size = num_stages, num_microbatches
+    size = num_devices, num_microbatches
     schedules = [check_schedule(first(*size), *size, stage_replicas)]
-    for maker in others if num_stages > 1 else ():
+    for maker in others if num_devices > 1 else ():
         with contextlib.suppress(ScheduleError):
             schedules.append(check_schedule(maker(*size), *size, stage_replicas))
     return schedules
@@ -68,27 +71,27 @@ def make_replicated_schedules(
 
 
 def check_schedule(
-    schedule: object, num_stages: int, num_microbatches: int, stage_replicas: StageReplicas | None = None
+    schedule: object, num_devices: int, num_microbatches: int, stage_replicas: StageReplicas | None = None
 ) -> Schedule:
-    """Return what ``schedule(num_stages, num_microbatches)`` has given, if it is a valid table of this size.
+    """Return what ``schedule(num_devices, num_microbatches)`` has given, if it is a valid table of this size.
 
     With stages on several devices a micro-batch of the table is a round.
     """
     if not isinstance(schedule, Schedule):
         raise PartitionError(
-            f"schedule(num_stages={num_stages}, num_microbatches={num_microbatches}) gave a {type(schedule).__name__}; "
-            "it must give a jaxpipe.schedules.Schedule."
+            f"schedule(num_devices={num_devices}, num_microbatches={num_microbatches}) gave a "
+            f"{type(schedule).__name__}; it must give a jaxpipe.schedules.Schedule."
         )
-    size = schedule.num_stages, schedule.num_microbatches
-    if size != (num_stages, num_microbatches):
+    size = schedule.num_devices, schedule.num_microbatches
+    if size != (num_devices, num_microbatches):
         if stage_replicas is None:
             fix = f"num_microbatches={size[1]} and a mesh with {size[0]} stages"
-        elif size[0] == num_stages:
+        elif size[0] == num_devices:
             fix = f"num_microbatches={size[1] * stage_replicas.round_size}"
         else:
             fix = f"devices_per_stage= for {size[0]} stages"
         raise PartitionError(
-            f"schedule(num_stages={num_stages}, num_microbatches={num_microbatches}) gave {schedule.name} for "
+            f"schedule(num_devices={num_devices}, num_microbatches={num_microbatches}) gave {schedule.name} for "
             f"{size[0]} stages and {size[1]} micro-batches. Pass {fix}, or another table."
         )
     schedule.validate()

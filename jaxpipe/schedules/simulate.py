@@ -97,9 +97,9 @@ def simulate(
     else:
         spans = _free(schedule, seconds, ((communication, communication),) * (schedule.total_stages - 1), begins or {})
     end = max((span.end for span in spans), default=0.0)
-    if lockstep and schedule.num_stages > 1:
+    if lockstep and schedule.num_devices > 1:
         end += communication
-    return Timeline(tuple(spans), float(end), tuple(schedule.in_flight(s) for s in range(schedule.num_stages)))
+    return Timeline(tuple(spans), float(end), tuple(schedule.in_flight(s) for s in range(schedule.num_devices)))
 
 
 Costs = dict[Kind, tuple[float, ...]]
@@ -109,7 +109,7 @@ def _seconds(
     schedule: Schedule, forward: Seconds, backward: Seconds | None, first: Seconds | None, second: Seconds | None
 ) -> Costs:
     """Seconds of each kind by stage, chunk after chunk."""
-    count = schedule.num_stages * schedule.num_chunks
+    count = schedule.num_devices * schedule.num_chunks
 
     def by_stage(name: str, cost: Seconds) -> tuple[float, ...]:
         seconds = tuple(cost) if isinstance(cost, Sequence) else (float(cost),) * count
@@ -145,7 +145,7 @@ def _in_step(schedule: Schedule, seconds: Costs, communication: float) -> list[S
                 free[s] = start + seconds[action.kind][schedule.stage(s, action.chunk)]
                 spans.append(Span(s, action, start, free[s]))
             now = max(free.values(), default=now)
-        if schedule.num_stages > 1 and tick is not schedule.ticks[-1]:
+        if schedule.num_devices > 1 and tick is not schedule.ticks[-1]:
             now += communication
     return spans
 
@@ -154,7 +154,7 @@ def _free(
     schedule: Schedule, seconds: Costs, links: Sequence[tuple[float, float]], begins: "Mapping[_Work, float]"
 ) -> list[Span]:
     """Each device walks through its own list as far as it can, and waits for the first result that it lacks."""
-    p = schedule.num_stages
+    p = schedule.num_devices
     orders = [list(schedule.order(s)) for s in range(p)]
     free, position = [0.0] * p, [0] * p
     done: dict[_Work, float] = {}
@@ -202,5 +202,5 @@ def _needs(schedule: Schedule, kind: Kind, stage: int, j: int) -> list[_Work]:
         return [(kind, stage - 1, j)] if stage else []
     if kind is Kind.BACKWARD_WEIGHT:
         return [(Kind.BACKWARD_INPUT, stage, j)]
-    last = stage + 1 == schedule.num_stages * schedule.num_chunks
+    last = stage + 1 == schedule.num_devices * schedule.num_chunks
     return [(Kind.FORWARD, stage, j), *([] if last else [(kind, stage + 1, j)])]

@@ -64,7 +64,7 @@ class Schedule:
 
     Attributes:
       name: what it is called.
-      num_stages: devices; with one chunk for each, stages.
+      num_devices: devices of the pipeline.
       num_microbatches: of a step.
       ticks: ``ticks[t][s]`` are the actions of device ``s`` in tick ``t``.
       num_chunks: stages on each device.
@@ -77,13 +77,13 @@ class Schedule:
     Example:
       >>> from jaxpipe.schedules import one_f_one_b
       >>> print(one_f_one_b(2, 2))
-      tick     0     1     2     3
-      stage 0  F0    F1    B0    B1
-      stage 1        F0 B0 F1 B1
+      tick      0     1     2     3
+      device 0  F0    F1    B0    B1
+      device 1        F0 B0 F1 B1
     """
 
     name: str
-    num_stages: int
+    num_devices: int
     num_microbatches: int
     ticks: tuple[tuple[tuple[Action, ...], ...], ...]
     num_chunks: int = 1
@@ -111,25 +111,25 @@ class Schedule:
 
     def home(self, stage: int, kind: Kind) -> tuple[DeviceNumber, Kind, int]:
         """Device, kind and chunk of a stage's work: what ``when`` takes."""
-        return self.device(stage), kind, stage // self.num_stages
+        return self.device(stage), kind, stage // self.num_devices
 
     @cached_property
     def device_numbers(self) -> tuple[DeviceNumber, ...]:
         """Numbers of the devices."""
-        return tuple(map(DeviceNumber, range(self.num_stages)))
+        return tuple(map(DeviceNumber, range(self.num_devices)))
 
     def device(self, stage: int) -> DeviceNumber:
         """Return the device of a stage."""
-        return DeviceNumber(stage % self.num_stages)
+        return DeviceNumber(stage % self.num_devices)
 
     def stage(self, device: int, chunk: int) -> StageNumber:
         """Return the stage that is a chunk of a device."""
-        return StageNumber(chunk * self.num_stages + device)
+        return StageNumber(chunk * self.num_devices + device)
 
     @property
     def total_stages(self) -> int:
         """Stages on all devices."""
-        return self.num_stages * self.num_chunks
+        return self.num_devices * self.num_chunks
 
     @cached_property
     def phases(self) -> tuple[tuple[Kind, ...], ...]:
@@ -179,7 +179,7 @@ class Schedule:
     def staleness(self) -> tuple[int, ...]:
         """By device, how many updates its weights lack at most when a gradient is computed with them."""
         if self.versions is None:
-            return (0,) * self.num_stages
+            return (0,) * self.num_devices
         return tuple(max(j // self.group - v for j, v in enumerate(row)) for row in self.versions)
 
     @cached_property
@@ -238,18 +238,18 @@ class Schedule:
     def _check_ticks(self, kinds: Sequence[Kind]) -> None:
         """Check that a tick holds at most one action of each kind for a device, in the order of the kinds."""
         for tick in self.ticks:
-            if len(tick) != self.num_stages:
-                raise ScheduleError(f"{self.name}: a tick has {len(tick)} stages, expected {self.num_stages}.")
+            if len(tick) != self.num_devices:
+                raise ScheduleError(f"{self.name}: a tick has {len(tick)} devices, expected {self.num_devices}.")
             for s, actions in enumerate(tick):
                 places = [kinds.index(a.kind) if a.kind in kinds else -1 for a in actions]
                 if -1 in places or places != sorted(set(places)):
                     raise ScheduleError(
-                        f"{self.name}: stage {s} does {' '.join(map(str, actions))} in one tick; a tick holds at most "
+                        f"{self.name}: device {s} does {' '.join(map(str, actions))} in one tick; a tick holds at most "
                         f"one each of {', '.join(k.value for k in kinds)}, in this order."
                     )
 
     def _check_work(self, kinds: Sequence[Kind]) -> None:
-        """Check that each stage does each of its micro-batches once, in all kinds of work that it has."""
+        """Check that each device does each micro-batch of its stages once, in all kinds of work that these have."""
         if not 0 <= self.frozen < self.total_stages:
             raise ScheduleError(
                 f"{self.name}: frozen={self.frozen}; at least the last of {self.total_stages} stages works backward."
@@ -257,7 +257,7 @@ class Schedule:
         work: dict[tuple[int, Kind], list[tuple[int, int]]] = defaultdict(list)
         for s, action in ((s, action) for tick in self.ticks for s, actions in enumerate(tick) for action in actions):
             work[s, action.kind].append((action.chunk, action.microbatch))
-        for s, kind in itertools.product(range(self.num_stages), kinds):
+        for s, kind in itertools.product(range(self.num_devices), kinds):
             done = work[s, kind]
             working = [c for c in range(self.num_chunks) if kind is Kind.FORWARD or self.is_trained(s, c)]
             inside = all(c in working and 0 <= j < self.num_microbatches for c, j in done)
@@ -266,7 +266,7 @@ class Schedule:
                 everything += " in every chunk" if self.num_chunks > 1 else ""
                 rule = everything if working else f"none, as the first {self.frozen} stages are frozen"
                 raise ScheduleError(
-                    f"{self.name}: stage {s} does {kind.value} of {self._microbatches(done)}; it must do {rule}."
+                    f"{self.name}: device {s} does {kind.value} of {self._microbatches(done)}; it must do {rule}."
                 )
 
     def _check_versions(self, versions: Sequence[Sequence[int]]) -> None:
@@ -277,7 +277,7 @@ class Schedule:
             )
         if self.group < 1 or self.num_microbatches % self.group:
             raise ScheduleError(f"{self.name}: group={self.group} does not divide {self.num_microbatches}.")
-        if [len(row) for row in versions] != [self.num_microbatches] * self.num_stages:
+        if [len(row) for row in versions] != [self.num_microbatches] * self.num_devices:
             raise ScheduleError(f"{self.name}: versions must have a number for each stage and micro-batch.")
         for s, row in enumerate(versions):
             forward, backward = self.when(s, Kind.FORWARD), self.when(s, Kind.BACKWARD)
@@ -302,7 +302,7 @@ class Schedule:
     def _check(self, kind: Kind, stage: int, needed: Kind, source: int) -> None:
         """A stage's work of one kind comes after another stage's of another kind."""
         if 0 <= source < self.total_stages:
-            (chunk, device), (other_chunk, other) = (divmod(s, self.num_stages) for s in (stage, source))
+            (chunk, device), (other_chunk, other) = (divmod(s, self.num_devices) for s in (stage, source))
             later, earlier = (self._ticks_of.get(k, {}) for k in ((device, kind, chunk), (other, needed, other_chunk)))
             what, needs = f"{kind.value} of stage {stage}", f"{needed.value} of stage {source}"
             self._check_order(later, earlier, 0 if device == other else 1, what, needs)
@@ -317,7 +317,7 @@ class Schedule:
 
     def _rows(self) -> list[list[str]]:
         """Return the table with a row for each device, and a column for each tick."""
-        rows = ([f"stage {s}", *(" ".join(map(str, tick[s])) for tick in self.ticks)] for s in range(self.num_stages))
+        rows = ([f"device {s}", *(" ".join(map(str, tick[s])) for tick in self.ticks)] for s in range(self.num_devices))
         return [["tick", *map(str, range(len(self.ticks)))], *rows]
 
     def _repr_html_(self) -> str:
@@ -348,10 +348,10 @@ def without_backward(schedule: Schedule, frozen: int) -> Schedule:
     Example:
       >>> from jaxpipe.schedules import one_f_one_b
       >>> print(without_backward(one_f_one_b(3, 2), 2))
-      tick     0     1     2     3
-      stage 0  F0    F1
-      stage 1        F0    F1
-      stage 2              F0 B0 F1 B1
+      tick      0     1     2     3
+      device 0  F0    F1
+      device 1        F0    F1
+      device 2              F0 B0 F1 B1
     """
     if not frozen or schedule.versions is not None:
         return schedule
@@ -368,19 +368,19 @@ def without_backward(schedule: Schedule, frozen: int) -> Schedule:
 
 def table(
     name: str,
-    num_stages: int,
+    num_devices: int,
     num_microbatches: int,
     work: dict[tuple[int, int], list[Action]],
     num_chunks: int = 1,
 ) -> Schedule:
     """A schedule from the actions of each ``(tick, stage)``, forward before backward."""
     length = 1 + max(t for t, _ in work)
-    check_cells(name, num_stages, length)
+    check_cells(name, num_devices, length)
     ticks = tuple(
-        tuple(tuple(sorted(work.get((t, s), []), key=lambda a: KINDS.index(a.kind))) for s in range(num_stages))
+        tuple(tuple(sorted(work.get((t, s), []), key=lambda a: KINDS.index(a.kind))) for s in range(num_devices))
         for t in range(length)
     )
-    return Schedule(name, num_stages, num_microbatches, ticks, num_chunks)
+    return Schedule(name, num_devices, num_microbatches, ticks, num_chunks)
 
 
 def check_cells(name: str, num_devices: int, num_ticks: int) -> None:
@@ -392,11 +392,11 @@ def check_cells(name: str, num_devices: int, num_ticks: int) -> None:
         )
 
 
-def check_size(num_stages: int, num_microbatches: int) -> None:
+def check_size(num_devices: int, num_microbatches: int) -> None:
     """Raise ``ScheduleError`` unless both are whole numbers above 0."""
-    for name, value in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
+    for name, value in (("num_devices", num_devices), ("num_microbatches", num_microbatches)):
         whole_number(value, name, ScheduleError)
-    if num_stages < 1 or num_microbatches < 1:
+    if num_devices < 1 or num_microbatches < 1:
         raise ScheduleError(
-            f"A schedule got num_stages={num_stages}, num_microbatches={num_microbatches}; both must be at least 1."
+            f"A schedule got num_devices={num_devices}, num_microbatches={num_microbatches}; both must be at least 1."
         )

@@ -4,7 +4,7 @@ from jaxpipe.schedules.ordered import from_orders
 from jaxpipe.schedules.table import Action, Kind, Schedule, check_size
 
 
-def zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
+def zero_bubble(num_devices: int, num_microbatches: int) -> Schedule:
     """1F1B whose backward work comes in two parts, the one for weights later.
 
     Stage ``i`` does its weight work ``i`` micro-batches after its input work, so that cotangents reach early stages
@@ -14,8 +14,8 @@ def zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
     Raises:
       ScheduleError: if a size is below 1.
     """
-    check_size(num_stages, num_microbatches)
-    orders = [_order(num_stages, num_microbatches, i) for i in range(num_stages)]
+    check_size(num_devices, num_microbatches)
+    orders = [_order(num_devices, num_microbatches, i) for i in range(num_devices)]
     return from_orders("zero-bubble-h1", orders, num_microbatches)
 
 

@@ -61,7 +61,7 @@ def draw_timeline(plan: Plan, schedule: Schedule, timeline: Timeline | None = No
     figure_class = load_figure_class("draw_timeline")
     check_size(plan, schedule)
     timeline = plan_timeline(plan, schedule) if timeline is None else timeline
-    rows = schedule.num_stages
+    rows = schedule.num_devices
     figure = figure_class(figsize=(WIDTH_INCHES, 1.9 + 0.6 * rows), layout="constrained")
     axes = figure.subplots()
     _draw_spans(axes, timeline)
@@ -96,10 +96,10 @@ def draw_memory(plan: Plan, schedule: Schedule, report: MemoryReport | None = No
     """
     figure_class = load_figure_class("draw_memory")
     check_size(plan, schedule)
-    figure = figure_class(figsize=(WIDTH_INCHES, max(4.8, 1.6 + 0.9 * schedule.num_stages)), layout="constrained")
+    figure = figure_class(figsize=(WIDTH_INCHES, max(4.8, 1.6 + 0.9 * schedule.num_devices)), layout="constrained")
     left, right = figure.subfigures(1, 2, squeeze=False, width_ratios=(2, 3))[0]
     _draw_components(left.subplots(), plan, report)
-    rows = right.subplots(schedule.num_stages, 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    rows = right.subplots(schedule.num_devices, 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     _draw_stash(rows, plan, schedule)
     reserved = _reserved_stash(plan)
     dashed = f"; dashed: {bytes_text(reserved)} reserved for them" if reserved else ""
@@ -216,7 +216,7 @@ def _text_points(text: str, share: float) -> float:
 
 def _row_label(plan: Plan, schedule: Schedule, device: int) -> str:
     """The stage of a device with its modules, without the path that all share, or the numbers of its stages."""
-    stages = range(device, schedule.total_stages, schedule.num_stages)
+    stages = range(device, schedule.total_stages, schedule.num_devices)
     name, text = f"device {device}", f"stages {', '.join(map(str, stages))}"
     if schedule.num_chunks == 1:
         name, text = f"stage {device}", shorten(short_modules(plan)[1][device], 3)
@@ -252,13 +252,13 @@ def _draw_components(axes: "Axes", plan: Plan, report: MemoryReport | None) -> N
 def _draw_stash(rows: Iterable["Axes"], plan: Plan, schedule: Schedule) -> None:
     """Draw a row for each device; one program reserves room for stashes, as much on all."""
     reserved = _reserved_stash(plan)
-    bars_of = [_own_stash(plan, schedule, d) for d in range(schedule.num_stages)]
+    bars_of = [_own_stash(plan, schedule, d) for d in range(schedule.num_devices)]
     tallest = max(
         (sum(column) for bars in bars_of for column in zip(*(held for _, held in bars), strict=True)), default=0
     )
     scale, unit = _unit(max(reserved, tallest))
     ticks = range(len(schedule.ticks))
-    last = schedule.num_stages - 1
+    last = schedule.num_devices - 1
     for d, axes in enumerate(rows):
         below = [0.0] * len(ticks)
         for k, (label, held) in enumerate((*bars_of[d], *_guests(plan, schedule, d))):
@@ -322,7 +322,7 @@ def _away(schedule: Schedule, stage: int) -> list[int]:
 
 
 def _stash_title(plan: Plan, schedule: Schedule, device: int) -> str:
-    stages = range(device, schedule.total_stages, schedule.num_stages)
+    stages = range(device, schedule.total_stages, schedule.num_devices)
     parts = [f"{plan.stages[s].in_flight} x {bytes_text(plan.stages[s].stash_bytes)}" for s in stages]
     if len(parts) > 1:
         return f"device {device}: {' + '.join(parts)}"

@@ -51,7 +51,7 @@ class Demand:
 
 def demand(schedule: Schedule, stash_bytes: Sequence[float], period: float) -> Demand:
     """Return what there is to lend and to host, if a micro-batch takes ``period`` seconds."""
-    stages = range(schedule.num_stages)
+    stages = range(schedule.num_devices)
     points = [swap_points(schedule, s) for s in stages]
     sizes = np.array(stash_bytes, np.float64)
     in_flight = np.array([schedule.in_flight(s) for s in stages])
@@ -94,7 +94,7 @@ def best_mapping(
     Up to ``MOST_DEVICES`` devices every mapping is looked at, those that differ in exchanges of like devices once;
     with more devices, pairs are exchanged as long as that helps. ``Partition.searched`` names the search.
     """
-    if schedule.num_stages == 1 or schedule.num_chunks > 1 or not schedule.has_backward:
+    if schedule.num_devices == 1 or schedule.num_chunks > 1 or not schedule.has_backward:
         return partition
     wanted = demand(schedule, stash_bytes, period)
     if not wanted.excess.any():

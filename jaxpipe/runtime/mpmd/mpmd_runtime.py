@@ -167,7 +167,7 @@ class MpmdRuntime:
         objective, cuts = followed_cuts(planned, objective, name)
         stages = cut_stages(objective, cuts, planned.stage_placement)
         rounds = planned.program.stage_replicas.rounds(batching.num_microbatches)
-        schedule = forward_only(before.num_stages, rounds, before.num_chunks)
+        schedule = forward_only(before.num_devices, rounds, before.num_chunks)
         with self._building():
             shaped = ShapedStep(shapes, batching, objective, stages, schedule)
             layout = self._layout_of(shaped, collects=name == "predict")

@@ -93,12 +93,12 @@ def _schedule(planned: ExecutablePlan, m: int) -> Schedule:
     tables = []
     for maker in (*planned.schedules, *schedule_makers.AUTO_FREE):
         with contextlib.suppress(ScheduleError):
-            tables.append(schedule_makers.check_schedule(maker(before.num_stages, m), before.num_stages, m))
+            tables.append(schedule_makers.check_schedule(maker(before.num_devices, m), before.num_devices, m))
     fitting = [table for table in tables if table.num_chunks == before.num_chunks]
     if fitting:  # another kind only if this one has none
         return min(fitting, key=lambda table: table.name != before.name)
     raise ScheduleError(
-        f"The schedule {before.name} has no table of {m} micro-batches on {before.num_stages} devices, which a batch "
+        f"The schedule {before.name} has no table of {m} micro-batches on {before.num_devices} devices, which a batch "
         f"of this size makes; the plan has {before.num_microbatches}. Pass batches of a size that does, or plan with "
         'schedule="1f1b".'
     )

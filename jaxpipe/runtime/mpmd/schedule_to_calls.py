@@ -182,7 +182,7 @@ class _Writer:
             self._begin_updates(update)
         done: set[tuple[StageNumber, int, Kind]] = set()
         schedule = self.layout.schedule
-        positions = [itertools.count() for _ in range(schedule.num_stages)]
+        positions = [itertools.count() for _ in range(schedule.num_devices)]
         for tick in schedule.ticks:
             for device, actions in zip(schedule.device_numbers, tick, strict=True):
                 for action in actions:

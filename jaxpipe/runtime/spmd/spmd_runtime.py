@@ -123,7 +123,7 @@ class SpmdRuntime:
             planned.program,
             objective=objective,
             stages=tuple(cut_stages(objective, cuts, planned.stage_placement)),
-            schedule=forward_only(before.num_stages, batching.num_microbatches, before.num_chunks),
+            schedule=forward_only(before.num_devices, batching.num_microbatches, before.num_chunks),
             num_microbatches=batching.num_microbatches,
         )
         agreement.agree(f"Pipeline.{name}", lambda: {"its program": program_text(objective.graph, values=True)})

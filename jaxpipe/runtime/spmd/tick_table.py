@@ -43,9 +43,9 @@ def arena(schedule: Schedule, stash_pages: Sequence[int], saved_pages: Sequence[
     """A place for every stash from forward to the end of backward work, and for cotangents that wait in between."""
     stashes, saved = {}, {}
     last = Kind.BACKWARD_WEIGHT if schedule.splits_backward else Kind.BACKWARD
-    for device in range(schedule.num_stages):
+    for device in range(schedule.num_devices):
         keys, stays = [], []
-        for s in range(device, schedule.total_stages, schedule.num_stages):
+        for s in range(device, schedule.total_stages, schedule.num_devices):
             kinds = Kind.FORWARD, schedule.backward_kind, last
             forward, split, used = (schedule.when(*schedule.home(s, kind)) for kind in kinds)
             for j in used:
@@ -61,7 +61,7 @@ def arena(schedule: Schedule, stash_pages: Sequence[int], saved_pages: Sequence[
 
 def tick_table(schedule: Schedule, places: Arena, ahead: Inbox, back: Inbox) -> Row:
     """Return the numbers for a schedule whose stashes and messages have their places."""
-    shape = schedule.num_stages, len(schedule.ticks)
+    shape = schedule.num_devices, len(schedule.ticks)
 
     def work(kind: Kind, box: Inbox | None) -> Work:
         microbatch, branch, stash, saved = (np.full(shape, empty, np.int32) for empty in (-1, 0, 0, 0))

@@ -9,7 +9,7 @@ from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import PartitionError, ScheduleError
 from jaxpipe.planning.candidate import Candidate, Cut, build_candidate
 from jaxpipe.planning.describe_plan import least_seconds, stage_search_arguments
-from jaxpipe.planning.place_stages import place_stages
+from jaxpipe.planning.place_stages import best_placed, place_stages
 from jaxpipe.planning.trace_request import Traced
 from jaxpipe.schedules import Schedule, list_schedule, schedule_makers
 from jaxpipe.schedules.table import without_backward
@@ -38,7 +38,8 @@ def cut_again(candidate: Candidate, charged: Profile) -> Candidate:
     """Return a candidate with the same schedule and another cut, for a profile with what storage adds."""
     counts, traced = candidate.program.stage_replicas, candidate.traced
     replicate = False if counts.is_single else counts.per_stage
-    partition = place_stages(traced, charged, replicate, candidate.schedule.num_chunks)
+    partitions = place_stages(traced, charged, replicate, candidate.schedule.num_chunks)
+    partition = partitions[best_placed(candidate.schedule, partitions)]
     bound = candidate.partition.lower_bound_seconds
     partition = replace(partition, profile=traced.profile, lower_bound_seconds=bound)
     return build_candidate(Cut(traced, partition), candidate.schedule, candidate.maker)
@@ -49,13 +50,18 @@ def _candidates(traced: Traced, replicate: bool | tuple[int, ...]) -> list[Candi
     request = traced.request
 
     @functools.cache
-    def cut(num_chunks: int) -> Cut:
-        return Cut(traced, place_stages(traced, traced.profile, replicate, num_chunks))
+    def cuts(num_chunks: int) -> tuple[Cut, ...]:
+        partitions = place_stages(traced, traced.profile, replicate, num_chunks)
+        return tuple(Cut(traced, partition) for partition in partitions)
 
-    if replicate and cut(1).replicas.is_single:
+    def cut(schedule: Schedule) -> Cut:
+        ways = cuts(schedule.num_chunks)
+        return ways[best_placed(schedule, [way.partition for way in ways])]
+
+    if replicate and cuts(1)[0].replicas.is_single:
         return []
     if request.schedules is schedule_makers.AUTO and request.runtime != "spmd":
-        free = _schedules(traced, schedule_makers.AUTO_FREE, cut, replicate)
+        free = _schedules(traced, schedule_makers.AUTO_FREE, cuts, replicate)
         candidates = _of_schedules(free, cut)
         if request.num_stages == 1 or replicate:
             return candidates
@@ -65,36 +71,39 @@ def _candidates(traced: Traced, replicate: bool | tuple[int, ...]) -> list[Candi
             with contextlib.suppress(PartitionError):  # too few operators for so many stages
                 sources += _of_schedules([schedule for schedule in free if schedule.num_chunks > 1], cut)
         return candidates + searched_candidates(candidates, sources)
-    return _of_schedules(_schedules(traced, request.schedules, cut, replicate), cut)
+    return _of_schedules(_schedules(traced, request.schedules, cuts, replicate), cut)
 
 
 def _schedules(
     traced: Traced,
     makers: Sequence[schedule_makers.ScheduleMaker],
-    cut: Callable[[int], Cut],
+    cuts: Callable[[int], tuple[Cut, ...]],
     replicate: bool | tuple[int, ...],
 ) -> list[Schedule]:
     m = traced.batching.num_microbatches
     if replicate:
-        return schedule_makers.make_replicated_schedules(makers, cut(1).replicas, m)
+        return schedule_makers.make_replicated_schedules(makers, cuts(1)[0].replicas, m)
     return schedule_makers.make_schedules(makers, traced.request.num_stages, m)
 
 
-def _of_schedules(schedules: Sequence[Schedule], cut: Callable[[int], Cut]) -> list[Candidate]:
+def _of_schedules(schedules: Sequence[Schedule], cut: Callable[[Schedule], Cut]) -> list[Candidate]:
     """Return a program for each schedule that may be faster than those before it."""
     candidates: list[Candidate] = []
     for schedule in schedules:
-        v, least = schedule.num_chunks, 0.0
+        least = 0.0
         try:
+            chosen = cut(schedule)
             if candidates:
-                trimmed = without_backward(schedule, cut(v).num_frozen)
+                trimmed = without_backward(schedule, chosen.num_frozen)
                 lockstep = candidates[0].traced.request.runtime == "spmd"
-                least = least_seconds(trimmed, cut(v).partition, cut(v).replicas, lockstep=lockstep)
+                least = least_seconds(trimmed, chosen.partition, chosen.replicas, lockstep=lockstep)
         except PartitionError:  # too few operators for so many stages; others will do
+            if not candidates:
+                raise
             continue
         if not candidates or least < min(earlier.seconds for earlier in candidates):
             tell(f"{schedule.name}: {schedule.total_stages} stages with default storage")
-            candidates.append(build_candidate(cut(v), schedule))
+            candidates.append(build_candidate(chosen, schedule))
     return candidates
 
 

@@ -3,16 +3,19 @@
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from jaxpipe.planning.cuts.cost_models import DeviceGroup, Layout, Synchronous
-from jaxpipe.planning.cuts.cut_space import CutSpace
+from jaxpipe.planning.cuts.cut_space import CutSpace, cut_space
+from jaxpipe.planning.cuts.placed_stages import Partition, cost_stages
 
 
 #: How close the limit of a balanced cut is to the least one.
 PRECISION = 1e-7
+#: How much longer than the least limit stages may be, if messages take less then.
+LOOSER = 1.01
 #: How much unequal work counts beside messages that take as long as the mean.
 UNEQUAL = 1e-6
 
@@ -32,7 +35,7 @@ class Chain:
     def __post_init__(self) -> None:
         space, model = self.space, self.model
         self.work = space.seconds.tolist()
-        self.rates = [len(group) * min(model.network.speed[d] for d in group) for group in self.layout]
+        self.rates = model.rates(self.layout).tolist()
         followers, sums = np.cumsum([len(group) for group in self.layout][::-1])[::-1].tolist(), {}
         self.holds = []
         for group, behind in zip(self.layout, [*followers[1:], 0], strict=True):
@@ -125,9 +128,19 @@ class Chain:
     def _messages(self, s: int, crossing: np.ndarray) -> np.ndarray:
         """Return the bytes that are sent behind a stage, as if all links were as fast as the fastest."""
         seconds = self.model.transfer_seconds(crossing, self.layout[s], self.layout[s + 1])
-        return seconds * self._fastest
+        return seconds * self.model.network.fastest_link
 
-    @property
-    def _fastest(self) -> float:
-        rates = self.model.network.bandwidth
-        return float(rates[np.isfinite(rates)].max(initial=1.0))
+
+def balanced(partition: Partition) -> Partition:
+    """Return the same operators in the same order on the same devices, cut so that the longest stage is shortest."""
+    memory = tuple(math.inf if size is None else size for size in partition.memory)
+    model = Synchronous(partition.network, partition.num_microbatches, bool(partition.profile.frozen), memory)
+    space = cut_space(partition.profile, reorder=False)
+    layout = tuple(stage.devices for stage in partition.stages)
+    chain = Chain(space, model, layout)
+    cuts = chain.lightest(max(chain.least() * LOOSER, 1e-300)) if chain.least() < math.inf else None
+    if cuts is None:
+        return partition
+    stages = tuple(zip(cuts, cuts[1:], layout, strict=False))
+    seconds = model.objective(space, stages)
+    return replace(partition, stages=cost_stages(model, space, stages), bottleneck_seconds=seconds, ties=1)

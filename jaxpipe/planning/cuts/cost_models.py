@@ -99,15 +99,19 @@ class CostModel(ABC):
         """Return what a stage holds on each device of its group."""
         return residuals * self.in_flight(group) + parameters
 
-    def fits(self, space: CutSpace, cuts: np.ndarray, layout: Layout, memory: Sequence[float]) -> np.ndarray:
-        """Return whether all stages of each row of cuts ``[plans, stages + 1]`` have the memory they need."""
-        fit, followers = np.ones(len(cuts), bool), sum(map(len, layout))
+    def stage_bytes(self, space: CutSpace, cuts: np.ndarray, layout: Layout) -> np.ndarray:
+        """Return what each device of each stage holds, for each row of cuts ``[plans, stages + 1]``."""
+        held, followers = np.zeros((len(cuts), len(layout))), sum(map(len, layout))
         for k, devices in enumerate(layout):
             followers -= len(devices)
             residuals, parameters = (s[cuts[:, k + 1]] - s[cuts[:, k]] for s in (space.residuals, space.parameters))
-            needed = self.memory_bytes(residuals, parameters, DeviceGroup(devices, followers))
-            fit &= needed <= min(memory[d] for d in devices)
-        return fit
+            held[:, k] = self.memory_bytes(residuals, parameters, DeviceGroup(devices, followers))
+        return held
+
+    def fits(self, space: CutSpace, cuts: np.ndarray, layout: Layout, memory: Sequence[float]) -> np.ndarray:
+        """Return whether all stages of each row of cuts have the memory they need."""
+        least = [min(memory[d] for d in devices) for devices in layout]
+        return (self.stage_bytes(space, cuts, layout) <= least).all(1)
 
     def in_flight(self, group: DeviceGroup) -> int:
         """Micro-batches that one replica holds at a time, in a pipeline that is kept full."""
@@ -230,7 +234,8 @@ class Synchronous(CostModel):
         return self.num_microbatches or 1
 
     def stage_seconds(self, space: CutSpace, group: DeviceGroup, block: Block = EVERYWHERE) -> np.ndarray:
-        return space.between(space.seconds, block) / (group.size * self.slowest(group))
+        reduction = self.all_reduce_seconds(space.between(space.parameters, block), group)
+        return space.between(space.seconds, block) / (group.size * self.slowest(group)) + reduction / self.m
 
     def link_seconds(self, crossing: np.ndarray, group: DeviceGroup, after: DeviceGroup) -> np.ndarray:
         return 2 * self.transfer_seconds(crossing, group.devices, after.devices) / min(group.size, after.size)
@@ -262,7 +267,7 @@ class Synchronous(CostModel):
         """Return what ``one_f_one_b_seconds`` takes for each of some cuts, and the seconds of the gradients' sums."""
         sizes = np.array([len(devices) for devices in layout])
         each = math.lcm(*sizes.tolist()) // sizes
-        rates = np.array([min(self.network.speed[d] for d in devices) for devices in layout]) / each
+        rates = self.rates(layout) / math.lcm(*sizes.tolist())
 
         def between(sums: np.ndarray) -> np.ndarray:
             return np.maximum(np.diff(sums[cuts], axis=1), 0.0)
@@ -277,13 +282,21 @@ class Synchronous(CostModel):
             besides = np.maximum(besides, self.all_reduce_seconds(parameters[:, k], group))
         if self.memory:
             besides = np.where(self.fits(space, cuts, layout, self.memory), besides, np.inf)
-        crossing, ways = space.crossing[cuts[:, 1:-1]], np.zeros((len(cuts), len(layout) - 1))
-        for k, (before, behind) in enumerate(itertools.pairwise(layout)):
-            turns = max(each[k], each[k + 1])
-            ways[:, k] = turns * (self.transfer_seconds(crossing[:, k], before, behind) + SEND_SECONDS)
+        ways = np.maximum(each[:-1], each[1:]) * (self.message_seconds(space, cuts, layout) + SEND_SECONDS)
         forward += CALL_SECONDS * each
         backward[:, :-1] += CALL_SECONDS * each[:-1]
         return forward, backward, ways, ways, trained, besides
+
+    def rates(self, layout: Layout) -> np.ndarray:
+        """Return how fast the devices of each stage are together, as the slowest of them is."""
+        return np.array([len(devices) * self.slowest(DeviceGroup(devices)) for devices in layout])
+
+    def message_seconds(self, space: CutSpace, cuts: np.ndarray, layout: Layout) -> np.ndarray:
+        """Return the seconds of a message from each stage to the next, for each row of cuts."""
+        seconds = np.zeros((len(cuts), len(layout) - 1))
+        for k, (before, behind) in enumerate(itertools.pairwise(layout)):
+            seconds[:, k] = self.transfer_seconds(space.crossing[cuts[:, k + 1]], before, behind)
+        return seconds
 
     def all_reduce_seconds(self, parameters: np.ndarray, group: DeviceGroup) -> np.ndarray:
         """A ring all-reduce over a group's slowest link, once in a step."""

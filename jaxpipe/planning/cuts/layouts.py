@@ -14,15 +14,15 @@ MOST_UNEQUAL = 8
 MOST_IN_TWO_PARTS = 128
 
 
-def all_layouts(classes: Sequence[Sequence[int]], limits: Limits) -> Iterator[Layout]:
-    """Yield every layout, those that differ in exchanges of like devices once."""
+def all_layouts(classes: Sequence[Sequence[int]], limits: Limits, most_stages: int) -> Iterator[Layout]:
+    """Yield every layout of so many stages at most, those that differ in exchanges of like devices once."""
     most = limits.num_devices or sum(map(len, classes))
 
     def extend(layout: Layout, taken: tuple[int, ...]) -> Iterator[Layout]:
         used, widths = sum(taken), limits.widths
         if layout and limits.num_devices in (None, used):
             yield layout
-        if widths is not None and len(layout) == len(widths):
+        if len(layout) == (most_stages if widths is None else len(widths)):
             return
         left = [len(group) - n for group, n in zip(classes, taken, strict=True)]
         for size in limits.group_sizes if widths is None else widths[len(layout) : len(layout) + 1]:

@@ -14,7 +14,8 @@ from jaxpipe.planning.cuts.placed_stages import Partition, describe
 from jaxpipe.planning.cuts.published import cheapest_bottleneck
 from jaxpipe.planning.cuts.refine_cuts import move_operators
 from jaxpipe.planning.cuts.search_cuts import Limits, Search, device_classes, is_small
-from jaxpipe.planning.cuts.shortest_step import all_plans, least_memory, shortest_step, step_bound
+from jaxpipe.planning.cuts.shortest_step import all_plans, least_memory, shortest_step
+from jaxpipe.planning.cuts.step_bound import step_bound
 from jaxpipe.text.units import bytes_text, parse_bytes
 
 

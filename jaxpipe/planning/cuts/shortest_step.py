@@ -12,7 +12,6 @@ from dataclasses import replace
 import numpy as np
 
 from jaxpipe.costs.network import Network
-from jaxpipe.costs.profile import Profile
 from jaxpipe.planning.cuts import device_orders
 from jaxpipe.planning.cuts.balance_chain import Chain
 from jaxpipe.planning.cuts.cost_models import Layout, Stages, Synchronous
@@ -23,6 +22,8 @@ from jaxpipe.planning.cuts.search_cuts import ROUNDING, Found, Limits
 
 #: Up to so many plans are all priced.
 MOST_PLANS = 20_000
+#: With more stages than this not all plans are listed.
+MOST_STAGES = 100
 #: How many layouts are priced with balanced cuts, and for how many of the best cuts are searched.
 MOST_LAYOUTS, BEST_LAYOUTS = 160, 5
 #: By how much stages may take longer than the slowest of balanced ones, if that makes less to send.
@@ -46,8 +47,9 @@ def shortest_step(
 ) -> Found | None:
     """Return stages with a short step, of all ``plans`` if these are given; None if none fit.
 
-    Of steps that are longer than the shortest by at most ``slack`` of its work, the one that sends the fewest bytes is
-    taken; then the one on the fewest devices, and the one whose stages have the most equal work.
+    Of steps that are longer than the shortest by at most ``slack``, those are taken that need the fewest bytes, or
+    about as few: of the fullest device and of all messages. Of these the one is taken that is the shortest with one
+    more micro-batch; of equals the one that sends least, on the fewest devices, whose stages have the most equal work.
     """
     if plans is not None:
         return _chosen(space, model, plans, slack, "all placements")
@@ -63,7 +65,10 @@ def shortest_step(
 
 def all_plans(space: CutSpace, classes: Sequence[Sequence[int]], limits: Limits) -> list[Plans] | None:
     """Return every plan; None if there are more than ``MOST_PLANS``."""
-    layouts = list(itertools.islice(all_layouts(classes, limits), MOST_PLANS))
+    longest = (limits.num_devices or sum(map(len, classes))) // min(limits.group_sizes)
+    if min(longest, len(space.crossing) - 1) > MOST_STAGES:
+        return None
+    layouts = list(itertools.islice(all_layouts(classes, limits, len(space.crossing) - 1), MOST_PLANS))
     widths = [len(layout) for layout in layouts]
     ways, reached = [], np.arange(len(space.crossing)) == len(space.crossing) - 1
     for _ in range(max(widths, default=0)):
@@ -85,32 +90,34 @@ def _chosen(space: CutSpace, model: Synchronous, plans: list[Plans], slack: floa
     best = min((float(price.min()) for price in prices), default=math.inf)
     if best == math.inf:
         return None
-    limit = best * ROUNDING
-    if slack:
-        k = next(k for k, price in enumerate(prices) if price.min() == best)
-        limit += slack * (best - _besides_work(space, model, (plans[k][0][[prices[k].argmin()]], plans[k][1])))
-    keys: list[tuple[float, int, float, float, Stages]] = []
-    ties = 0
-    for price, (cuts, layout) in zip(prices, plans, strict=True):
-        ties += int((price <= best * ROUNDING).sum())
-        rows = np.flatnonzero(price <= limit)
-        sent = space.crossing[cuts[rows, 1:-1]].sum(1)
-        rates = np.array([len(group) * min(model.network.speed[d] for d in group) for group in layout])
-        unequal = (np.diff(space.seconds[cuts[rows]], axis=1) ** 2 / rates).sum(1)
-        for k in np.lexsort((unequal, sent))[:1]:
+    sent = [space.crossing[cuts[:, 1:-1]].sum(1) for cuts, _ in plans]
+    sizes = [model.stage_bytes(space, *plan).max(1) + n for plan, n in zip(plans, sent, strict=True)]
+    near = [price <= best * (ROUNDING + slack) for price in prices]
+    least = min(float(size[alike].min(initial=math.inf)) for size, alike in zip(sizes, near, strict=True))
+    near = (
+        [alike & (size <= least * (ROUNDING + slack)) for alike, size in zip(near, sizes, strict=True)]
+        if slack
+        else near
+    )
+    keys: list[tuple[float, float, int, float, float, Stages]] = []
+    for (cuts, layout), price, alike, n in zip(plans, prices, near, sent, strict=True):
+        rows = np.flatnonzero(alike)
+        load = np.diff(space.seconds[cuts[rows]], axis=1) / model.rates(layout)
+        longer, uneven = _rounded(price[rows] + load.max(1)), _rounded((load**2).sum(1))
+        for k in np.lexsort((uneven, n[rows], longer))[:1]:
             row = cuts[rows[k]].tolist()
             stages = tuple(zip(row, row[1:], layout, strict=False))
-            keys.append((float(sent[k]), sum(map(len, layout)), float(unequal[k]), float(price[rows[k]]), stages))
+            keys.append((longer[k], n[rows[k]], sum(map(len, layout)), uneven[k], float(price[rows[k]]), stages))
     *_, seconds, stages = min(keys)
     everything = placements == "all placements"
-    return Found(seconds, stages, best if everything else 0.0, ties if everything else 1, placements)
+    ties = sum(int((price <= best * ROUNDING).sum()) for price in prices) if everything else 1
+    return Found(seconds, stages, best if everything else 0.0, ties, placements)
 
 
-def _besides_work(space: CutSpace, model: Synchronous, plan: Plans) -> float:
-    """Return what calls and sends alone take."""
-    nothing = np.zeros_like(space.crossing)
-    idle = replace(space, forward=nothing, backward=nothing, crossing=nothing, parameters=nothing)
-    return float(replace(model, memory=()).prices(idle, [plan])[0][0])
+def _rounded(values: np.ndarray) -> np.ndarray:
+    """Return numbers to nine digits: sums of the same numbers in another order are equal."""
+    unit = 10.0 ** (np.floor(np.log10(np.maximum(values, 1e-300))) - 8)
+    return np.round(values / unit) * unit
 
 
 def _orders(network: Network, classes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
@@ -199,8 +206,7 @@ def shifted(space: CutSpace, model: Synchronous, cuts: np.ndarray, layout: Layou
 
 def _shifts(space: CutSpace, model: Synchronous, cuts: np.ndarray, layout: Layout) -> np.ndarray:
     """Return the cuts with some shifted: around the slowest stages, or between two of these and another stage."""
-    rates = np.array([len(group) * min(model.network.speed[d] for d in group) for group in layout])
-    load = np.diff(space.seconds[cuts]) / rates
+    load = np.diff(space.seconds[cuts]) / model.rates(layout)
     slowest, least = np.argsort(-load, kind="stable")[:SLOWEST], np.argsort(load, kind="stable")[:SLOWEST]
     last = len(cuts) - 2  # the number of the last inner cut
     runs = {(k, k) for s in slowest for k in (s, s + 1) if 1 <= k <= last}
@@ -232,18 +238,3 @@ def least_memory(space: CutSpace, model: Synchronous, limits: Limits) -> float:
     free = replace(model, memory=())
     layouts = _likely(space, free, tuple(range(model.network.num_devices)), limits, MOST_LAYOUTS)
     return min((Chain(space, free, layout).least_memory() for layout in layouts), default=math.inf)
-
-
-def step_bound(
-    profile: Profile, network: Network, num_microbatches: int, num_devices: int | None = None, most_replicas: int = 1
-) -> float:
-    """Return what no step is below, whatever its cuts, its placement and its schedule.
-
-    All devices are busy all the time; the longest operator's devices are; or one micro-batch goes through all operators
-    forward, and back through the longest one. Calls, messages and sums of gradients are left out.
-    """
-    speeds = np.sort(network.speed)[::-1][:num_devices]
-    longest = max(profile.seconds) / min(most_replicas, len(speeds))
-    once = sum(profile.forward_seconds) + max(profile.backward_seconds)
-    busy = num_microbatches * max(sum(profile.seconds) / float(speeds.sum()), longest / float(speeds[0]))
-    return max(busy, once / float(speeds[0]))

@@ -134,7 +134,7 @@ class Chain:
 def balanced(partition: Partition) -> Partition:
     """Return the same operators in the same order on the same devices, cut so that the longest stage is shortest."""
     memory = tuple(math.inf if size is None else size for size in partition.memory)
-    model = Synchronous(partition.network, partition.num_microbatches, bool(partition.profile.frozen), memory)
+    model = Synchronous(partition.network, partition.num_microbatches, memory, bool(partition.profile.frozen))
     space = cut_space(partition.profile, reorder=False)
     layout = tuple(stage.devices for stage in partition.stages)
     chain = Chain(space, model, layout)

@@ -1,11 +1,6 @@
-"""Cost models: what a stage on a group of devices costs. They know nothing of the search.
+"""Cost models: what stages on groups of devices cost. They know nothing of the search.
 
-model         published in                                       what counts
-pipedream     D. Narayanan et al., SOSP 2019                     slowest of compute with all-reduce, and boundaries
-min_max       network-aware partitioning (M2 of the design)      slowest of compute, and of links between neighbors
-throughput    J. Tarnawski et al., "Piper", NeurIPS 2021         slowest of compute and communication, one after the
-                                                                 other; a memory cap
-synchronous   this library                                       a whole step of 1F1B on devices that run free
+The library's own is here, those that others have published in ``jaxpipe.planning.cuts.published_models``.
 """
 
 import itertools
@@ -18,8 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from jaxpipe.costs.network import Network
-from jaxpipe.errors import PartitionError
-from jaxpipe.planning.cuts.cut_space import EVERYWHERE, Block, CutSpace
+from jaxpipe.planning.cuts.cut_space import CutSpace
 from jaxpipe.planning.cuts.free_pipeline import one_f_one_b_seconds
 from jaxpipe.planning.dispatch_timeline import CALL_SECONDS, SEND_SECONDS
 
@@ -48,23 +42,28 @@ class DeviceGroup:
 
 @dataclass(frozen=True)
 class CostModel(ABC):
-    """Prices stages; all array arguments may be broadcast against each other."""
+    """Prices stages."""
 
     network: Network
     num_microbatches: int | None = None
+    memory: tuple[float, ...] = ()  # bytes of each device; without a limit if left out
 
     name = ""
 
-    def check(self, *, memory_given: bool) -> None:  # noqa: B027, as most models take anything
+    def check(self) -> None:  # noqa: B027, as most models take anything
         """Raise ``PartitionError`` if the model does not know what was given."""
 
     @abstractmethod
-    def stage_seconds(self, space: CutSpace, group: DeviceGroup, block: Block = EVERYWHERE) -> np.ndarray:
-        """``[first cuts, last cuts]``: what the stage between two cuts costs on a group, its neighbors left aside."""
+    def prices(self, space: CutSpace, plans: Sequence[tuple[np.ndarray, Layout]]) -> list[np.ndarray]:
+        """Return what each row of cuts ``[plans, stages + 1]`` costs on the devices of a layout.
 
-    def link_seconds(self, crossing: np.ndarray, group: DeviceGroup, after: DeviceGroup) -> np.ndarray:
-        """Return the seconds to send ``crossing`` bytes forward and back, between a group and the one behind it."""
-        return np.zeros_like(crossing)
+        It is infinite where a stage does not fit the memory, or a link is missing.
+        """
+
+    def objective(self, space: CutSpace, stages: Stages) -> float:
+        """Return what some stages cost."""
+        cuts = [stages[0][0], *(last for _, last, _ in stages)]
+        return float(self.prices(space, [(np.array([cuts]), tuple(devices for *_, devices in stages))])[0][0])
 
     def transfer_seconds(self, count: np.ndarray, sources: Sequence[int], targets: Sequence[int]) -> np.ndarray:
         """Time to send bytes over the slowest of all links from some devices to others; nothing takes none."""
@@ -83,18 +82,6 @@ class CostModel(ABC):
         """A cache of the bandwidth and latency of each kind of link between two groups."""
         return {}
 
-    def objective(self, space: CutSpace, stages: Stages) -> float:
-        """Return what is made small: here the costliest stage or link."""
-        costliest, followers, behind = 0.0, 0, None
-        for first, last, devices in reversed(stages):
-            group = DeviceGroup(devices, followers)
-            block = np.array([first]), np.array([last])
-            costliest = max(costliest, float(self.stage_seconds(space, group, block)[0, 0]))
-            if behind is not None:
-                costliest = max(costliest, float(self.link_seconds(space.crossing[[last]], group, behind)[0]))
-            followers, behind = followers + len(devices), group
-        return costliest
-
     def memory_bytes(self, residuals: np.ndarray, parameters: np.ndarray, group: DeviceGroup) -> np.ndarray:
         """Return what a stage holds on each device of its group."""
         return residuals * self.in_flight(group) + parameters
@@ -108,10 +95,16 @@ class CostModel(ABC):
             held[:, k] = self.memory_bytes(residuals, parameters, DeviceGroup(devices, followers))
         return held
 
-    def fits(self, space: CutSpace, cuts: np.ndarray, layout: Layout, memory: Sequence[float]) -> np.ndarray:
+    def fits(self, space: CutSpace, cuts: np.ndarray, layout: Layout) -> np.ndarray:
         """Return whether all stages of each row of cuts have the memory they need."""
-        least = [min(memory[d] for d in devices) for devices in layout]
+        if not self.memory:
+            return np.ones(len(cuts), bool)
+        least = [min(self.memory[d] for d in devices) for devices in layout]
         return (self.stage_bytes(space, cuts, layout) <= least).all(1)
+
+    def rates(self, layout: Layout) -> np.ndarray:
+        """Return how fast the devices of each stage are together, as the slowest of them is."""
+        return np.array([len(devices) * self.slowest(DeviceGroup(devices)) for devices in layout])
 
     def in_flight(self, group: DeviceGroup) -> int:
         """Micro-batches that one replica holds at a time, in a pipeline that is kept full."""
@@ -120,94 +113,6 @@ class CostModel(ABC):
     def slowest(self, group: DeviceGroup) -> float:
         """Speed of a group's slowest device."""
         return min(self.network.speed[d] for d in group.devices)
-
-
-class MinMax(CostModel):
-    """``C / k`` of each stage, and ``2 a / bandwidth`` over the slowest link between neighboring stages."""
-
-    name = "min_max"
-
-    def stage_seconds(self, space: CutSpace, group: DeviceGroup, block: Block = EVERYWHERE) -> np.ndarray:
-        return space.between(space.seconds, block) / (group.size * self.slowest(group))
-
-    def link_seconds(self, crossing: np.ndarray, group: DeviceGroup, after: DeviceGroup) -> np.ndarray:
-        return 2 * self.transfer_seconds(crossing, group.devices, after.devices)
-
-
-class Uniform(CostModel):
-    """A model that knows one bandwidth for all links and one speed for all devices."""
-
-    def check(self, *, memory_given: bool) -> None:
-        network = self.network
-        if not network.is_uniform or len(set(network.speed)) > 1:
-            raise PartitionError(
-                f"cost_model={self.name!r} knows one bandwidth for all links and one speed for all devices, but "
-                "network= has several. Use Network.uniform, or cost_model='min_max' or 'synchronous'."
-            )
-        if network.num_devices > 1 and network.latency[0, 1]:
-            raise PartitionError(
-                f"cost_model={self.name!r} knows no latency, but network= has {network.latency[0, 1]:g} s. Use "
-                "Network.uniform(n, bandwidth), or cost_model='min_max' or 'synchronous'."
-            )
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes in a second, on every link."""
-        return float(self.network.bandwidth[0, 1]) if self.network.num_devices > 1 else math.inf
-
-    def all_reduce_seconds(self, parameters: np.ndarray, group: DeviceGroup) -> np.ndarray:
-        """Both directions of a ring all-reduce of the gradients, as the published models charge it."""
-        if group.size == 1:
-            return np.zeros_like(parameters)
-        return 4 * (group.size - 1) / group.size * parameters / self.bandwidth
-
-
-class PipeDream(Uniform):
-    """The published objective, as its code states it: ``(C + 4 (m-1) W / (B m)) / m``, and ``2 a / (B m)``.
-
-    What enters a stage is charged to every stage but the first, what leaves it to every stage between the first and
-    the last.
-    """
-
-    name = "pipedream"
-
-    def check(self, *, memory_given: bool) -> None:
-        super().check(memory_given=memory_given)
-        if memory_given:
-            raise PartitionError(
-                "cost_model='pipedream' knows no memory cap, but memory= (or the network's memory_bytes) is given. "
-                "Leave it out, or use cost_model='throughput'."
-            )
-
-    def stage_seconds(self, space: CutSpace, group: DeviceGroup, block: Block = EVERYWHERE) -> np.ndarray:
-        reduction = self.all_reduce_seconds(space.between(space.parameters, block), group)
-        compute = (space.between(space.seconds, block) / self.slowest(group) + reduction) / group.size
-        sends = 2 * space.crossing / (self.bandwidth * group.size)
-        first, last = block
-        entering = sends[first, None]  # nothing enters the first
-        leaving = np.where(np.arange(len(sends))[first, None] > 0, sends[None, last], 0.0)
-        return np.maximum(compute, np.maximum(entering, leaving))
-
-
-class Throughput(Uniform):
-    """``[C + 2 sum(a) / B] / d + 4 (d-1) / d W / (M B)``, with nothing overlapped."""
-
-    name = "throughput"
-
-    def check(self, *, memory_given: bool) -> None:
-        super().check(memory_given=memory_given)
-        if self.num_microbatches is None:
-            raise PartitionError(
-                "cost_model='throughput' spreads the all-reduce over the micro-batches of a step; pass "
-                "num_microbatches=."
-            )
-
-    def stage_seconds(self, space: CutSpace, group: DeviceGroup, block: Block = EVERYWHERE) -> np.ndarray:
-        sends = 2 * space.crossing / self.bandwidth
-        first, last = block
-        work = space.between(space.seconds, block) / self.slowest(group) + sends[first, None] + sends[None, last]
-        reduction = self.all_reduce_seconds(space.between(space.parameters, block), group)
-        return work / group.size + reduction / (self.num_microbatches or 1)
 
 
 @dataclass(frozen=True)
@@ -221,33 +126,17 @@ class Synchronous(CostModel):
 
     Attributes:
       frozen: whether parameters are frozen, so that stages without backward work are left out of it.
-      memory: bytes of each device; without a limit if left out.
     """
 
     name = "synchronous"
     frozen: bool = False
-    memory: tuple[float, ...] = ()
 
     @property
     def m(self) -> int:
         """Micro-batches of a step, of all replicas together."""
         return self.num_microbatches or 1
 
-    def stage_seconds(self, space: CutSpace, group: DeviceGroup, block: Block = EVERYWHERE) -> np.ndarray:
-        reduction = self.all_reduce_seconds(space.between(space.parameters, block), group)
-        return space.between(space.seconds, block) / (group.size * self.slowest(group)) + reduction / self.m
-
-    def link_seconds(self, crossing: np.ndarray, group: DeviceGroup, after: DeviceGroup) -> np.ndarray:
-        return 2 * self.transfer_seconds(crossing, group.devices, after.devices) / min(group.size, after.size)
-
-    def objective(self, space: CutSpace, stages: Stages) -> float:
-        return float(self.prices(space, [rows_of(stages)])[0][0])
-
     def prices(self, space: CutSpace, plans: Sequence[tuple[np.ndarray, Layout]]) -> list[np.ndarray]:
-        """Return the seconds of a step for each row of cuts ``[plans, stages + 1]`` on the devices of a layout.
-
-        They are infinite where a stage does not fit the memory, or a link is missing.
-        """
         alike: dict[tuple[int, int], list[int]] = {}
         for k, (_, layout) in enumerate(plans):
             rounds = -(-self.m // math.lcm(*map(len, layout)))
@@ -255,9 +144,9 @@ class Synchronous(CostModel):
         prices: list[np.ndarray] = [np.zeros(0)] * len(plans)
         for (_, rounds), numbers in alike.items():
             parts = [self._timeline(space, *plans[k]) for k in numbers]
-            joined = [np.concatenate(part) for part in zip(*parts, strict=True)]
-            *work, trained, besides = joined
-            seconds = one_f_one_b_seconds(*work, rounds, None if trained.all() else trained) + besides
+            forward, backward, ways, trained, besides = (np.concatenate(part) for part in zip(*parts, strict=True))
+            known = None if trained.all() else trained
+            seconds = one_f_one_b_seconds(forward, backward, ways, ways, rounds, known) + besides
             ends = np.cumsum([len(plans[k][0]) for k in numbers])[:-1]
             for k, part in zip(numbers, np.split(seconds, ends), strict=True):
                 prices[k] = part
@@ -280,16 +169,11 @@ class Synchronous(CostModel):
         for k, devices in enumerate(layout):
             group = DeviceGroup(devices, sum(sizes[k + 1 :]))
             besides = np.maximum(besides, self.all_reduce_seconds(parameters[:, k], group))
-        if self.memory:
-            besides = np.where(self.fits(space, cuts, layout, self.memory), besides, np.inf)
+        besides = np.where(self.fits(space, cuts, layout), besides, np.inf)
         ways = np.maximum(each[:-1], each[1:]) * (self.message_seconds(space, cuts, layout) + SEND_SECONDS)
         forward += CALL_SECONDS * each
         backward[:, :-1] += CALL_SECONDS * each[:-1]
-        return forward, backward, ways, ways, trained, besides
-
-    def rates(self, layout: Layout) -> np.ndarray:
-        """Return how fast the devices of each stage are together, as the slowest of them is."""
-        return np.array([len(devices) * self.slowest(DeviceGroup(devices)) for devices in layout])
+        return forward, backward, ways, trained, besides
 
     def message_seconds(self, space: CutSpace, cuts: np.ndarray, layout: Layout) -> np.ndarray:
         """Return the seconds of a message from each stage to the next, for each row of cuts."""
@@ -313,16 +197,6 @@ class Synchronous(CostModel):
 
     def in_flight(self, group: DeviceGroup) -> int:
         return min(super().in_flight(group), math.ceil(self.m / group.size))
-
-
-def rows_of(stages: Stages) -> tuple[np.ndarray, Layout]:
-    """Return the cuts of one plan as a row, and the devices of its stages."""
-    cuts = [stages[0][0], *(last for _, last, _ in stages)]
-    return np.array([cuts]), tuple(devices for *_, devices in stages)
-
-
-#: The cost models, by the value of ``cost_model=``.
-MODELS: dict[str, type[CostModel]] = {model.name: model for model in (PipeDream, MinMax, Throughput, Synchronous)}
 
 
 def _slowest_links(links: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:

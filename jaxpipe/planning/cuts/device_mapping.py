@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxpipe.planning.cuts.cost_models import Synchronous
 from jaxpipe.planning.cuts.cut_space import space_of
+from jaxpipe.planning.cuts.layouts import device_classes
 from jaxpipe.planning.cuts.placed_stages import Partition, cost_stages
-from jaxpipe.planning.cuts.search_cuts import device_classes
 from jaxpipe.schedules.swap_points import swap_points
 from jaxpipe.schedules.table import Schedule
 

@@ -1,17 +1,55 @@
 """Layouts: the devices of each stage, first to last."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from jaxpipe.costs.network import Network
 from jaxpipe.planning.cuts.cost_models import Layout
-from jaxpipe.planning.cuts.search_cuts import Limits
 
 
 #: With more devices than this not all numbers of devices of the stages are looked at, ...
 MOST_UNEQUAL = 8
 #: ... and with more than this only equal ones.
 MOST_IN_TWO_PARTS = 128
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of a search: sizes of groups, and the number of devices in all.
+
+    ``widths`` are the numbers of devices of the stages, first to last, if they are given.
+    """
+
+    group_sizes: tuple[int, ...]
+    num_devices: int | None
+    widths: tuple[int, ...] | None = None
+
+    def sizes(self, count: int) -> tuple[int, ...]:
+        """Return how many devices a stage may have, if it and all stages behind it have ``count``."""
+        if self.widths is None:
+            return self.group_sizes
+        return tuple(width for k, width in enumerate(self.widths) if sum(self.widths[k:]) == count)
+
+
+def device_classes(network: Network, memory: Sequence[float]) -> tuple[tuple[int, ...], ...]:
+    """Devices that may be exchanged for one another without changing any cost, together."""
+    links = np.stack([network.bandwidth, network.latency])
+
+    def alike(a: int, b: int) -> bool:
+        differs = (links[:, a] != links[:, b]).any(0)
+        differs[[a, b]] = False
+        return network.speed[a] == network.speed[b] and memory[a] == memory[b] and not differs.any()
+
+    classes: list[list[int]] = []
+    for device in range(network.num_devices):
+        home = next((group for group in classes if alike(group[0], device)), None)
+        if home is None:
+            classes.append([device])
+        else:
+            home.append(device)
+    return tuple(map(tuple, classes))
 
 
 def all_layouts(classes: Sequence[Sequence[int]], limits: Limits, most_stages: int) -> Iterator[Layout]:

@@ -8,19 +8,27 @@ from typing import Literal
 from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import MemoryBudgetError, PartitionError
-from jaxpipe.planning.cuts.cost_models import MODELS, CostModel, Synchronous
+from jaxpipe.planning.cuts.choose_plan import Plans, all_plans, chosen, least_bytes
+from jaxpipe.planning.cuts.cost_models import Synchronous
 from jaxpipe.planning.cuts.cut_space import CutSpace, cut_space
+from jaxpipe.planning.cuts.layouts import Limits, device_classes
 from jaxpipe.planning.cuts.placed_stages import Partition, describe
-from jaxpipe.planning.cuts.published import cheapest_bottleneck
+from jaxpipe.planning.cuts.published import cheapest_bottleneck, least_capacity
+from jaxpipe.planning.cuts.published_models import Bottleneck, MinMax, PipeDream, Throughput
 from jaxpipe.planning.cuts.refine_cuts import move_operators
-from jaxpipe.planning.cuts.search_cuts import Limits, Search, device_classes, is_small
-from jaxpipe.planning.cuts.shortest_step import all_plans, least_memory, shortest_step
+from jaxpipe.planning.cuts.shortest_step import least_memory, shortest_step
 from jaxpipe.planning.cuts.step_bound import step_bound
 from jaxpipe.text.units import bytes_text, parse_bytes
 
 
 #: Micro-batches of a step, for ``"synchronous"``, if the caller does not say.
 MICROBATCHES = 32
+
+
+#: The cost models, by the value of ``cost_model=``.
+MODELS: dict[str, type[Bottleneck | Synchronous]] = {
+    model.name: model for model in (PipeDream, MinMax, Throughput, Synchronous)
+}
 
 
 def partition_layers(
@@ -73,34 +81,35 @@ def partition_layers(
     """
     _check_arguments(profile, network, cost_model, num_microbatches)
     replicate = replicate if isinstance(replicate, bool | int) else tuple(replicate)
-    limits = _limits(network, memory, replicate, num_stages)
+    held, limits = _memory(network, memory), _limits(network, replicate, num_stages)
     if not idle:
         limits = replace(limits, num_devices=_all(network, limits))
-    model: CostModel = MODELS[cost_model](network, num_microbatches)
-    model.check(memory_given=min(limits.memory) < math.inf)
-    space, classes = cut_space(profile, reorder=reorder), device_classes(network, limits.memory)
+    model = MODELS[cost_model](network, num_microbatches, held if min(held) < math.inf else ())
     if isinstance(model, Synchronous):
-        model = replace(
-            model,
-            num_microbatches=num_microbatches or MICROBATCHES,
-            frozen=bool(profile.frozen),
-            memory=limits.memory if min(limits.memory) < math.inf else (),
-        )
-        plans = all_plans(space, classes, limits)
-        if plans is None and not space.is_chain:
-            space = cut_space(profile, reorder=False)
-        best = shortest_step(space, model, classes, limits, plans, slack)
-        bound = step_bound(profile, network, model.m, limits.num_devices, max(limits.group_sizes))
+        model = replace(model, num_microbatches=num_microbatches or MICROBATCHES, frozen=bool(profile.frozen))
+    model.check()
+    space, classes = cut_space(profile, reorder=reorder), device_classes(network, held)
+    plans = all_plans(space, classes, limits)
+    if plans is None and isinstance(model, Synchronous) and not space.is_chain:
+        space = cut_space(profile, reorder=False)
+
+    if plans is not None:
+        best = chosen(space, model, plans, slack, "all placements")
+    elif isinstance(model, Synchronous):
+        best = shortest_step(space, model, classes, limits, slack)
     else:
         best = cheapest_bottleneck(space, model, classes, limits, slack)
-        bound = sum(profile.seconds) / sum(sorted(network.speed)[::-1][: limits.num_devices])
     if best is None:
-        raise _nothing_fits(space, model, classes, limits, num_stages)
+        raise _nothing_fits(space, model, limits, plans, num_stages)
     seconds, stages = best.seconds, best.stages
+    if isinstance(model, Synchronous):
+        bound = step_bound(profile, network, model.m, limits.num_devices, max(limits.group_sizes))
+    else:
+        bound = sum(profile.seconds) / sum(sorted(network.speed)[::-1][: limits.num_devices])
     if space.complete or not reorder:
         bound = max(bound, best.bound)
     else:
-        space, stages, seconds = move_operators(profile, space, model, limits.memory, stages, seconds)
+        space, stages, seconds = move_operators(profile, space, model, stages, seconds)
     return describe(
         profile,
         model,
@@ -109,7 +118,7 @@ def partition_layers(
         seconds=seconds,
         bound=min(bound, seconds),
         ties=best.ties,
-        memory=limits.memory,
+        memory=held,
         replicate=replicate,
         num_stages=num_stages,
         reorder=reorder,
@@ -133,39 +142,39 @@ def _check_arguments(profile: object, network: object, cost_model: str, num_micr
         raise PartitionError(f"num_microbatches={num_microbatches}; it must be at least 1.")
 
 
-def _limits(
-    network: Network,
-    memory: float | str | Sequence[float] | None,
-    replicate: bool | int | tuple[int, ...],
-    num_stages: int | None,
-) -> Limits:
+def _memory(network: Network, memory: float | str | Sequence[float] | None) -> tuple[float, ...]:
+    """Return the bytes of each device."""
     count = network.num_devices
     given = (memory,) * count if isinstance(memory, str | int | float) else memory
     budget = (math.inf,) * count if given is None else tuple(float(parse_bytes(m)) for m in given)
     if len(budget) != count:
         raise MemoryBudgetError(f"memory has {len(budget)} entries, the network has {count} devices; give one each.")
-    budget = tuple(map(min, budget, network.memory_bytes))
+    return tuple(map(min, budget, network.memory_bytes))
+
+
+def _limits(network: Network, replicate: bool | int | tuple[int, ...], num_stages: int | None) -> Limits:
+    count = network.num_devices
     if replicate is True:
         if num_stages is not None:
             raise PartitionError(
                 f"num_stages={num_stages} needs to know how many devices each stage has: pass replicate=False for one, "
                 "or a number."
             )
-        return Limits(tuple(range(1, count + 1)), None, budget)
+        return Limits(tuple(range(1, count + 1)), None)
     if isinstance(replicate, tuple):
         if not replicate or min(replicate) < 1 or sum(replicate) > count or num_stages not in (None, len(replicate)):
             raise PartitionError(
                 f"replicate={replicate}: each of {num_stages or len(replicate)} stage(s) needs one device at least, "
                 f"{sum(replicate)} in all, and the network has {count}."
             )
-        return Limits(tuple(sorted(set(replicate))), sum(replicate), budget, replicate)
+        return Limits(tuple(sorted(set(replicate))), sum(replicate), replicate)
     size = int(replicate) or 1
     if size < 1 or (num_stages is not None and num_stages < 1) or size * (num_stages or 1) > count:
         raise PartitionError(
             f"num_stages and replicate need {num_stages or 1} stage(s) of {size} device(s) each, but the network has "
             f"{count} devices."
         )
-    return Limits((size,), None if num_stages is None else num_stages * size, budget)
+    return Limits((size,), None if num_stages is None else num_stages * size)
 
 
 def _all(network: Network, limits: Limits) -> int:
@@ -180,19 +189,22 @@ def _all(network: Network, limits: Limits) -> int:
 
 
 def _nothing_fits(
-    space: CutSpace, model: CostModel, classes: Sequence[Sequence[int]], limits: Limits, num_stages: int | None
+    space: CutSpace, model: Bottleneck | Synchronous, limits: Limits, plans: list[Plans] | None, num_stages: int | None
 ) -> Exception:
-    if isinstance(model, Synchronous) and not is_small(classes, space, limits):
-        least = least_memory(space, model, limits)
+    free = replace(model, memory=())
+    if plans is not None:
+        least = least_bytes(space, free, plans)
+    elif isinstance(free, Synchronous):
+        least = least_memory(space, free, limits)
     else:
-        least = Search(space, model, classes, limits).least_memory()
+        least = least_capacity(space, free, limits)
     if least == math.inf:
         return PartitionError(
             f"There are no {num_stages or 'possible'} stages: the profile has {len(space.crossing) - 2} places "
             "to cut, and devices of one stage, or of two that follow each other, need a link (bandwidth above 0). Ask "
             "for fewer stages (num_stages), or for fewer devices in each (replicate)."
         )
-    given = sorted(set(limits.memory))
+    given = sorted(set(model.memory))
     text = bytes_text(given[0]) if len(given) == 1 else f"{bytes_text(given[0])} to {bytes_text(given[-1])}"
     return MemoryBudgetError(
         f"memory={text}: no stages fit. The smallest budget for every device with which there is a plan is "

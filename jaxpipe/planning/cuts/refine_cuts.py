@@ -4,14 +4,14 @@ For graphs with too many cuts to look at all of them: stages found along one ord
 which an operator may go to the stage of its readers, or of what it reads.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
 from jaxpipe.costs.profile import Profile
-from jaxpipe.planning.cuts.cost_models import CostModel, Stages, rows_of
+from jaxpipe.planning.cuts.choose_plan import ROUNDING
+from jaxpipe.planning.cuts.cost_models import CostModel, Stages
 from jaxpipe.planning.cuts.cut_space import CutSpace, space_of
-from jaxpipe.planning.cuts.search_cuts import ROUNDING
 
 
 #: How many moves are priced at most.
@@ -19,13 +19,12 @@ MOST_MOVES = 1000
 
 
 def move_operators(
-    profile: Profile, space: CutSpace, model: CostModel, memory: Sequence[float], stages: Stages, seconds: float
+    profile: Profile, space: CutSpace, model: CostModel, stages: Stages, seconds: float
 ) -> tuple[CutSpace, Stages, float]:
     """Move operators across cuts while the objective falls; returns a space of the new cuts, the stages, their cost."""
     cuts = [stages[0][0], *(last for _, last, _ in stages)]
     best = space_of(profile, space.members[cuts])
     chosen: Stages = tuple((k, k + 1, devices) for k, (*_, devices) in enumerate(stages))
-    rows = rows_of(chosen)
     fixed = {v for group in profile.together for v in group}
     reads: list[list[int]] = [[] for _ in profile.names]
     readers: list[list[int]] = [[] for _ in profile.names]
@@ -55,7 +54,7 @@ def move_operators(
             spent += 1
             candidate = space_of(profile, moved)
             cost = model.objective(candidate, chosen)
-            if cost < seconds / ROUNDING and model.fits(candidate, *rows, memory)[0]:
+            if cost < seconds / ROUNDING:
                 best, seconds, improved = candidate, cost, True
                 break
             if spent >= MOST_MOVES:

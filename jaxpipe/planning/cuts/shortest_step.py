@@ -14,16 +14,12 @@ import numpy as np
 from jaxpipe.costs.network import Network
 from jaxpipe.planning.cuts import device_orders
 from jaxpipe.planning.cuts.balance_chain import Chain
-from jaxpipe.planning.cuts.cost_models import Layout, Stages, Synchronous
+from jaxpipe.planning.cuts.choose_plan import ROUNDING, Found, Plans, chosen
+from jaxpipe.planning.cuts.cost_models import Layout, Synchronous
 from jaxpipe.planning.cuts.cut_space import CutSpace
-from jaxpipe.planning.cuts.layouts import all_layouts, along, numbers_of_devices
-from jaxpipe.planning.cuts.search_cuts import ROUNDING, Found, Limits
+from jaxpipe.planning.cuts.layouts import Limits, along, numbers_of_devices
 
 
-#: Up to so many plans are all priced.
-MOST_PLANS = 20_000
-#: With more stages than this not all plans are listed.
-MOST_STAGES = 100
 #: How many layouts are priced with balanced cuts, and for how many of the best cuts are searched.
 MOST_LAYOUTS, BEST_LAYOUTS = 160, 5
 #: By how much stages may take longer than the slowest of balanced ones, if that makes less to send.
@@ -33,26 +29,15 @@ MOST_ORDERED = 32
 #: How far cuts are shifted, and around how many of the slowest stages.
 SHIFTS, SLOWEST = (1, 2, 4), 12
 
-#: Rows of cuts ``[plans, stages + 1]`` with the devices of their stages.
-Plans = tuple[np.ndarray, Layout]
-
 
 def shortest_step(
     space: CutSpace,
     model: Synchronous,
     classes: Sequence[Sequence[int]],
     limits: Limits,
-    plans: list[Plans] | None,
     slack: float,
 ) -> Found | None:
-    """Return stages with a short step, of all ``plans`` if these are given; None if none fit.
-
-    Of steps that are longer than the shortest by at most ``slack``, those are taken that need the fewest bytes, or
-    about as few: of the fullest device and of all messages. Of these the one is taken that is the shortest with one
-    more micro-batch; of equals the one that sends least, on the fewest devices, whose stages have the most equal work.
-    """
-    if plans is not None:
-        return _chosen(space, model, plans, slack, "all placements")
+    """Return stages with a short step; None if none fit."""
     orders = _orders(model.network, classes)
     most = max(MOST_LAYOUTS // len(orders), 20)
     plans = [plan for order in orders for plan in _balanced(space, model, _likely(space, model, order, limits, most))]
@@ -60,64 +45,7 @@ def shortest_step(
     if len(classes) > 1 and plans and sum(map(len, classes)) <= MOST_ORDERED:
         plans = [_reordered(space, model, plans[0][1], classes), *plans]
     searched = [plan for cuts, layout in plans for plan in _searched(space, model, cuts, layout)]
-    return _chosen(space, model, [*plans, *searched], slack, "likely placements")
-
-
-def all_plans(space: CutSpace, classes: Sequence[Sequence[int]], limits: Limits) -> list[Plans] | None:
-    """Return every plan; None if there are more than ``MOST_PLANS``."""
-    longest = (limits.num_devices or sum(map(len, classes))) // min(limits.group_sizes)
-    if min(longest, len(space.crossing) - 1) > MOST_STAGES:
-        return None
-    layouts = list(itertools.islice(all_layouts(classes, limits, len(space.crossing) - 1), MOST_PLANS))
-    widths = [len(layout) for layout in layouts]
-    ways, reached = [], np.arange(len(space.crossing)) == len(space.crossing) - 1
-    for _ in range(max(widths, default=0)):
-        reached = space.nested.astype(float) @ reached
-        ways.append(reached[0])
-        if sum(ways[n - 1] for n in widths if n <= len(ways)) > MOST_PLANS:
-            return None
-    chains, cuts = {}, np.zeros((1, 1), int)
-    for number in range(1, max(widths, default=0) + 1):
-        ends = space.nested[cuts[:, -1], -1]
-        chains[number] = np.column_stack([cuts[ends], np.full(ends.sum(), len(space.crossing) - 1)])
-        rows, following = np.nonzero(space.nested[cuts[:, -1]])
-        cuts = np.column_stack([cuts[rows], following])
-    return [(chains[len(layout)], layout) for layout in layouts if len(chains[len(layout)])]
-
-
-def _chosen(space: CutSpace, model: Synchronous, plans: list[Plans], slack: float, placements: str) -> Found | None:
-    prices = model.prices(space, plans)
-    best = min((float(price.min()) for price in prices), default=math.inf)
-    if best == math.inf:
-        return None
-    sent = [space.crossing[cuts[:, 1:-1]].sum(1) for cuts, _ in plans]
-    sizes = [model.stage_bytes(space, *plan).max(1) + n for plan, n in zip(plans, sent, strict=True)]
-    near = [price <= best * (ROUNDING + slack) for price in prices]
-    least = min(float(size[alike].min(initial=math.inf)) for size, alike in zip(sizes, near, strict=True))
-    near = (
-        [alike & (size <= least * (ROUNDING + slack)) for alike, size in zip(near, sizes, strict=True)]
-        if slack
-        else near
-    )
-    keys: list[tuple[float, float, int, float, float, Stages]] = []
-    for (cuts, layout), price, alike, n in zip(plans, prices, near, sent, strict=True):
-        rows = np.flatnonzero(alike)
-        load = np.diff(space.seconds[cuts[rows]], axis=1) / model.rates(layout)
-        longer, uneven = _rounded(price[rows] + load.max(1)), _rounded((load**2).sum(1))
-        for k in np.lexsort((uneven, n[rows], longer))[:1]:
-            row = cuts[rows[k]].tolist()
-            stages = tuple(zip(row, row[1:], layout, strict=False))
-            keys.append((longer[k], n[rows[k]], sum(map(len, layout)), uneven[k], float(price[rows[k]]), stages))
-    *_, seconds, stages = min(keys)
-    everything = placements == "all placements"
-    ties = sum(int((price <= best * ROUNDING).sum()) for price in prices) if everything else 1
-    return Found(seconds, stages, best if everything else 0.0, ties, placements)
-
-
-def _rounded(values: np.ndarray) -> np.ndarray:
-    """Return numbers to nine digits: sums of the same numbers in another order are equal."""
-    unit = 10.0 ** (np.floor(np.log10(np.maximum(values, 1e-300))) - 8)
-    return np.round(values / unit) * unit
+    return chosen(space, model, [*plans, *searched], slack, "likely placements")
 
 
 def _orders(network: Network, classes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
@@ -167,9 +95,7 @@ def _balanced(space: CutSpace, model: Synchronous, layouts: Sequence[Layout]) ->
     for layout in layouts:
         chain = Chain(space, model, layout)
         rows = [np.linspace(0, len(space.crossing) - 1, len(layout) + 1).astype(int).tolist()]
-        least = chain.least()
-        if least < math.inf:
-            rows.append(chain.within(least))
+        rows.append(chain.within(chain.least()) or rows[0])
         yield np.array(rows), layout
 
 

@@ -20,6 +20,7 @@ from jaxpipe.planning.trace_request import Traced
 from jaxpipe.runtime.stages import places_to_cut, variable_spans
 from jaxpipe.schedules import Schedule
 from jaxpipe.schedules.replicas import StageReplicas
+from jaxpipe.text.progress import phase
 
 
 #: How much longer a step may be than the shortest, if that makes less to send: profiles are no better than this.
@@ -32,6 +33,7 @@ SHORTER = 0.01
 NO_LINK = 1e12
 
 
+@phase("cut")
 def place_stages(
     traced: Traced, profile: Profile, replicate: bool | tuple[int, ...], num_chunks: int
 ) -> tuple[Partition, ...]:

@@ -11,16 +11,11 @@ from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Edge, Profile
 from jaxpipe.errors import MemoryBudgetError, PartitionError
 from jaxpipe.planning import Partition, partition_layers
-
 from jaxpipe.schedules import one_f_one_b, simulate
 
 
 DATA = Path(__file__).parent / "data" / "pipedream"
 MODELS = ("pipedream", "min_max", "throughput", "synchronous")
-
-
-def textbook(p, m):
-    return one_f_one_b(p, m, paired=False)
 
 
 class Plans:
@@ -170,7 +165,7 @@ class Priced:
         )
         ways = [(self.link(self.sent[s], s) + 40e-6) * deal / min(k[s - 1], k[s]) for s in range(1, self.last + 1)]
         timeline = simulate(
-            textbook(len(k), math.ceil(self.m / deal)),
+            one_f_one_b(len(k), math.ceil(self.m / deal)),
             forward=forward,
             backward=backward,
             communication=[(way, way) for way in ways],

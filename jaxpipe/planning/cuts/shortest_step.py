@@ -26,8 +26,10 @@ MOST_LAYOUTS, BEST_LAYOUTS = 160, 5
 LOOSER = (1.0, 1.01, 1.03, 1.1, 1.3)
 #: With more devices than this their order is not improved.
 MOST_ORDERED = 32
-#: How far cuts are shifted, and around how many of the slowest stages.
-SHIFTS, SLOWEST = (1, 2, 4), 12
+#: Of how many cuts with the same devices some are shifted, how far, and around how many of the slowest stages.
+STARTS, SHIFTS, SLOWEST = 2, (1, 2, 4), 12
+#: Up to so many stages two cuts are shifted at once.
+MOST_PAIRS = 8
 
 
 def shortest_step(
@@ -114,8 +116,9 @@ def _searched(space: CutSpace, model: Synchronous, cuts: np.ndarray, layout: Lay
         rows = [chain.lightest(max(least, 1e-300) * looser) for looser in LOOSER]
         cuts = np.concatenate([cuts, *(np.array([row]) for row in rows if row is not None)])
     yield cuts, layout
-    order = model.prices(space, [(cuts, layout)])[0].argsort(kind="stable")
-    yield shifted(space, model, cuts[order[:1]], layout), layout
+    rows = np.unique(cuts, axis=0)
+    order = model.prices(space, [(rows, layout)])[0].argsort(kind="stable")
+    yield np.concatenate([shifted(space, model, rows[[k]], layout) for k in order[:STARTS]]), layout
 
 
 def shifted(space: CutSpace, model: Synchronous, cuts: np.ndarray, layout: Layout) -> np.ndarray:
@@ -137,13 +140,14 @@ def _shifts(space: CutSpace, model: Synchronous, cuts: np.ndarray, layout: Layou
     last = len(cuts) - 2  # the number of the last inner cut
     runs = {(k, k) for s in slowest for k in (s, s + 1) if 1 <= k <= last}
     runs |= {(min(a, b) + 1, max(a, b)) for a, b in itertools.product(slowest, least) if a != b}
-    moved = []
-    for (first, end), shift in itertools.product(sorted(runs), (*SHIFTS, *(-n for n in SHIFTS))):
-        row = cuts.copy()
+    steps = list(itertools.product(sorted(runs), (*SHIFTS, *(-n for n in SHIFTS))))
+    moved = np.tile(cuts, (len(steps), 1))
+    for row, ((first, end), shift) in zip(moved, steps, strict=True):
         row[first : end + 1] += shift
-        if np.all(np.diff(row) > 0):
-            moved.append(row)
-    return np.array(moved, int).reshape(-1, len(cuts))
+    if len(layout) <= MOST_PAIRS:
+        moved = np.concatenate([moved, (moved[:, None] + moved[None] - cuts).reshape(-1, len(cuts))])
+    inside = (np.diff(moved, axis=1) > 0).all(1)
+    return np.unique(moved[inside], axis=0)
 
 
 def _reordered(space: CutSpace, model: Synchronous, layout: Layout, classes: Sequence[Sequence[int]]) -> Plans:

@@ -111,6 +111,11 @@ class Network(Printed):
         """The latencies as an array."""
         return _with_diagonal(self.latency_seconds, 0.0)
 
+    @cached_property
+    def fastest_link(self) -> float:
+        """The bandwidth of the fastest link; 1 if there is none."""
+        return float(self.bandwidth[np.isfinite(self.bandwidth)].max(initial=1.0))
+
     @property
     def is_uniform(self) -> bool:
         """Return whether all links are alike."""

@@ -233,11 +233,9 @@ def build_candidate(cut: Cut, schedule: Schedule, maker: schedule_makers.Schedul
     )
     partition = cut.partition
     if request.budget is not None and request.network is not None and program.stage_replicas.is_single:
-        ends = [(stage.leaving, stage.returning) for stage in program.stages]
-        messages = [max(map(program.bytes_of, tensors)) for tensors in zip(*ends, strict=True)]
         stashes = [_stash_bytes(program, stage) for stage in program.stages]
         period = longest_microbatch(program, partition)
-        partition = best_mapping(partition, program.schedule, stashes, period, messages)
+        partition = best_mapping(partition, program.schedule, stashes, period)
     return Candidate(cut, partition, program, schedule, maker)
 
 

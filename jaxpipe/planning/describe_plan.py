@@ -21,7 +21,7 @@ from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.plan import FrozenPlan, Plan, StagePlan, StashPiece
 from jaxpipe.planning.check_request import Request
 from jaxpipe.planning.cuts.cost_models import DeviceGroup, Synchronous
-from jaxpipe.planning.cuts.placed_stages import Partition, stage_speeds
+from jaxpipe.planning.cuts.placed_stages import Partition, plan_bound, stage_speeds
 from jaxpipe.planning.dispatch_timeline import Dispatching, SearchArguments, dispatched_timeline, search_arguments
 from jaxpipe.planning.plan_timeline import StageSeconds, seconds_on_devices
 from jaxpipe.planning.storage.choose_swaps import Links
@@ -179,7 +179,7 @@ def describe(
         rates=_whose_rates(request, partition.profile),
         step_seconds=step_seconds(program, partition, timeline),
         bubble_fraction=_idle_share(timeline, program.stage_replicas.per_stage),
-        lower_bound_seconds=partition.lower_bound_seconds,
+        lower_bound_seconds=plan_bound(partition),
         schedule_bound_seconds=bound,
         budget=None,
         memory=memory,

@@ -15,7 +15,7 @@ from jaxpipe.errors import JaxpipeError, PartitionError, ScheduleError
 from jaxpipe.plan import idle_stages
 from jaxpipe.planning.candidate import Candidate, Cut, build_candidate
 from jaxpipe.planning.describe_plan import least_seconds, stage_search_arguments
-from jaxpipe.planning.place_stages import place_stages
+from jaxpipe.planning.place_stages import best_placed, place_stages
 from jaxpipe.planning.trace_request import Traced
 from jaxpipe.schedules import Schedule, list_schedule, schedule_makers
 from jaxpipe.schedules.table import without_backward
@@ -105,7 +105,8 @@ def cut_again(candidate: Candidate, charged: Profile) -> Candidate:
     """Return a candidate with the same schedule and another cut, for a profile with what storage adds."""
     counts, traced = candidate.program.stage_replicas, candidate.traced
     replicate = False if counts.is_single else counts.per_stage
-    partition = place_stages(traced, charged, replicate, candidate.schedule.num_chunks)
+    partitions = place_stages(traced, charged, replicate, candidate.schedule.num_chunks)
+    partition = partitions[best_placed(candidate.schedule, partitions)]
     bound = candidate.partition.lower_bound_seconds
     partition = replace(partition, profile=traced.profile, lower_bound_seconds=bound)
     return build_candidate(Cut(traced, partition), candidate.schedule, candidate.maker)
@@ -116,15 +117,20 @@ def _candidates(traced: Traced, replicate: bool | tuple[int, ...]) -> list[Candi
     request, m = traced.request, traced.batching.num_microbatches
 
     @functools.cache
-    def cut(num_chunks: int) -> Cut:
-        return Cut(traced, place_stages(traced, traced.profile, replicate, num_chunks))
+    def cuts(num_chunks: int) -> tuple[Cut, ...]:
+        partitions = place_stages(traced, traced.profile, replicate, num_chunks)
+        return tuple(Cut(traced, partition) for partition in partitions)
+
+    def cut(schedule: Schedule) -> Cut:
+        ways = cuts(schedule.num_chunks)
+        return ways[best_placed(schedule, [way.partition for way in ways])]
 
     if not replicate:
         schedules = schedule_makers.make_schedules(request.schedules, request.num_stages, m)
-    elif cut(1).replicas.is_single:
+    elif cuts(1)[0].replicas.is_single:
         return []
     else:
-        schedules = schedule_makers.make_replicated_schedules(request.schedules, cut(1).replicas, m)
+        schedules = schedule_makers.make_replicated_schedules(request.schedules, cuts(1)[0].replicas, m)
     candidates = _of_schedules(schedules, cut)
     if request.schedules is not schedule_makers.AUTO or request.num_stages == 1 or replicate:
         return candidates
@@ -136,20 +142,23 @@ def _candidates(traced: Traced, replicate: bool | tuple[int, ...]) -> list[Candi
     return candidates + searched_candidates(candidates, sources)
 
 
-def _of_schedules(schedules: Sequence[Schedule], cut: Callable[[int], Cut]) -> list[Candidate]:
+def _of_schedules(schedules: Sequence[Schedule], cut: Callable[[Schedule], Cut]) -> list[Candidate]:
     """Return a program for each schedule that may be faster than those before it."""
     candidates: list[Candidate] = []
     for schedule in schedules:
-        v, least = schedule.num_chunks, 0.0
+        least = 0.0
         try:
+            chosen = cut(schedule)
             if candidates:
-                trimmed = without_backward(schedule, cut(v).num_frozen)
-                least = least_seconds(trimmed, cut(v).partition, cut(v).replicas)
+                trimmed = without_backward(schedule, chosen.num_frozen)
+                least = least_seconds(trimmed, chosen.partition, chosen.replicas)
         except PartitionError:  # too few operators for so many stages; others will do
+            if not candidates:
+                raise
             continue
         if not candidates or least < min(earlier.seconds for earlier in candidates):
             tell(f"{schedule.name}: {schedule.total_stages} stages with default storage")
-            candidates.append(build_candidate(cut(v), schedule))
+            candidates.append(build_candidate(chosen, schedule))
     return candidates
 
 

@@ -1,6 +1,7 @@
 """Stages of a traced program and their devices: the shortest step with the operators in their order."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,26 +12,40 @@ from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import PartitionError
 from jaxpipe.planning.arrange_devices import stay
+from jaxpipe.planning.cuts.balance_chain import balanced
 from jaxpipe.planning.cuts.partition_layers import partition_layers
 from jaxpipe.planning.cuts.placed_stages import Partition, stage_speeds
+from jaxpipe.planning.dispatch_timeline import Dispatching, dispatched_timeline
 from jaxpipe.planning.trace_request import Traced
 from jaxpipe.runtime.stages import places_to_cut, variable_spans
+from jaxpipe.schedules import Schedule
+from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.text.progress import phase
 
 
 #: How much longer a step may be than the shortest, if that makes less to send: profiles are no better than this.
 CUT_SLACK = 0.02
 
+#: By what share a step must be shorter with the second answer.
+SHORTER = 0.01
+
 #: Bytes per second from a device to itself.
 NO_LINK = 1e12
 
 
 @phase("cut")
-def place_stages(traced: Traced, profile: Profile, replicate: bool | tuple[int, ...], num_chunks: int) -> Partition:
-    """Return stages, ``num_chunks`` on each device, and their devices: several for a stage if ``replicate`` says so."""
+def place_stages(
+    traced: Traced, profile: Profile, replicate: bool | tuple[int, ...], num_chunks: int
+) -> tuple[Partition, ...]:
+    """Return stages, ``num_chunks`` on each device, and their devices: several for a stage if ``replicate`` says so.
+
+    With one device for each stage there may be a second answer, balanced whatever the step's beginning and end take.
+    For one program, whose devices walk in step, it is the only one.
+    """
     request, objective = traced.request, traced.objective
     network = request.network or slowest_used(traced.links, request.mesh)
-    profile = replace(profile, together=tuple(itertools.chain.from_iterable(variable_spans(objective).values())))
+    spans = itertools.chain.from_iterable(variable_spans(objective).values())
+    profile = replace(profile, together=tuple(dict.fromkeys((*profile.together, *spans))))
     places = sum(places_to_cut(objective)[1:-1])
     stages = len(replicate) if isinstance(replicate, tuple) else 1 if replicate else request.num_stages * num_chunks
     if stages > places + 1:
@@ -45,12 +60,39 @@ def place_stages(traced: Traced, profile: Profile, replicate: bool | tuple[int, 
         "slack": CUT_SLACK,
     }
     if replicate:
-        return partition_layers(profile, network, replicate=replicate, idle=False, **asked)
+        return (partition_layers(profile, network, replicate=replicate, idle=False, **asked),)
     asked["replicate"] = request.replicas
     placed = partition_layers(profile, network, num_stages=request.num_stages, **asked)
     if request.network is None:
         placed = replace(stay(placed, request.mesh), network=traced.links)
-    return placed if num_chunks == 1 else _interleaved(placed, num_chunks, **asked)
+    if num_chunks > 1:
+        return (_interleaved(placed, num_chunks, **asked),)
+    even = balanced(placed)
+    return (even,) if request.runtime == "spmd" else tuple(dict.fromkeys((placed, even)))
+
+
+def best_placed(schedule: Schedule, partitions: Sequence[Partition]) -> int:
+    """Return the number of the partition with the shortest step of a schedule, half of backward work for weights."""
+    if len(partitions) == 1:
+        return 0
+
+    def seconds(partition: Partition) -> float:
+        speeds, profile = stage_speeds(partition), partition.profile
+        work = [
+            [
+                sum(seconds[stage.operators.start : stage.operators.stop]) / speed
+                for stage, speed in zip(partition.stages, speeds, strict=True)
+            ]
+            for seconds in (profile.forward_seconds, profile.backward_seconds)
+        ]
+        half = [b / 2 for b in work[1]]
+        sends = [stage.communication_seconds / 2 for stage in partition.stages]
+        devices = range(schedule.num_devices)
+        dispatching = Dispatching([(s, s) for s in sends], [(0,) for _ in devices], StageReplicas((1,) * len(devices)))
+        return dispatched_timeline(schedule, work[0], half, half, dispatching).makespan
+
+    first, second = map(seconds, partitions)
+    return int(second < (1 - SHORTER) * first)
 
 
 def _interleaved(whole: Partition, num_chunks: int, **asked: Any) -> Partition:

@@ -18,11 +18,6 @@ from jaxpipe.errors import PartitionError
 MOST_DOWN_SETS = 2000
 
 
-#: First cuts and last cuts of stages.
-Block = tuple[slice | np.ndarray, slice | np.ndarray]
-EVERYWHERE: Block = (slice(None), slice(None))
-
-
 @dataclass(frozen=True, eq=False)
 class CutSpace:
     """Every cut that is looked at, from nothing to everything, and what lies before it.
@@ -58,10 +53,15 @@ class CutSpace:
         lost = inside @ outside.T.astype(np.float32)
         return (lost == 0) & ~np.eye(len(inside), dtype=bool)
 
-    def between(self, sums: np.ndarray, block: Block = EVERYWHERE) -> np.ndarray:
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether each cut holds the one before."""
+        numbers = np.arange(len(self.crossing) - 1)
+        return bool(self.nested[numbers, numbers + 1].all())
+
+    def between(self, sums: np.ndarray) -> np.ndarray:
         """``[first cuts, last cuts]``: a sum over the operators between two cuts; only of use where ``nested``."""
-        first, last = block
-        return sums[None, last] - sums[first, None]
+        return sums[None] - sums[:, None]
 
     def thinned(self, count: int) -> "CutSpace":
         """About ``count`` of the cuts, evenly over the work, of neighbors those that least crosses."""

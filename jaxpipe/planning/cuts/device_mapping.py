@@ -1,4 +1,4 @@
-"""Stages mapped to devices: of all mappings that make a step no slower, the one with which swaps can do most.
+"""Stages mapped to devices: of all mappings that make a step about no slower, the one with which swaps can do most.
 
 The partitioner's cuts stay. A mapping's score is how many bytes of stashes can be with peers at a time, if every stage
 that holds more than the mean sends to those that hold less. For each micro-batch a slice goes out and one comes back
@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxpipe.planning.cuts.cost_models import Synchronous
 from jaxpipe.planning.cuts.cut_space import space_of
+from jaxpipe.planning.cuts.layouts import device_classes
 from jaxpipe.planning.cuts.placed_stages import Partition, cost_stages
-from jaxpipe.planning.cuts.search_cuts import device_classes
 from jaxpipe.schedules.swap_points import swap_points
 from jaxpipe.schedules.table import Schedule
 
@@ -27,6 +27,9 @@ MOST_DEVICES = 8
 
 #: How often the seconds are halved at most to tell mappings apart that let everything be moved.
 MOST_HALVINGS = 60
+
+#: By what share a step may take longer with another mapping: profiles are no better than this.
+SLOWER = 0.01
 
 #: Sums of the same seconds in another order differ by less than this.
 ROUNDING = 1 + 1e-9
@@ -87,9 +90,8 @@ def best_mapping(
     schedule: Schedule,
     stash_bytes: Sequence[float],
     period: float,
-    messages: Sequence[float] = (),
 ) -> Partition:
-    """The partition with its stages on other devices, if swaps can move more bytes then and a step takes no longer.
+    """The partition with its stages on other devices, if swaps can move more then and a step takes about no longer.
 
     Up to ``MOST_DEVICES`` devices every mapping is looked at, those that differ in exchanges of like devices once;
     with more devices, pairs are exchanged as long as that helps. ``Partition.searched`` names the search.
@@ -99,7 +101,7 @@ def best_mapping(
     wanted = demand(schedule, stash_bytes, period)
     if not wanted.excess.any():
         return partition
-    search = _Search(partition, wanted, messages)
+    search = _Search(partition, wanted)
     current = best = np.array([[stage.devices for stage in partition.stages]])
     if current.size <= MOST_DEVICES:
         how = "all mappings for swaps"
@@ -118,7 +120,7 @@ def best_mapping(
 class _Search:
     """Mappings of one partition and what they cost."""
 
-    def __init__(self, partition: Partition, wanted: Demand, messages: Sequence[float]):
+    def __init__(self, partition: Partition, wanted: Demand):
         self.partition, self.wanted, self.network = partition, wanted, partition.network
         self.model = Synchronous(partition.network, partition.num_microbatches, frozen=bool(partition.profile.frozen))
         stops = [0, *(stage.operators.stop for stage in partition.stages)]
@@ -127,21 +129,19 @@ class _Search:
             sets[k, list(partition.order[:stop])] = True
         self.space = space_of(partition.profile, sets)
         self.memory = np.array([math.inf if m is None else m for m in partition.memory])
-        with np.errstate(divide="ignore"):
-            self.sends = [self.network.latency + size / self.network.bandwidth for size in messages]
 
     def best(self, current: np.ndarray, mappings: np.ndarray) -> np.ndarray:
-        """Return the best-scored of one mapping and of some others that are no slower; of equals the first.
+        """Return the best-scored of one mapping and of some others that are about no slower; of equals the first.
 
         Where several let everything be moved, they are compared for half of the seconds, and so on.
         """
         needed = np.array([stage.memory_bytes for stage in self.partition.stages])
         fits = (needed[:, None] <= self.memory[mappings]).all((1, 2))
-        mappings = mappings[fits & (self.exchange(mappings) <= self.exchange(current)[0] * ROUNDING)]
+        mappings = mappings[fits]
         wanted, everything = self.wanted, self.wanted.excess.sum()
         # Scores take far less time than the partitioner's price.
         mappings = mappings[self.scores(wanted, mappings) >= self.scores(wanted, current)[0] / ROUNDING]
-        limit = self.seconds(current[0]) * ROUNDING
+        limit = self.seconds(current[0]) * (1 + SLOWER)
         mappings = np.concatenate(
             [current, *(candidate[None] for candidate in mappings if self.seconds(candidate) <= limit)]
         )
@@ -157,14 +157,6 @@ class _Search:
         """Return what peers can take with each mapping."""
         return movable_bytes(wanted, self.network.bandwidth, self.network.latency, mappings)
 
-    def exchange(self, mappings: np.ndarray) -> np.ndarray:
-        """Return what neighbors take to exchange the messages, each over the slowest link."""
-        total = np.zeros(len(mappings))
-        for sends in self.sends:
-            links = sends[mappings[:, :-1, :, None], mappings[:, 1:, None, :]]
-            total += links.max((1, 2, 3))
-        return total
-
     def stages(self, mapping: np.ndarray) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
         return tuple((k, k + 1, tuple(map(int, group))) for k, group in enumerate(mapping))
 
@@ -174,7 +166,7 @@ class _Search:
 
     def described(self, mapping: np.ndarray, searched: str) -> Partition:
         stages = cost_stages(self.model, self.space, self.stages(mapping))
-        return replace(self.partition, stages=stages, searched=searched)
+        return replace(self.partition, stages=stages, searched=searched, bottleneck_seconds=self.seconds(mapping))
 
 
 def _mappings(partition: Partition) -> Iterator[tuple[tuple[int, ...], ...]]:

@@ -5,29 +5,30 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-import numpy as np
-
 from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import MemoryBudgetError, PartitionError
-from jaxpipe.planning.cuts import device_orders
-from jaxpipe.planning.cuts.cost_models import MODELS, CostModel, Synchronous
+from jaxpipe.planning.cuts.choose_plan import Plans, all_plans, chosen, least_bytes
+from jaxpipe.planning.cuts.cost_models import Synchronous
 from jaxpipe.planning.cuts.cut_space import CutSpace, cut_space
+from jaxpipe.planning.cuts.layouts import Limits, device_classes
 from jaxpipe.planning.cuts.placed_stages import Partition, describe
+from jaxpipe.planning.cuts.published import cheapest_bottleneck, least_capacity
+from jaxpipe.planning.cuts.published_models import Bottleneck, MinMax, PipeDream, Throughput
 from jaxpipe.planning.cuts.refine_cuts import move_operators
-from jaxpipe.planning.cuts.search_cuts import Limits, Search, device_classes, in_order, work
-from jaxpipe.planning.cuts.search_shortest_step import Found, shortest_step, step_bound
+from jaxpipe.planning.cuts.shortest_step import least_memory, shortest_step
+from jaxpipe.planning.cuts.step_bound import step_bound
 from jaxpipe.text.units import bytes_text, parse_bytes
 
 
-#: Elementary steps that a search over all sets of devices may take; with more, devices are searched in orders.
-MOST_WORK = 3e9
-#: Cuts that are looked at to compare orders of devices.
-CUTS_FOR_ORDERS = 48
-#: How much links count beside stages there, if the objective is a whole step.
-LINK_WEIGHT = 4.0
 #: Micro-batches of a step, for ``"synchronous"``, if the caller does not say.
 MICROBATCHES = 32
+
+
+#: The cost models, by the value of ``cost_model=``.
+MODELS: dict[str, type[Bottleneck | Synchronous]] = {
+    model.name: model for model in (PipeDream, MinMax, Throughput, Synchronous)
+}
 
 
 def partition_layers(
@@ -52,13 +53,13 @@ def partition_layers(
       network: the devices.
       cost_model: what is made small. With ``C`` a stage's seconds, ``W`` its parameter bytes, ``a`` the bytes that
         cross a cut, on ``k`` devices with bandwidth ``B``:
-        ``"synchronous"``, a whole step on the executor's timeline, fill and drain included;
+        ``"synchronous"``, a whole step of 1F1B on devices that run free, calls, sends, fill and drain included;
         ``"min_max"``, the largest ``C / k`` and ``2 a / B``, ``B`` that of the slowest link between two stages;
         ``"throughput"``, the largest ``(C + 2 sum(a) / B) / k + 4 (k-1) / k W / (M B)`` (Piper, NeurIPS 2021);
         ``"pipedream"``, the largest ``(C + 4 (k-1) W / (B k)) / k`` and ``2 a / (B k)`` (PipeDream, SOSP 2019).
       memory: bytes of each device, a text such as ``"8GiB"``, or one number for each device; the network's own
         ``memory_bytes`` holds too. A stage keeps ``ceil(devices from here on / k)`` micro-batches' residuals and its
-        parameters; on the executor's timeline one less than twice as many, and gradients.
+        parameters; with ``"synchronous"`` gradients too.
       replicate: whether a stage may have several devices; a number: how many each has; numbers: how many each stage
         has, first to last.
       num_microbatches: of a step, on all replicas together; ``"throughput"`` needs it, ``"synchronous"`` takes 32 if
@@ -80,39 +81,44 @@ def partition_layers(
     """
     _check_arguments(profile, network, cost_model, num_microbatches)
     replicate = replicate if isinstance(replicate, bool | int) else tuple(replicate)
-    limits = _limits(network, memory, replicate, num_stages)
+    held, limits = _memory(network, memory), _limits(network, replicate, num_stages)
     if not idle:
         limits = replace(limits, num_devices=_all(network, limits))
-    model: CostModel = MODELS[cost_model](network, num_microbatches)
+    model = MODELS[cost_model](network, num_microbatches, held if min(held) < math.inf else ())
     if isinstance(model, Synchronous):
-        model = Synchronous(network, num_microbatches or MICROBATCHES, frozen=bool(profile.frozen))
-    model.check(memory_given=min(limits.memory) < math.inf)
-    space = cut_space(profile, reorder=reorder)
+        model = replace(model, num_microbatches=num_microbatches or MICROBATCHES, frozen=bool(profile.frozen))
+    model.check()
+    space, classes = cut_space(profile, reorder=reorder), device_classes(network, held)
+    plans = all_plans(space, classes, limits)
+    if plans is None and isinstance(model, Synchronous) and not space.is_chain:
+        space = cut_space(profile, reorder=False)
 
-    classes = device_classes(network, limits.memory)
-    exact = len(classes) == 1 or work(classes, len(space.crossing), limits) <= MOST_WORK
-    if not exact:
-        classes = (_best_order(space, model, limits),)
-    search = Search(space, model, classes, limits)
-    best = _solve(search, model, slack)
+    if plans is not None:
+        best = chosen(space, model, plans, slack, "all placements")
+    elif isinstance(model, Synchronous):
+        best = shortest_step(space, model, classes, limits, slack)
+    else:
+        best = cheapest_bottleneck(space, model, classes, limits, slack)
     if best is None:
-        raise _nothing_fits(search, num_stages)
-    seconds, stages = best.seconds, in_order(best.stages, classes) if exact else best.stages
-    looked_at_all = space.complete or not reorder
-    if not looked_at_all:
-        space, stages, seconds = move_operators(profile, space, search, stages, seconds)
-    least = _least_possible(space, model, limits)
-    if looked_at_all:
-        least = max(least, best.bound if exact else _relaxed(space, model, limits))
+        raise _nothing_fits(space, model, limits, plans, num_stages)
+    seconds, stages = best.seconds, best.stages
+    if isinstance(model, Synchronous):
+        bound = step_bound(profile, network, model.m, limits.num_devices, max(limits.group_sizes))
+    else:
+        bound = sum(profile.seconds) / sum(sorted(network.speed)[::-1][: limits.num_devices])
+    if space.complete or not reorder:
+        bound = max(bound, best.bound)
+    else:
+        space, stages, seconds = move_operators(profile, space, model, stages, seconds)
     return describe(
         profile,
         model,
         space,
         stages,
         seconds=seconds,
-        bound=min(least, seconds),
+        bound=min(bound, seconds),
         ties=best.ties,
-        memory=limits.memory,
+        memory=held,
         replicate=replicate,
         num_stages=num_stages,
         reorder=reorder,
@@ -120,7 +126,7 @@ def partition_layers(
         idle=idle,
         searched=(
             ("all cuts" if space.complete else "the cuts of the given order" if not reorder else "one order's cuts")
-            + (", all placements" if exact else ", some orders of the devices")
+            + f", {best.placements}"
         ),
     )
 
@@ -136,49 +142,39 @@ def _check_arguments(profile: object, network: object, cost_model: str, num_micr
         raise PartitionError(f"num_microbatches={num_microbatches}; it must be at least 1.")
 
 
-def _solve(search: Search, model: CostModel, slack: float) -> Found | None:
-    if isinstance(model, Synchronous):
-        return shortest_step(search, model, slack)
-    least = search.least()
-    if least == math.inf:
-        return None
-    stages = search.lightest(least * (1 + slack)) or ()
-    return Found(model.objective(search.space, stages), stages, least, search.ties(least))
-
-
-def _limits(
-    network: Network,
-    memory: float | str | Sequence[float] | None,
-    replicate: bool | int | tuple[int, ...],
-    num_stages: int | None,
-) -> Limits:
+def _memory(network: Network, memory: float | str | Sequence[float] | None) -> tuple[float, ...]:
+    """Return the bytes of each device."""
     count = network.num_devices
     given = (memory,) * count if isinstance(memory, str | int | float) else memory
     budget = (math.inf,) * count if given is None else tuple(float(parse_bytes(m)) for m in given)
     if len(budget) != count:
         raise MemoryBudgetError(f"memory has {len(budget)} entries, the network has {count} devices; give one each.")
-    budget = tuple(map(min, budget, network.memory_bytes))
+    return tuple(map(min, budget, network.memory_bytes))
+
+
+def _limits(network: Network, replicate: bool | int | tuple[int, ...], num_stages: int | None) -> Limits:
+    count = network.num_devices
     if replicate is True:
         if num_stages is not None:
             raise PartitionError(
                 f"num_stages={num_stages} needs to know how many devices each stage has: pass replicate=False for one, "
                 "or a number."
             )
-        return Limits(tuple(range(1, count + 1)), None, budget)
+        return Limits(tuple(range(1, count + 1)), None)
     if isinstance(replicate, tuple):
         if not replicate or min(replicate) < 1 or sum(replicate) > count or num_stages not in (None, len(replicate)):
             raise PartitionError(
                 f"replicate={replicate}: each of {num_stages or len(replicate)} stage(s) needs one device at least, "
                 f"{sum(replicate)} in all, and the network has {count}."
             )
-        return Limits(tuple(sorted(set(replicate))), sum(replicate), budget, replicate)
+        return Limits(tuple(sorted(set(replicate))), sum(replicate), replicate)
     size = int(replicate) or 1
     if size < 1 or (num_stages is not None and num_stages < 1) or size * (num_stages or 1) > count:
         raise PartitionError(
             f"num_stages and replicate need {num_stages or 1} stage(s) of {size} device(s) each, but the network has "
             f"{count} devices."
         )
-    return Limits((size,), None if num_stages is None else num_stages * size, budget)
+    return Limits((size,), None if num_stages is None else num_stages * size)
 
 
 def _all(network: Network, limits: Limits) -> int:
@@ -192,49 +188,23 @@ def _all(network: Network, limits: Limits) -> int:
     return count
 
 
-def _best_order(space: CutSpace, model: CostModel, limits: Limits) -> tuple[int, ...]:
-    """An order of the devices, the first stages first, that makes the costliest stage or link cheap."""
-    few = space.thinned(CUTS_FOR_ORDERS)
-
-    def price(order: tuple[int, ...]) -> float:
-        if not isinstance(model, Synchronous):
-            return Search(few, model, (order,), limits).least()
-        search = Search(few, replace(model, weight=LINK_WEIGHT), (order,), limits)
-        stages = search.lightest(search.least())
-        return model.objective(few, stages) if stages else math.inf
-
-    start = min(device_orders.seeds(model.network), key=price)
-    return device_orders.improve(start, price)[1]
-
-
-def _relaxed(space: CutSpace, model: CostModel, limits: Limits) -> float:
-    """A bound: the same devices, as if each were the best of them and all links the best link."""
-    network = model.network
-    off = ~np.eye(network.num_devices, dtype=bool)
-    best = Network.uniform(network.num_devices, float(network.bandwidth[off].max()), float(network.latency[off].min()))
-    best = replace(best, speed=(max(network.speed),) * network.num_devices)
-    kinder = replace(limits, memory=(max(limits.memory),) * network.num_devices)
-    search = Search(space, replace(model, network=best), (tuple(range(network.num_devices)),), kinder)
-    least = search.least()
-    return step_bound(search, model, least) if isinstance(model, Synchronous) else least
-
-
-def _least_possible(space: CutSpace, model: CostModel, limits: Limits) -> float:
-    """A bound for any cuts: all devices always busy."""
-    speeds = np.sort(model.network.speed)[::-1][: limits.num_devices]
-    total = float(space.seconds[-1]) / float(speeds.sum())
-    return total * model.m if isinstance(model, Synchronous) else total
-
-
-def _nothing_fits(search: Search, num_stages: int | None) -> Exception:
-    least = search.least_memory()
+def _nothing_fits(
+    space: CutSpace, model: Bottleneck | Synchronous, limits: Limits, plans: list[Plans] | None, num_stages: int | None
+) -> Exception:
+    free = replace(model, memory=())
+    if plans is not None:
+        least = least_bytes(space, free, plans)
+    elif isinstance(free, Synchronous):
+        least = least_memory(space, free, limits)
+    else:
+        least = least_capacity(space, free, limits)
     if least == math.inf:
         return PartitionError(
-            f"There are no {num_stages or 'possible'} stages: the profile has {len(search.space.crossing) - 2} places "
+            f"There are no {num_stages or 'possible'} stages: the profile has {len(space.crossing) - 2} places "
             "to cut, and devices of one stage, or of two that follow each other, need a link (bandwidth above 0). Ask "
             "for fewer stages (num_stages), or for fewer devices in each (replicate)."
         )
-    given = sorted(set(search.limits.memory))
+    given = sorted(set(model.memory))
     text = bytes_text(given[0]) if len(given) == 1 else f"{bytes_text(given[0])} to {bytes_text(given[-1])}"
     return MemoryBudgetError(
         f"memory={text}: no stages fit. The smallest budget for every device with which there is a plan is "

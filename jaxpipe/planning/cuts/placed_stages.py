@@ -12,6 +12,7 @@ from jaxpipe.costs.profile import Profile, ProfileFile
 from jaxpipe.errors import PartitionError
 from jaxpipe.planning.cuts.cost_models import CostModel, DeviceGroup, Stages
 from jaxpipe.planning.cuts.cut_space import CutSpace
+from jaxpipe.planning.cuts.step_bound import step_bound
 from jaxpipe.text.checked_json import Amount, Count, read_json
 from jaxpipe.text.plain_table import PlainTable
 from jaxpipe.text.printed import Printed
@@ -151,6 +152,12 @@ class Partition(Printed):
 def stage_speeds(partition: Partition) -> list[float]:
     """Return the speed of the slowest device of each stage."""
     return [min(partition.network.speed[d] for d in stage.devices) for stage in partition.stages]
+
+
+def plan_bound(partition: Partition) -> float:
+    """Return what no step is below on the devices of a partition, with as many replicas of a stage at most."""
+    most = max(len(stage.devices) for stage in partition.stages)
+    return step_bound(partition.profile, partition.network, partition.num_microbatches or 1, most_replicas=most)
 
 
 @dataclass(frozen=True)

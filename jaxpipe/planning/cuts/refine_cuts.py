@@ -5,14 +5,13 @@ which an operator may go to the stage of its readers, or of what it reads.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 
 from jaxpipe.costs.profile import Profile
-from jaxpipe.planning.cuts.cost_models import Stages
+from jaxpipe.planning.cuts.choose_plan import ROUNDING
+from jaxpipe.planning.cuts.cost_models import CostModel, Stages
 from jaxpipe.planning.cuts.cut_space import CutSpace, space_of
-from jaxpipe.planning.cuts.search_cuts import ROUNDING, Search
 
 
 #: How many moves are priced at most.
@@ -20,7 +19,7 @@ MOST_MOVES = 1000
 
 
 def move_operators(
-    profile: Profile, space: CutSpace, search: Search, stages: Stages, seconds: float
+    profile: Profile, space: CutSpace, model: CostModel, stages: Stages, seconds: float
 ) -> tuple[CutSpace, Stages, float]:
     """Move operators across cuts while the objective falls; returns a space of the new cuts, the stages, their cost."""
     cuts = [stages[0][0], *(last for _, last, _ in stages)]
@@ -54,8 +53,8 @@ def move_operators(
         for moved in moves(best.members):
             spent += 1
             candidate = space_of(profile, moved)
-            cost = search.model.objective(candidate, chosen)
-            if cost < seconds / ROUNDING and replace(search, space=candidate).fits(chosen):
+            cost = model.objective(candidate, chosen)
+            if cost < seconds / ROUNDING:
                 best, seconds, improved = candidate, cost, True
                 break
             if spent >= MOST_MOVES:

@@ -1,0 +1,146 @@
+"""Cuts of a chain for given devices: none of the stages takes longer than a limit, and messages take least."""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from jaxpipe.planning.cuts.cost_models import DeviceGroup, Layout, Synchronous
+from jaxpipe.planning.cuts.cut_space import CutSpace, cut_space
+from jaxpipe.planning.cuts.placed_stages import Partition, cost_stages
+
+
+#: How close the limit of a balanced cut is to the least one.
+PRECISION = 1e-7
+#: How much longer than the least limit stages may be, if messages take less then.
+LOOSER = 1.01
+#: How much unequal work counts beside messages that take as long as the mean.
+UNEQUAL = 1e-6
+
+
+@dataclass(eq=False)
+class Chain:
+    """The cuts of a chain, and the devices of its stages."""
+
+    space: CutSpace
+    model: Synchronous
+    layout: Layout
+    rates: list[float] = field(init=False)
+    work: list[float] = field(init=False)
+    holds: list[list[float]] = field(init=False)  # by stage: bytes of all operators before each cut
+    memory: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        space, model = self.space, self.model
+        self.work = space.seconds.tolist()
+        self.rates = model.rates(self.layout).tolist()
+        followers, sums = np.cumsum([len(group) for group in self.layout][::-1])[::-1].tolist(), {}
+        self.holds = []
+        for group, behind in zip(self.layout, [*followers[1:], 0], strict=True):
+            key = len(group), behind
+            if key not in sums:
+                sums[key] = model.memory_bytes(space.residuals, space.parameters, DeviceGroup(group, behind)).tolist()
+            self.holds.append(sums[key])
+        self.memory = [
+            min((model.memory[d] for d in group), default=math.inf) if model.memory else math.inf
+            for group in self.layout
+        ]
+
+    def within(self, limit: float, memory: Sequence[float] | None = None) -> list[int] | None:
+        """Return cuts whose stages take no longer than a limit, each as long as can be; None if there are none."""
+        memory = self.memory if memory is None else memory
+        cuts, last = [0], len(self.work) - 1
+        for s, rate in enumerate(self.rates):
+            cut = cuts[-1]
+            end = bisect_right(self.work, self.work[cut] + limit * rate) - 1
+            if memory[s] < math.inf:
+                end = min(end, bisect_right(self.holds[s], self.holds[s][cut] + memory[s]) - 1)
+            end = min(end, last - (len(self.rates) - 1 - s))
+            if end <= cut:
+                return None
+            cuts.append(end)
+        return cuts if cuts[-1] == last else None
+
+    def least(self) -> float:
+        """Return the least limit, to ``PRECISION``; infinite if there are no cuts within the memory."""
+        longest = max(b - a for a, b in zip(self.work, self.work[1:], strict=False))
+        low = max(self.work[-1] / sum(self.rates), longest / max(self.rates)) * (1 - PRECISION)
+        high = self.work[-1] / min(self.rates)
+        if self.within(high * (1 + PRECISION)) is None:
+            return math.inf
+        width = max(low, 1e-12 * high) * 0.05
+        while self.within(low + width) is None and low + width < high:
+            low, width = low + width, 2 * width
+        high = min(high * (1 + PRECISION), low + width)
+        while high - low > PRECISION * high:
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.within(middle) is None else (low, middle)
+        return high
+
+    def least_memory(self) -> float:
+        """Return the bytes of equal devices that hold some cuts; infinite if there are too few cuts."""
+        limit = math.inf
+        if self.within(limit, [math.inf] * len(self.rates)) is None:
+            return math.inf
+        low, high = 0.0, max(hold[-1] for hold in self.holds)
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.within(limit, [middle] * len(self.rates)) is None else (low, middle)
+        return high
+
+    def lightest(self, limit: float) -> list[int] | None:
+        """Return cuts within a limit whose messages take least; of equals balanced ones."""
+        latest = self.within(limit)
+        if latest is None:
+            return None
+        space, count, last = self.space, len(self.rates), len(self.work) - 1
+        earliest = [last] * (count + 1)
+        for s in range(count - 1, -1, -1):
+            behind = earliest[s + 1]
+            first = bisect_left(self.work, self.work[behind] - limit * self.rates[s])
+            if self.memory[s] < math.inf:
+                first = max(first, bisect_left(self.holds[s], self.holds[s][behind] - self.memory[s]))
+            earliest[s] = min(max(first, s), latest[s])
+        values, chosen = np.zeros(1), []
+        work, scale = space.seconds, UNEQUAL * max(float(space.crossing.mean()), 1.0)
+        for s in range(count):
+            before, behind = np.arange(earliest[s], latest[s] + 1), np.arange(earliest[s + 1], latest[s + 1] + 1)
+            share = (work[None, behind] - work[before, None]) / (limit * self.rates[s])
+            possible = (share <= 1 + PRECISION) & (before[:, None] < behind[None])
+            if self.memory[s] < math.inf:
+                held = np.asarray(self.holds[s])
+                possible &= held[None, behind] - held[before, None] <= self.memory[s]
+            total = np.where(possible, values[:, None] + scale * share**2, np.inf)
+            best = total.argmin(0)
+            chosen.append(before[best])
+            values = total[best, np.arange(len(behind))]
+            if s + 1 < count:
+                values = values + self._messages(s, space.crossing[behind])
+        if not np.isfinite(values[-1]):
+            return None
+        cuts = [last]
+        for s in range(count - 1, -1, -1):
+            cuts.append(int(chosen[s][cuts[-1] - earliest[s + 1]]))
+        return cuts[::-1]
+
+    def _messages(self, s: int, crossing: np.ndarray) -> np.ndarray:
+        """Return the bytes that are sent behind a stage, as if all links were as fast as the fastest."""
+        seconds = self.model.transfer_seconds(crossing, self.layout[s], self.layout[s + 1])
+        return seconds * self.model.network.fastest_link
+
+
+def balanced(partition: Partition) -> Partition:
+    """Return the same operators in the same order on the same devices, cut so that the longest stage is shortest."""
+    memory = tuple(math.inf if size is None else size for size in partition.memory)
+    model = Synchronous(partition.network, partition.num_microbatches, memory, bool(partition.profile.frozen))
+    space = cut_space(partition.profile, reorder=False)
+    layout = tuple(stage.devices for stage in partition.stages)
+    chain = Chain(space, model, layout)
+    cuts = chain.lightest(max(chain.least() * LOOSER, 1e-300)) if chain.least() < math.inf else None
+    if cuts is None:
+        return partition
+    stages = tuple(zip(cuts, cuts[1:], layout, strict=False))
+    seconds = model.objective(space, stages)
+    return replace(partition, stages=cost_stages(model, space, stages), bottleneck_seconds=seconds, ties=1)

@@ -1,0 +1,111 @@
+"""The best of some plans, and all plans where there are few."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxpipe.planning.cuts.cost_models import CostModel, Layout, Stages
+from jaxpipe.planning.cuts.cut_space import CutSpace
+from jaxpipe.planning.cuts.layouts import Limits, all_layouts
+
+
+#: Up to so many plans are all priced.
+MOST_PLANS = 80_000
+#: With more stages than this not all plans are listed.
+MOST_STAGES = 100
+#: Sums of the same seconds in another order differ by less than this.
+ROUNDING = 1 + 1e-9
+
+#: Rows of cuts ``[plans, stages + 1]`` with the devices of their stages.
+Plans = tuple[np.ndarray, Layout]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best stages that were found.
+
+    No plan that was looked at is better than ``bound``; 0 if that is not known. ``ties`` are as good, 1 if they were
+    not counted. ``placements`` are those that were looked at.
+    """
+
+    seconds: float
+    stages: Stages
+    bound: float
+    ties: int
+    placements: str
+
+
+def all_plans(space: CutSpace, classes: Sequence[Sequence[int]], limits: Limits) -> list[Plans] | None:
+    """Return every plan; None if there are more than ``MOST_PLANS``."""
+    longest = (limits.num_devices or sum(map(len, classes))) // min(limits.group_sizes)
+    if min(longest, len(space.crossing) - 1) > MOST_STAGES:
+        return None
+    layouts = list(itertools.islice(all_layouts(classes, limits, len(space.crossing) - 1), MOST_PLANS))
+    if len(layouts) == MOST_PLANS:
+        return None
+    widths = [len(layout) for layout in layouts]
+    ways, reached = [], np.arange(len(space.crossing)) == len(space.crossing) - 1
+    for _ in range(max(widths, default=0)):
+        reached = space.nested.astype(float) @ reached
+        ways.append(reached[0])
+        if sum(ways[n - 1] for n in widths if n <= len(ways)) > MOST_PLANS:
+            return None
+    chains, cuts = {}, np.zeros((1, 1), int)
+    for number in range(1, max(widths, default=0) + 1):
+        ends = space.nested[cuts[:, -1], -1]
+        chains[number] = np.column_stack([cuts[ends], np.full(ends.sum(), len(space.crossing) - 1)])
+        rows, following = np.nonzero(space.nested[cuts[:, -1]])
+        cuts = np.column_stack([cuts[rows], following])
+    return [(chains[len(layout)], layout) for layout in layouts if len(chains[len(layout)])]
+
+
+def least_bytes(space: CutSpace, model: CostModel, plans: Sequence[Plans]) -> float:
+    """Return the bytes of equal devices that fit one of some plans; infinite if all lack links."""
+    priced = zip(plans, model.prices(space, plans), strict=True)
+    held = (model.stage_bytes(space, *plan).max(1)[price < math.inf] for plan, price in priced)
+    return min((float(size.min(initial=math.inf)) for size in held), default=math.inf)
+
+
+def chosen(space: CutSpace, model: CostModel, plans: list[Plans], slack: float, placements: str) -> Found | None:
+    """Return the best of some plans; None if none fit.
+
+    Of plans that cost more than the best by at most ``slack``, those are taken that need the fewest bytes, or about as
+    few: of the fullest device and of all messages. Of these the one is taken whose cost and slowest stage are the least
+    together; of equals the one that sends least, on the fewest devices, whose stages have the most equal work.
+    """
+    prices = model.prices(space, plans)
+    best = min((float(price.min()) for price in prices), default=math.inf)
+    if best == math.inf:
+        return None
+    sent = [space.crossing[cuts[:, 1:-1]].sum(1) for cuts, _ in plans]
+    sizes = [model.stage_bytes(space, *plan).max(1) + n for plan, n in zip(plans, sent, strict=True)]
+    near = [price <= best * (ROUNDING + slack) for price in prices]
+    least = min(float(size[alike].min(initial=math.inf)) for size, alike in zip(sizes, near, strict=True))
+    near = (
+        [alike & (size <= least * (ROUNDING + slack)) for alike, size in zip(near, sizes, strict=True)]
+        if slack
+        else near
+    )
+    keys: list[tuple[float, float, int, float, float, Stages]] = []
+    for (cuts, layout), price, alike, n in zip(plans, prices, near, sent, strict=True):
+        rows = np.flatnonzero(alike)
+        load = np.diff(space.seconds[cuts[rows]], axis=1) / model.rates(layout)
+        longer, uneven = _rounded(price[rows] + load.max(1)), _rounded((load**2).sum(1))
+        for k in np.lexsort((uneven, n[rows], longer))[:1]:
+            row = cuts[rows[k]].tolist()
+            stages = tuple(zip(row, row[1:], layout, strict=False))
+            numbers = float(longer[k]), float(n[rows[k]]), sum(map(len, layout)), float(uneven[k])
+            keys.append((*numbers, float(price[rows[k]]), stages))
+    *_, seconds, stages = min(keys)
+    everything = placements == "all placements"
+    ties = sum(int((price <= best * ROUNDING).sum()) for price in prices) if everything else 1
+    return Found(seconds, stages, best if everything else 0.0, ties, placements)
+
+
+def _rounded(values: np.ndarray) -> np.ndarray:
+    """Return numbers to nine digits: sums of the same numbers in another order are equal."""
+    unit = 10.0 ** (np.floor(np.log10(np.maximum(values, 1e-300))) - 8)
+    return np.round(values / unit) * unit

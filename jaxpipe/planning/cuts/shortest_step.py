@@ -1,0 +1,170 @@
+"""The search for stages that make a step short, as ``jaxpipe.planning.cuts.cost_models.Synchronous`` counts it.
+
+Few plans are all priced. Else devices are given to stages in likely ways: one for each stage, equal numbers, unequal
+ones. For each the cuts are balanced, then shifted while the step gets shorter.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from jaxpipe.costs.network import Network
+from jaxpipe.planning.cuts import device_orders
+from jaxpipe.planning.cuts.balance_chain import Chain
+from jaxpipe.planning.cuts.choose_plan import ROUNDING, Found, Plans, chosen
+from jaxpipe.planning.cuts.cost_models import Layout, Synchronous
+from jaxpipe.planning.cuts.cut_space import CutSpace
+from jaxpipe.planning.cuts.layouts import Limits, along, numbers_of_devices
+
+
+#: How many layouts are priced with balanced cuts, and for how many of the best cuts are searched.
+MOST_LAYOUTS, BEST_LAYOUTS = 160, 5
+#: By how much stages may take longer than the slowest of balanced ones, if that makes less to send.
+LOOSER = (1.0, 1.01, 1.03, 1.1, 1.3)
+#: With more devices than this their order is not improved.
+MOST_ORDERED = 32
+#: Of how many cuts with the same devices some are shifted, how far, and around how many of the slowest stages.
+STARTS, SHIFTS, SLOWEST = 2, (1, 2, 4), 12
+#: Up to so many stages two cuts are shifted at once.
+MOST_PAIRS = 8
+
+
+def shortest_step(
+    space: CutSpace,
+    model: Synchronous,
+    classes: Sequence[Sequence[int]],
+    limits: Limits,
+    slack: float,
+) -> Found | None:
+    """Return stages with a short step; None if none fit."""
+    orders = _orders(model.network, classes)
+    most = max(MOST_LAYOUTS // len(orders), 20)
+    plans = [plan for order in orders for plan in _balanced(space, model, _likely(space, model, order, limits, most))]
+    plans = _fastest(space, model, plans, BEST_LAYOUTS)
+    if len(classes) > 1 and plans and sum(map(len, classes)) <= MOST_ORDERED:
+        plans = [_reordered(space, model, plans[0][1], classes), *plans]
+    searched = [plan for cuts, layout in plans for plan in _searched(space, model, cuts, layout)]
+    return chosen(space, model, [*plans, *searched], slack, "likely placements")
+
+
+def _orders(network: Network, classes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Return orders of the devices in which neighboring stages may use them; those of like devices are one."""
+    everything = tuple(range(network.num_devices))
+    if len(classes) == 1:
+        return [everything]
+    number = {d: k for k, group in enumerate(classes) for d in group}
+    fastest = sorted(everything, key=lambda d: (-network.speed[d], number[d], d))
+    orders = [everything, everything[::-1], tuple(fastest), tuple(fastest[::-1]), *device_orders.seeds(network)]
+    return list({tuple(number[d] for d in order): order for order in orders}.values())
+
+
+def _likely(space: CutSpace, model: Synchronous, order: tuple[int, ...], limits: Limits, most: int) -> list[Layout]:
+    """Return the layouts along an order that are worth a price, those with the least estimate; and some plain ones."""
+    network, places = model.network, len(space.crossing) - 1
+    off = ~np.eye(network.num_devices, dtype=bool)
+    rate, latency = network.bandwidth[off].max(initial=1.0), network.latency[off].min(initial=np.inf)
+    sent = float(np.quantile(space.crossing[1:-1], 0.25)) if places > 1 else 0.0
+    message, total = 2 * (latency + sent / rate), float(space.seconds[-1])
+    longest, parameters = float(np.diff(space.seconds).max()), float(space.parameters[-1])
+    speeds = np.array(network.speed)[list(order)]
+    estimates = []
+    for widths in dict.fromkeys(numbers_of_devices(limits, len(order))):
+        count, sizes = len(widths), np.array(widths)
+        if count > places:
+            continue
+        starts = np.cumsum(sizes) - sizes
+        rates = sizes * np.minimum.reduceat(speeds[: sizes.sum()], starts)
+        together = math.lcm(*set(widths))
+        rounds = math.ceil(model.m / together)
+        slowest = together * max(total / rates.sum(), longest / rates.max())
+        seconds = (rounds - 1) * slowest + together * total / rates.max()
+        if count > 1:
+            seconds += message * (count - 1 + rounds - 1) * together / sizes.max()
+        if sizes.max() > 1:
+            seconds += 2 * (sizes.max() - 1) * (parameters / count / sizes.max() / rate + latency)
+        plain = len(set(widths)) == 1 and (count & (count - 1) == 0 or count == len(order))
+        estimates.append((seconds, len(estimates), widths, plain and widths[0] & (widths[0] - 1) == 0))
+    estimates.sort()
+    chosen = [widths for k, (*_, widths, plain) in enumerate(estimates) if plain or k < most]
+    return [along(order, widths) for widths in chosen]
+
+
+def _balanced(space: CutSpace, model: Synchronous, layouts: Sequence[Layout]) -> Iterator[Plans]:
+    """Yield balanced cuts for each layout, and those with as many operators in each stage."""
+    for layout in layouts:
+        chain = Chain(space, model, layout)
+        rows = [np.linspace(0, len(space.crossing) - 1, len(layout) + 1).astype(int).tolist()]
+        rows.append(chain.within(chain.least()) or rows[0])
+        yield np.array(rows), layout
+
+
+def _fastest(space: CutSpace, model: Synchronous, plans: Sequence[Plans], most: int) -> list[Plans]:
+    """Return the plans with the shortest steps, one for each layout, fastest first."""
+    prices = model.prices(space, plans)
+    ranked = sorted((float(price.min()), k) for k, price in enumerate(prices))
+    return [(plans[k][0][[prices[k].argmin()]], plans[k][1]) for price, k in ranked[:most] if price < math.inf]
+
+
+def _searched(space: CutSpace, model: Synchronous, cuts: np.ndarray, layout: Layout) -> Iterator[Plans]:
+    """Yield cuts within limits that make less to send, and the best of all with its cuts shifted."""
+    chain = Chain(space, model, layout)
+    least = chain.least()
+    if least < math.inf:
+        rows = [chain.lightest(max(least, 1e-300) * looser) for looser in LOOSER]
+        cuts = np.concatenate([cuts, *(np.array([row]) for row in rows if row is not None)])
+    yield cuts, layout
+    rows = np.unique(cuts, axis=0)
+    order = model.prices(space, [(rows, layout)])[0].argsort(kind="stable")
+    yield np.concatenate([shifted(space, model, rows[[k]], layout) for k in order[:STARTS]]), layout
+
+
+def shifted(space: CutSpace, model: Synchronous, cuts: np.ndarray, layout: Layout) -> np.ndarray:
+    """Shift a cut, or some that follow each other, while that makes the step shorter."""
+    seconds = float(model.prices(space, [(cuts, layout)])[0][0])
+    while len(layout) > 1:
+        others = _shifts(space, model, cuts[0], layout)
+        prices = model.prices(space, [(others, layout)])[0]
+        if not prices.min(initial=math.inf) < seconds / ROUNDING:
+            break
+        cuts, seconds = others[[prices.argmin()]], float(prices.min())
+    return cuts
+
+
+def _shifts(space: CutSpace, model: Synchronous, cuts: np.ndarray, layout: Layout) -> np.ndarray:
+    """Return the cuts with some shifted: around the slowest stages, or between two of these and another stage."""
+    load = np.diff(space.seconds[cuts]) / model.rates(layout)
+    slowest, least = np.argsort(-load, kind="stable")[:SLOWEST], np.argsort(load, kind="stable")[:SLOWEST]
+    last = len(cuts) - 2  # the number of the last inner cut
+    runs = {(k, k) for s in slowest for k in (s, s + 1) if 1 <= k <= last}
+    runs |= {(min(a, b) + 1, max(a, b)) for a, b in itertools.product(slowest, least) if a != b}
+    steps = list(itertools.product(sorted(runs), (*SHIFTS, *(-n for n in SHIFTS))))
+    moved = np.tile(cuts, (len(steps), 1))
+    for row, ((first, end), shift) in zip(moved, steps, strict=True):
+        row[first : end + 1] += shift
+    if len(layout) <= MOST_PAIRS:
+        moved = np.concatenate([moved, (moved[:, None] + moved[None] - cuts).reshape(-1, len(cuts))])
+    inside = (np.diff(moved, axis=1) > 0).all(1)
+    return np.unique(moved[inside], axis=0)
+
+
+def _reordered(space: CutSpace, model: Synchronous, layout: Layout, classes: Sequence[Sequence[int]]) -> Plans:
+    """Return a layout with its devices exchanged while that makes the step shorter, and balanced cuts for it."""
+    widths = [len(group) for group in layout]
+    used = [d for group in layout for d in group]
+    order = (*used, *sorted(set(range(model.network.num_devices)).difference(used)))
+
+    def price(order: tuple[int, ...]) -> float:
+        return min(float(p.min()) for p in model.prices(space, list(_balanced(space, model, [along(order, widths)]))))
+
+    _, order = device_orders.improve(order, price)
+    return _fastest(space, model, list(_balanced(space, model, [along(order, widths)])), 1)[0]
+
+
+def least_memory(space: CutSpace, model: Synchronous, limits: Limits) -> float:
+    """Return the least memory of equal devices for which a layout was found that fits."""
+    free = replace(model, memory=())
+    layouts = _likely(space, free, tuple(range(model.network.num_devices)), limits, MOST_LAYOUTS)
+    return min((Chain(space, free, layout).least_memory() for layout in layouts), default=math.inf)

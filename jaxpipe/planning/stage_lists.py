@@ -7,8 +7,7 @@ from typing import Any
 from jaxpipe.array_types import Device
 from jaxpipe.plan import Plan
 from jaxpipe.planning.planned_step import PlannedStep
-from jaxpipe.runtime.mpmd.device_bytes import Peak
-from jaxpipe.runtime.mpmd.estimated_bytes import predicted_bytes
+from jaxpipe.runtime.mpmd.device_bytes import Peak, predicted_bytes
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
 from jaxpipe.runtime.program import Program
 

@@ -4,19 +4,23 @@ The host follows a list far ahead of the devices, and memory is reserved in its 
 instruction that writes it to the last that reads it, a program's temporaries during its call.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe.array_types import Device, Shaped
-from jaxpipe.graph.graph import itemsize
-from jaxpipe.runtime.mpmd.call_list import CallList
+from jaxpipe.graph.graph import itemsize, live, read_graph
+from jaxpipe.graph.liveness import temporary_bytes
+from jaxpipe.graph.sharding_propagation import of_one_device, propagate
+from jaxpipe.runtime.mpmd.call_list import CallList, Program
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
 from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Join, Place, Send, Split
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.stage_work import Name, Role
+from jaxpipe.sharding.submesh import count_parts
 
 
 #: Components of a device's memory in the order in which they are printed, with the roles of arrays in each.
@@ -82,7 +86,59 @@ NOTHING = Needs("")
 def peak_bytes(dispatch: Dispatch, devices: StageDevices) -> dict[Device, Peak]:
     """Return the most bytes that each device of this process holds at once while it follows a list."""
     needs = {key: Needs(run.label, run.temporary_bytes, run.alias_bytes) for key, run in dispatch.executables.items()}
-    return walk(replace(dispatch.calls, specs=dispatch.specs), devices, needs)
+    return walk(dispatch.calls, devices, needs)
+
+
+def predicted_bytes(calls: CallList, devices: StageDevices) -> dict[Device, Peak]:
+    """Return the most bytes that each device is predicted to hold at once while a list is followed.
+
+    It is the same walk, with estimated temporaries, before anything is compiled.
+    """
+    needs: dict[tuple[int, Place], Needs] = {}
+    for call in calls.instructions:
+        if isinstance(call, Call) and (call.program, call.place) not in needs:
+            specs, shape = [calls.specs[register] for register in call.reads], devices.mesh_shape(call.place)
+            program = calls.programs[call.program]
+            reused = _reusable_bytes(program, [count_parts(spec, shape) for spec in specs])
+            temporary = _working_bytes(program, specs, shape)
+            needs[call.program, call.place] = Needs(program.traced.work.label, temporary, reused)
+    return walk(calls, devices, needs)
+
+
+def _working_bytes(program: Program, specs: Sequence[P], shape: Mapping[str, int]) -> int:
+    """Return the estimated bytes of a program's temporaries on each device: what it needs besides operands and results.
+
+    Args:
+      specs: by operand that it reads, how it is split.
+      shape: the mesh axes of its devices, and their sizes.
+    """
+    traced = program.traced
+    several = any(size > 1 for size in shape.values())
+    key = "bytes", tuple(specs) if several else (), program.donated
+    if key not in traced.estimate:
+        graph = read_graph(traced.program.closed, inline_shards=True)
+        graph = replace(graph, operators=live(graph.operators, graph.outputs))
+        if several:
+            given = dict(zip(graph.inputs, specs, strict=True))
+            graph = of_one_device(graph, propagate(graph, given, shape).specs, shape)
+        donated = [graph.inputs[k] for k in sorted(program.donated)]
+        traced.estimate[key] = temporary_bytes(graph, donated)
+    return traced.estimate[key]
+
+
+def _reusable_bytes(program: Program, parts: Sequence[int]) -> int:
+    """Return the bytes of donated operands that results are written over: those of their shape and type.
+
+    Args:
+      parts: by operand, in how many parts its devices have it.
+    """
+    traced = program.traced
+    donated = [((traced.read_avals[k].shape, traced.read_avals[k].dtype), parts[k]) for k in sorted(program.donated)]
+    given = Counter(form for form, _ in donated)
+    split = dict(donated)
+    sizes = {(aval.shape, aval.dtype): array_bytes(aval) for aval in traced.written_avals}
+    written = Counter((aval.shape, aval.dtype) for aval in traced.written_avals)
+    return sum(count * sizes[form] // split[form] for form, count in (given & written).items())
 
 
 def walk(calls: CallList, devices: StageDevices, needs: Mapping[tuple[int, Place], Needs]) -> dict[Device, Peak]:

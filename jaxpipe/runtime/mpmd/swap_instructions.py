@@ -18,7 +18,7 @@ from jaxpipe.runtime.mpmd.call_list import ListBuilder
 from jaxpipe.runtime.mpmd.compile_work import trace_work
 from jaxpipe.runtime.mpmd.device_bytes import array_bytes
 from jaxpipe.runtime.mpmd.instructions import Key, Place
-from jaxpipe.runtime.mpmd.stage_placement import Layout
+from jaxpipe.runtime.mpmd.stage_devices import Layout
 from jaxpipe.runtime.mpmd.stage_work import Arrays, Name, Role, Work, stash_names
 from jaxpipe.runtime.stash_swap import SwapTarget
 from jaxpipe.schedules.swap_points import HOST, swap_points

@@ -35,6 +35,10 @@ COMPONENTS = {
     "messages": (Role.ACTIVATION, Role.COTANGENT, Role.RESULT, Role.EXCHANGED),
     "peers": (),  # parts of other stages' stashes
 }
+
+#: The component of what is in the host's memory, which takes nothing of the device's.
+_HOST = "host"
+
 _COMPONENT: dict[Role | None, str] = {role: name for name, roles in COMPONENTS.items() for role in roles}
 
 
@@ -181,9 +185,7 @@ class _Memory:
         self._components = _components(calls)
         self._alive: dict[int, dict[Device, int]] = {}
         self._waiting: set[int] = set()
-        self._in_host: dict[int, tuple[tuple[Device, ...], int]] = {}
-        self._host: dict[Device, int] = defaultdict(int)
-        self.host_peaks: dict[Device, int] = {}
+        self.host_peaks: dict[Device, int] = defaultdict(int)
 
     def _size(self, register: int, place: Place) -> int:
         """Return the bytes of an array on each device of a place."""
@@ -193,37 +195,31 @@ class _Memory:
 
     def add(self, register: int, place: Place) -> None:
         """Reserve an array."""
-        size = self._size(register, place)
-        self._alive[register] = dict.fromkeys(self._devices.of(place), size)
-        for device in self._alive[register]:
-            self._held[device] += size
-            self._parts[device][self._components[register]] += size
+        self._alive[register] = dict.fromkeys(self._devices.of(place), self._size(register, place))
+        for device, size in self._alive[register].items():
+            self._change(device, self._components[register], size)
 
     def drop(self, register: int) -> None:
         """Free an array."""
-        if register in self._in_host:
-            devices, size = self._in_host.pop(register)
-            for device in devices:
-                self._host[device] -= size
-            return
         for device, size in self._alive.pop(register, {}).items():
-            self._held[device] -= size
-            self._parts[device][self._components[register]] -= size
+            self._change(device, self._components[register], -size)
+
+    def _change(self, device: Device, component: str, size: int) -> None:
+        self._parts[device][component] += size
+        if component == _HOST:
+            self.host_peaks[device] = max(self.host_peaks[device], self._parts[device][_HOST])
+        else:
+            self._held[device] += size
 
     def send(self, send: Send) -> None:
         """Receive a message. One that is kept for the backward pass is a message until its stage reads it."""
-        if send.to_host:
-            devices = self._devices.of(send.target)
-            self._in_host |= {register: (devices, self._size(register, send.target)) for register in send.writes}
-            for device in devices:
-                self._host[device] += sum(self._in_host[register][1] for register in send.writes)
-                self.host_peaks[device] = max(self.host_peaks.get(device, 0), self._host[device])
-            return
         for register in send.writes:
             if self._components[register] == "stash":
                 self._waiting.add(register)
                 self._components[register] = "messages"
             self.add(register, send.target)
+        if send.to_host:
+            return
         for device in self._devices.of(send.target):
             self._note(device, Needs("a message"), {})
 
@@ -232,8 +228,8 @@ class _Memory:
         for register in self._waiting.intersection(call.reads):
             self._waiting.remove(register)
             for device, size in self._alive[register].items():
-                self._parts[device]["messages"] -= size
-                self._parts[device]["stash"] += size
+                self._change(device, "messages", -size)
+                self._change(device, "stash", size)
             self._components[register] = "stash"
         for register in call.writes:
             self.add(register, call.place)
@@ -256,7 +252,8 @@ class _Memory:
     def _note(self, device: Device, needed: Needs, reused: dict[str, int]) -> None:
         total = self._held[device] + needed.temporary - needed.reused
         if total > self.peaks[device].total:
-            here = {name: n - reused.get(name, 0) for name, n in self._parts[device].items()}
+            parts = self._parts[device].items()
+            here = {name: n - reused.get(name, 0) for name, n in parts if name != _HOST}
             self.peaks[device] = Peak(total, needed.temporary, needed.label, here)
 
 
@@ -295,8 +292,8 @@ def _components(calls: CallList) -> dict[int, str]:
     for register in range(len(calls.avals)):
         role = names[register].role if register in names else None
         component = _COMPONENT.get(role, "state")
-        if register in calls.away:
-            components_of[register] = "peers"
+        if register in calls.away or register in calls.hosted:
+            components_of[register] = "peers" if register in calls.away else _HOST
             continue
         places = touched[register]
         kept = component == "messages" and role is not Role.EXCHANGED and len(places) > len(set(places))

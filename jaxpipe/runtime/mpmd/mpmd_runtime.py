@@ -101,20 +101,16 @@ class MpmdRuntime:
 
     def assemble(self, parts: Mapping[int, Part], common: CommonArrays) -> TrainState:
         """Return the state of the parts of this process's stages."""
-        spread, held = self._where.everywhere, {key: x for part in parts.values() for key, x in part.items()}
+        where, held = self._where, {key: x for part in parts.values() for key, x in part.items()}
         groups: dict[str, PyTree] = {
             field: tuple(held[x.key] if x.key in held else _elsewhere(x.aval) for x in arrays)
-            for field, arrays in self._where.arrays.items()
+            for field, arrays in where.arrays.items()
         }
-        state = TrainState(
-            **groups,
-            shared=tuple(multihost.place(x, spread) for x in common.shared),
-            key=multihost.place(common.key, spread),
-            step=multihost.place(jnp.int32(common.step), spread),
-            skipped=multihost.place(jnp.int32(common.skipped), spread),
-            plan=self.planned.plan.identity,
-        )
-        return made_for(self._token, state)
+        groups |= {"shared": tuple(common.shared), "key": common.key}
+        groups |= {"step": jnp.int32(common.step), "skipped": jnp.int32(common.skipped)}
+        for field in ("shared", "key", "step", "skipped"):
+            groups[field] = jax.tree.map(lambda x: multihost.place(x, where.everywhere), groups[field])
+        return made_for(self._token, TrainState(**groups, plan=self.planned.plan.identity))
 
     def check_batch(self, shapes: PyTree) -> None:
         """Raise ``BatchError`` if a batch differs from what was planned for in more than its sizes."""
@@ -233,13 +229,9 @@ class MpmdRuntime:
 
     def bytes(self) -> Bytes:
         """Return the most bytes that each device needs at once in a step."""
-        peaks = peak_bytes(self.compiled_step, self.devices)
-        each = [peaks[d] for d in self._where.all_devices.devices.flat]
-        return Bytes(
-            tuple(peak.total for peak in each),
-            tuple(peak.temporary for peak in each),
-            tuple(peak.host for peak in each),
-        )
+        peaks = self.in_mesh_order(peak_bytes(self.compiled_step, self.devices)).values()
+        rows = zip(*((peak.total, peak.temporary, peak.host) for peak in peaks), strict=True)
+        return Bytes(*rows)
 
     @cached_property
     def _layout(self) -> Layout:

@@ -45,7 +45,7 @@ def training_list(layout: Layout, update: UpdateContext) -> CallList:
     writer = _Writer(layout, update)
     if layout.schedule.versions is not None:
         writer.run_table(updates=True)
-        writer.write_early_results()
+        writer.write_results(updates=True)
         return writer.finish([*writer.write_ends(), *writer.reports])
     writer.run_table()
     writer.fold_state()
@@ -292,24 +292,17 @@ class _Writer(ListBuilder):
             self.call(self._zeros[key], s, place.replica)
 
     def write_results(self, updates: bool) -> None:
-        """Make loss and metrics of the totals; with ``updates`` everything that an update waits for."""
+        """Make loss and metrics of the totals; with ``updates`` everything that an update at the end waits for."""
+        for versions in self._weights.values():
+            self.now |= versions[-1]
         self._gather_totals()
         guarded = updates and self.update.guarded
-        if updates:
+        if updates and not self._weights:
             self._weigh()
             self.return_gradients()
         if guarded:
-            self._look([end.look() for end in self.ends])
+            self._look([end.look_at_norm() if self._weights else end.look() for end in self.ends])
         self._report(guarded)
-
-    def write_early_results(self) -> None:
-        """Make loss and metrics of the totals; the weights have been updated."""
-        for s in self.layout.stages:
-            self.now |= self._weights[s][-1]
-        self._gather_totals()
-        if self.update.guarded:
-            self._look([end.look_at_norm() for end in self.ends])
-        self._report(self.update.guarded)
 
     def _maker(self, k: int) -> StageNumber:
         return next(s for s in self.layout.stages if k in self.context.stages[s].results)

@@ -6,6 +6,7 @@
 What every stage needs (shared optimizer state, the random key, numbers of steps) is one array on all devices.
 """
 
+# More than 15 of our modules: a state is made of parts of the model, of the optimizer and of the devices.
 import itertools
 import operator
 from collections.abc import Callable, Sequence

@@ -329,8 +329,8 @@ class StageUpdate:
     def _sum_names(self, t: TensorNumber) -> list[Name]:
         """The arrays that a parameter's gradient is made of."""
         context, pipeline, s = self._context, self._pipeline, self._s
-        own = pipeline.sums(s, [t]) if t in pipeline.trained(s) else ()
-        return [*own, *(context.returned(s, k, t) for k in context.lenders(s, t))]
+        sums = pipeline.sums(s, [t]) if t in pipeline.trained(s) else ()
+        return [*sums, *(context.returned(s, k, t) for k in context.lenders(s, t))]
 
     def _own_sums(self, values: Arrays) -> list[Array]:
         """Sums of each member, with what members of stages that borrow a parameter have returned."""

@@ -97,8 +97,7 @@ def partition(
         shortest within the budget. With a program for each stage these are the textbook's 1F1B, interleaved,
         zero-bubble, GPipe, and, where over 1 % shorter, an order that is searched for with the seconds of the stages
         (``jaxpipe.schedules.list_schedule``); of those within 2 %, the one that keeps the fewest bytes of stashes. In
-        one program they are 1F1B (in pair ticks, the textbook's, interleaved) and zero-bubble. It never chooses an
-        asynchronous schedule.
+        one program they are 1F1B, zero-bubble and interleaved. It never chooses an asynchronous schedule.
       profile: ``"measured"`` (the default) runs operators on one device, once for a program (see
         ``profile_model``); ``"analytic"`` estimates them; or a ``Profile``.
       network: the links between the devices, in the order of ``mesh.devices.flat``. It decides which device runs which
@@ -141,23 +140,23 @@ def partition(
             if function is not None:
                 check_function(function, name)
         shapes = [None if x is None else check_batch.batch_shapes(x) for x in check_batch.listed_batches(batch)]
-        request = check_request(
-            model,
-            mesh,
+        request = Request(
+            model=model,
+            mesh=mesh,
             loss=loss,
             optimizer=optimizer,
             memory=memory,
             num_microbatches=num_microbatches,
             schedule=schedule,
-            profile=profile,
+            profile="measured" if profile is None else profile,
             network=network,
             storage=storage,
             gradient_exchange=gradient_exchange,
-            runtime=runtime,
+            runtime="mpmd" if runtime == "auto" else runtime,
+            options=PlanOptions() if options is None else options,
             several_sizes=len(shapes) > 1,
-            options=options,
         )
-        return request, shapes
+        return check_request(request), shapes
 
     request, shapes = agreed("jaxpipe.partition", check, lambda checked: request_parts(*checked, functions))
     planned = None if shapes[0] is None or needs_variables(model) else make_plan(request, shapes[0])

@@ -23,26 +23,28 @@ from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import BatchError, ModelError, PartitionError
 from jaxpipe.graph.sharding_annotations import outside_mesh
 from jaxpipe.models import check_batch, plain_run
+from jaxpipe.models.batch_statistics import warn_if_training
 from jaxpipe.models.bound_model import UserFunction, with_values
 from jaxpipe.models.check_arguments import check_outside_jit, outside_jit, random_key
 from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_loss, trace_prediction, with_rows
-from jaxpipe.models.training_mode import warn_if_training
 from jaxpipe.plan import Plan
+from jaxpipe.planning.candidate import PlannedStep
 from jaxpipe.planning.compare_requests import state_parts
-from jaxpipe.planning.compile_within_budget import check_budget, with_step, within_budget
+from jaxpipe.planning.compile_within_budget import check_budget, with_step
 from jaxpipe.planning.cuts.placed_stages import Partition, stage_speeds
 from jaxpipe.planning.describe_plan import processes_of
+from jaxpipe.planning.make_plan import compiled_plan
 from jaxpipe.planning.memory_report import MemoryReport
 from jaxpipe.planning.plan_timeline import plan_timeline
-from jaxpipe.planning.planned_step import PlannedStep
+from jaxpipe.planning.planned_partition import as_planned
 from jaxpipe.runtime import check_state, nonfinite_origin, shard_batch
 from jaxpipe.runtime.executable_plan import Batching
 from jaxpipe.runtime.hold_signals import hold_signals
 from jaxpipe.runtime.initialize_state import initial_sources, place_state
-from jaxpipe.runtime.interface import ForwardPass, Runtime, StepResults
+from jaxpipe.runtime.interface import ForwardPass, StepResults
 from jaxpipe.runtime.nonfinite_origin import NonFiniteOrigin
 from jaxpipe.runtime.recent import recent
-from jaxpipe.runtime.select_runtime import runtime_of
+from jaxpipe.runtime.select_runtime import Runtime, runtime_of
 from jaxpipe.runtime.state_arrays import off_mesh
 from jaxpipe.runtime.train_state import TrainState, take_over
 from jaxpipe.runtime.zero_weight import WeightWatch
@@ -106,12 +108,8 @@ class Pipeline:
 
     @property
     def partition(self) -> Partition:
-        """Cuts and devices, with the profile and the network they were chosen for, and how good they are.
-
-        Raises:
-          PartitionError: as ``plan``.
-        """
-        return self._planned.partition
+        """The plan's stages, with the profile and the network they were chosen for. Raises as ``plan``."""
+        return as_planned(self._planned.partition, self.plan)
 
     @property
     def schedule(self) -> Schedule:
@@ -137,7 +135,7 @@ class Pipeline:
         if measured:
             from jaxpipe.visualize.measured_timeline import measure_timeline
 
-            return measure_timeline(planned.program, self.mesh)
+            return measure_timeline(planned.program, self.mesh, lockstep=planned.plan.runtime == "spmd")
         processes = processes_of(self._mesh, planned.partition, self.schedule.num_devices)
         return plan_timeline(planned.plan, self.schedule, stage_speeds(planned.partition), processes)
 
@@ -158,17 +156,18 @@ class Pipeline:
           OSError: if the page cannot be written there.
           PartitionError, MemoryBudgetError: as ``plan`` and ``memory_report``; or if ``path`` has another suffix.
         """
-        from jaxpipe.visualize.html_report import Contents, check_path, write_page
+        from jaxpipe.visualize.html_report import check_path, page
         from jaxpipe.visualize.pictures import load_figure_class
 
         check_path(path)  # before anything is compiled
         load_figure_class("Pipeline.report")
         memory = self.memory_report() if compile else None
-        timelines = {f"predicted from the {self.plan.profile} profile": self.timeline()}
+        timelines = {"": self.timeline()}
         if measure:
             timelines["measured, stage by stage, without sending"] = self.timeline(measured=True)
-        plain = plain_stash_bytes(self._planned.program)
-        write_page(path, Contents(self.plan, self.partition, self.schedule, timelines, plain, memory))
+        kept = plain_stash_bytes(self._planned.program)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(page(self.plan, self.partition, self.schedule, timelines, kept, memory))
 
     def __repr__(self) -> str:
         """The plan in a line; ``print(pipeline.plan)`` has all of it."""
@@ -203,6 +202,10 @@ class Pipeline:
                 "This pipeline has no plan yet, because partition was given no batch, or a function whose variables "
                 "are not known. Call pipeline.init(key, batch) first, for a function with variables=; shapes will do."
             )
+        planned, _ = self._ready
+        if not planned.has_bytes:
+            planned = planned.with_bytes()
+            self._ready = planned, runtime_of(planned)
         return self._ready
 
     @outside_jit
@@ -318,7 +321,7 @@ class Pipeline:
 
     def _prepare_shapes(self, shapes: PyTree) -> None:
         planned = self._planned
-        if planned.others is not None and check_batch.shape_key(shapes) == check_batch.shape_key(planned.batch):
+        if planned.plan.budget is not None and check_batch.shape_key(shapes) == check_batch.shape_key(planned.batch):
             if planned.compiled is None:
                 self._use(with_step)
             check_budget(self._planned)
@@ -542,14 +545,14 @@ class Pipeline:
           PartitionError: as ``plan``.
         """
         if self._planned.plan.runtime == "mpmd":
-            self._use(within_budget)
+            self._use(compiled_plan)
         self._prepare(self._planned.batch)
         return self.plan
 
     @outside_mesh()
     def memory_report(self) -> MemoryReport:
         """Predicted bytes on each device beside those of the compiled training step; nothing is run."""
-        if self._planned.others is not None and self._planned.compiled is None:
+        if self.plan.budget is not None and self._planned.compiled is None:
             self._use(with_step)
         compiled, plan = self._runtime.bytes(), self.plan
         host = 0 if plan.host is None else plan.host.bytes

@@ -192,6 +192,7 @@ class Plan(Printed):
       compiled_stage_memory: by stage, the same of its first device by component.
       axes: the mesh axes over which each stage is sharded, and their sizes. The devices of a stage are then the first
         ones of its groups.
+      search: how the plan was found, a sentence for each step: what was compared, its seconds and bytes.
 
     Example:
       >>> stage = StagePlan((0, 2), (0,), ("dense",), 1e-3, 2e-3, 36, 8, 1, 0)
@@ -230,6 +231,7 @@ class Plan(Printed):
     axes: dict[str, Count] = dataclasses.field(default_factory=dict)
     fullest_in: tuple[str, ...] = ()
     measured: str = dataclasses.field(default="", compare=False)
+    search: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def schedule_gap(self) -> float | None:

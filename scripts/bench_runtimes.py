@@ -37,7 +37,7 @@ RUNTIMES = ("mpmd", "spmd")
 GPT, TOKENS = (8, 256), (4, 128)
 
 #: Schedules that are compared with a core for each stage.
-SCHEDULES = ("1f1b-textbook", "zero_bubble", "auto")
+SCHEDULES = ("1f1b", "zero_bubble", "auto")
 
 
 def pipelines(

@@ -67,7 +67,7 @@ def pipeline_of(devices: Any, zero: int) -> jaxpipe.Pipeline:
         loss=loss,
         optimizer=optax.adam(1e-3),
         num_microbatches=MICROBATCHES,
-        schedule="1f1b-textbook",
+        schedule="1f1b",
         profile="analytic",
         options=jaxpipe.PlanOptions(shardings=SHARDINGS, zero=zero, compile=False),
     )

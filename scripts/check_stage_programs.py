@@ -1,7 +1,7 @@
 """Bytes of every device with a program for each stage, beside those of one program for all devices.
 
     JAX_PLATFORMS=cuda,cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m scripts.check_stage_programs
-    ... python -m scripts.check_stage_programs --models gpt2 mlp --schedule 1f1b-textbook --out out/some.json
+    ... python -m scripts.check_stage_programs --models gpt2 mlp --schedule 1f1b --out out/some.json
 
 Compiled for H100s that are not here (``scripts.absent_gpu``), or with ``--cpu`` for simulated CPU devices; nothing is
 run. Of each stage:
@@ -161,7 +161,7 @@ def main() -> None:
     """Compile, print and save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--schedule", default="1f1b-textbook")
+    parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--memory", help="a budget for each device")
     parser.add_argument("--host-memory", help="bytes of the host's memory for each device, with a budget")
     parser.add_argument("--spmd", nargs="*", choices=CASES, default=[], help="models to compile as one program, too")

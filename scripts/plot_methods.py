@@ -66,7 +66,7 @@ def overview() -> Figure:
 
 def schedules() -> Figure:
     """One step of four schedules, every device running free."""
-    tables = [gpipe(STAGES, MICROBATCHES), one_f_one_b(STAGES, MICROBATCHES, paired=False)]
+    tables = [gpipe(STAGES, MICROBATCHES), one_f_one_b(STAGES, MICROBATCHES)]
     tables += [interleaved(STAGES, MICROBATCHES), zero_bubble(STAGES, MICROBATCHES)]
     figure = Figure(figsize=(10, 8), layout="constrained")
     longest = 0.0
@@ -131,7 +131,7 @@ def _draw_bits(axes: Axes) -> None:
 
 def swaps() -> Figure:
     """Stashes that each device holds with and without swaps to peers."""
-    table = one_f_one_b(STAGES, MICROBATCHES, paired=False)
+    table = one_f_one_b(STAGES, MICROBATCHES)
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     for axes, shares, title in zip(
         figure.subplots(1, 2, sharey=True),

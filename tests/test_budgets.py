@@ -4,7 +4,7 @@ import functools
 import itertools
 import logging
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import jax
@@ -17,11 +17,15 @@ from flax import nnx
 import jaxpipe
 from jaxpipe import _compat, target
 from jaxpipe.errors import MemoryBudgetError, PartitionError
-from jaxpipe.planning import compile_within_budget, make_plan
+from jaxpipe.plan import Plan, StagePlan
+from jaxpipe.planning import budget_search, make_plan, refuse_budget
+from jaxpipe.planning.budget_search import BudgetSearch
+from jaxpipe.planning.candidate import PlannedStep
 from jaxpipe.planning.storage import integer_program, solver_time
 from jaxpipe.planning.storage.solver_time import SolverTime
 from jaxpipe.runtime.executable_plan import Compiled
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
+from jaxpipe.text.units import bytes_text
 from tests.support.budget_models import KEY, built_pipeline, mlp, transformer, unet
 from tests.support.texts import one_line
 
@@ -204,7 +208,7 @@ def test_default_storage_is_offered_where_the_smallest_plan_needs_more_once_comp
         is_default = all(stage.storage == "default" for stage in planned.plan.stages)
         return replace(planned, compiled=Compiled(None, default - 1 if is_default else 2 * default))
 
-    monkeypatch.setattr(compile_within_budget, "with_step", with_step)
+    monkeypatch.setattr(budget_search, "with_step", with_step)
     with pytest.raises(MemoryBudgetError) as error:
         make(chain, 2, memory=1000)
     assert error.value.smallest == default - 1
@@ -213,82 +217,84 @@ def test_default_storage_is_offered_where_the_smallest_plan_needs_more_once_comp
     assert all(stage.storage == "default" for stage in pipeline.plan.stages)
 
 
-MESH = SimpleNamespace(devices=np.array([SimpleNamespace(platform="cpu")]))
-
-
 @dataclass(frozen=True, eq=False)
 class StubStep:
     """A planned step whose compiled bytes are known; ``program`` tells steps apart."""
 
-    plan: SimpleNamespace
+    plan: Plan
     program: int
     reserved: int
-    others: SimpleNamespace
-    mesh: SimpleNamespace = field(default_factory=lambda: MESH)
+    candidate: SimpleNamespace
     compiled: Compiled | None = None
+    needed_bytes = PlannedStep.needed_bytes
+
+
+class StubSearch(BudgetSearch):
+    """Steps by predicted bytes, of which XLA reserves others; the larger the prediction, the shorter the step."""
+
+    def __init__(self, reserved, first=None):
+        self.reserved, self.first = reserved, first
+        program = SimpleNamespace(stages=())
+        default = self.step(max(reserved))
+        request = SimpleNamespace(options=jaxpipe.PlanOptions())
+        candidate = SimpleNamespace(traced=SimpleNamespace(request=request), program=program, default=default)
+        super().__init__([candidate], [])
+
+    def step(self, predicted):
+        stage = StagePlan((0, 1), (0,), (), 0.0, 0.0, 0, 0, 1, 0)
+        seconds = 0.0 if predicted == max(self.reserved) else 1.0 / predicted
+        plan = Plan((stage,), 1, 1, 1, "", "", seconds, 0.0, 0.0, None, {"stash": predicted}, "")
+        return StubStep(plan, predicted, self.reserved[predicted], SimpleNamespace())
+
+    def _fastest(self, budget):
+        return None if self.first is None else self.step(self.first)
+
+    def _refit(self, candidate, budget):
+        return self.step(max((size for size in self.reserved if size <= budget), default=min(self.reserved)))
+
+    @functools.cached_property
+    def smallest(self):
+        return self.step(min(self.reserved))
 
 
 @pytest.fixture
-def stub_steps(monkeypatch):
-    """Steps by predicted bytes, of which XLA reserves others; the larger the prediction, the shorter the step."""
+def compiled(monkeypatch):
+    """The programs that are compiled, in order."""
+    programs = []
 
-    def make_steps(reserved, budget):
-        compiled = []
-        least, most = min(reserved), max(reserved)
+    def with_step(planned):
+        programs.append(planned.program)
+        return replace(planned, compiled=Compiled(None, planned.reserved))
 
-        def step(predicted):
-            seconds = 0.0 if predicted == most else 1.0 / predicted
-            plan = SimpleNamespace(predicted_bytes=predicted, step_seconds=seconds, budget=budget)
-            return StubStep(plan, predicted, reserved[predicted], others)
-
-        def refit(target):
-            return step(max((size for size in reserved if size <= target), default=least))
-
-        def with_step(planned):
-            if planned.compiled is None:
-                compiled.append(planned.program)
-            return replace(planned, compiled=Compiled(None, planned.reserved))
-
-        others = SimpleNamespace(
-            refit=refit, smallest=lambda: step(least), default=lambda: step(most), may_raise=False, memory=1
-        )
-        monkeypatch.setattr(compile_within_budget, "with_step", with_step)
-        monkeypatch.setattr(compile_within_budget, "_for_budget", lambda planned, first: planned)
-        monkeypatch.setattr(
-            compile_within_budget, "refusal", lambda budget, best: MemoryBudgetError("refused", best.reserved)
-        )
-        return step, compiled
-
-    return make_steps
+    monkeypatch.setattr(budget_search, "with_step", with_step)
+    return programs
 
 
-def test_bytes_that_xla_leaves_are_used_for_a_shorter_step(stub_steps):
+def test_bytes_that_xla_leaves_are_used_for_a_shorter_step(compiled):
     """Predictions are 40 too high: a plan for 100 leaves 40, which a plan of 140 uses."""
-    step, compiled = stub_steps({60: 20, 80: 40, 100: 60, 120: 80, 139: 99, 160: 120, 200: 160}, budget=100)
-    assert compile_within_budget.within_budget(step(100)).program == 139
+    assert (
+        StubSearch({60: 20, 80: 40, 100: 60, 120: 80, 139: 99, 160: 120, 200: 160}, first=100).shortest(100).program
+        == 139
+    )
     assert compiled == [100, 139]
 
 
-def test_a_budget_below_all_predictions_is_not_kept_by_the_slowest_plan_alone(stub_steps):
+def test_a_budget_below_all_predictions_is_not_kept_by_the_slowest_plan_alone(compiled):
     """The smallest plan is predicted with 120 and compiled with 60; one of 150 is within 100, too, and faster."""
-    step, compiled = stub_steps({120: 60, 150: 90, 159: 99, 180: 120, 240: 180}, budget=100)
-    assert compile_within_budget.smallest_compiled(step(120)).program == 159
+    assert StubSearch({120: 60, 150: 90, 159: 99, 180: 120, 240: 180}).shortest(100).program == 159
     assert compiled[0] == 120
 
 
-def test_between_a_plan_that_fits_and_one_that_does_not_the_bytes_follow_a_line(stub_steps):
+def test_between_a_plan_that_fits_and_one_that_does_not_the_bytes_follow_a_line(compiled):
     """Each byte predicted is two of XLA's: 50 leaves 50 of 150, 100 is 50 over, 75 fits."""
-    step, compiled = stub_steps({size: 2 * size for size in range(20, 201, 5)}, budget=150)
-    assert compile_within_budget.within_budget(step(100)).program == 75
+    assert StubSearch({size: 2 * size for size in range(20, 201, 5)}, first=100).shortest(150).program == 75
     assert compiled == [100, 50, 75]
 
 
-def test_a_refusal_offers_the_smallest_of_what_was_compiled(stub_steps):
+def test_a_refusal_offers_the_smallest_of_what_was_compiled(compiled):
     """The smallest by prediction needs 90 once compiled; one between it and default storage needs 40."""
-    step, compiled = stub_steps({20: 90, 24: 40, 30: 60, 60: 95, 100: 130}, budget=10)
-    with pytest.raises(MemoryBudgetError) as error:
-        compile_within_budget.within_budget(step(20))
-    assert error.value.smallest == 40 and compiled == [20, 24, 30]
+    assert StubSearch({20: 90, 24: 40, 30: 60, 60: 95, 100: 130}, first=20).shortest(10).needed_bytes == 40
+    assert compiled == [20, 24, 30]
 
 
 def test_a_refusal_says_by_how_much_other_choices_may_be_smaller():
@@ -306,10 +312,9 @@ def test_a_refusal_says_by_how_much_other_choices_may_be_smaller():
     assert less is not None and int(less[1]) <= smallest // 100
 
 
-def test_a_plan_whose_prediction_is_a_little_too_high_is_compiled_before_a_budget_is_refused(stub_steps):
+def test_a_plan_whose_prediction_is_a_little_too_high_is_compiled_before_a_budget_is_refused(compiled):
     """Default storage is predicted to need 108 and takes 95, less than the smallest by prediction."""
-    step, compiled = stub_steps({90: 100, 108: 95}, budget=97)
-    assert compile_within_budget.smallest_compiled(step(90)).program == 108
+    assert StubSearch({90: 100, 108: 95}).shortest(97).program == 108
     assert compiled == [90, 108]
 
 
@@ -376,21 +381,20 @@ def test_smaller_plans_are_built_for_the_platform_of_the_mesh(monkeypatch):
 
     def with_step(planned):
         platforms.append(target.platform())
-        reserved = 2 * planned.plan.budget if len(platforms) == 1 else planned.plan.budget
-        return replace(planned, compiled=Compiled(None, reserved))
+        return replace(planned, compiled=Compiled(None, 2 * planned.plan.budget))
 
-    def refit(planned, budget):
+    def search_plan(traced):
         platforms.append(target.platform())
-        return replace(planned, plan=replace(planned.plan, memory={"stash": 1}, each_device=(1, 1)))
+        assert traced.request.options.compile
+        return planned
 
     paper, _ = make(chain, 2, memory=10**7, options=jaxpipe.PlanOptions(compile=False))
-    planned = paper._planned
-    others = SimpleNamespace(refit=functools.partial(refit, planned), may_raise=False, memory=1)
     devices = np.array([SimpleNamespace(platform="gpu")] * 2)
-    planned = replace(planned, mesh=SimpleNamespace(devices=devices), others=others)
-    monkeypatch.setattr(compile_within_budget, "with_step", with_step)
-    assert compile_within_budget.within_budget(planned).compiled.reserved_bytes == 10**7
-    assert platforms == ["gpu"] * 3
+    planned = replace(paper._planned, mesh=SimpleNamespace(devices=devices))
+    monkeypatch.setattr(make_plan, "with_step", with_step)
+    monkeypatch.setattr(make_plan, "search_plan", search_plan)
+    assert make_plan.compiled_plan(planned) is planned
+    assert platforms == ["gpu"] * 2
 
 
 def test_a_first_step_that_is_refused_offers_what_runs(monkeypatch):
@@ -476,10 +480,25 @@ def test_a_plan_logs_its_rounds(caplog, capfd):
     assert told and all(map(any, told))
 
 
+def test_a_plan_keeps_what_its_search_compared():
+    """Schedules with their cuts, seconds and bytes; within a budget what was predicted, and what XLA reserves."""
+    plan = make(chain, 2, schedule="gpipe")[0].plan
+    assert len(plan.search) == 2 and plan.search[1].startswith("chosen: gpipe, 2 stages on 2 devices, cut at ")
+    assert plan.search[0].endswith(", by default storage") and str(plan.stages[0].operators[1]) in plan.search[0]
+    assert Plan.from_json(plan.to_json()).search == plan.search
+    smaller = make(chain, 2, schedule="gpipe", memory=int(0.99 * plan.predicted_bytes))[0].plan
+    last, reserved = smaller.search[-2], bytes_text(smaller.compiled_bytes)
+    assert f"{bytes_text(smaller.predicted_bytes)} predicted, {reserved} compiled" in last
+    compared = make(chain, 2)[0].plan
+    assert {text.split(",")[0] for text in compared.search[:-1]} > {"gpipe"} and compared.schedule in compared.search[
+        -1
+    ]
+
+
 @pytest.mark.slow
 def test_names_of_tensors_tell_module_operator_type_and_shape():
     pipeline, _ = make(tutorial, 2)
-    names = compile_within_budget.largest_stored(pipeline._planned)
+    names = refuse_budget.largest_stored(pipeline._planned)
     assert len(names) == 3
     assert all(re.match(r"(Net/\S.*|batch\['\w+'\]) \w+\[[\d,]*\] \([\d.]+ [KM]?i?B\)$", name) for name in names)
     sizes = [float(re.search(r"\(([\d.]+) KiB", name)[1]) for name in names]

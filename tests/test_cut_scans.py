@@ -176,7 +176,7 @@ def modules(plan: jaxpipe.Plan) -> list[tuple[str, ...]]:
 def test_layers_that_are_cut_by_default_train_as_the_scan_does(name, stages, runtime):
     """Groups of iterations are fused in another way than all of them."""
     case, optimizer = case_of(name), optax.sgd(0.1, momentum=0.9)
-    pipeline = pipeline_of(case, stages, 4, optimizer=optimizer, schedule="1f1b-textbook", runtime=runtime)
+    pipeline = pipeline_of(case, stages, 4, optimizer=optimizer, schedule="1f1b", runtime=runtime)
     assert pipeline.profile.scan_groups
     check_training(case, pipeline, optimizer, FUSION)
 
@@ -185,7 +185,7 @@ def test_layers_that_are_cut_by_default_train_as_the_scan_does(name, stages, run
 
 
 def test_the_plan_names_the_layers_of_each_stage_and_the_groups():
-    plan = pipeline_of(stateful(length=24), 2, 4, schedule="1f1b-textbook").plan
+    plan = pipeline_of(stateful(length=24), 2, 4, schedule="1f1b").plan
     assert plan.notes == ("Scanned/layers is a scan of 24 layers, cut into 4 groups of 6",)
     assert plan.notes[0] in one_line(plan)
     assert modules(plan) == [
@@ -253,7 +253,7 @@ def test_layers_that_cannot_be_cut_stay_in_one_stage_and_the_plan_says_why(whole
 
 
 def test_layers_are_cut_where_there_are_too_few_operators_for_the_stages():
-    plan = pipeline_of(stacked(False), 4, 4, schedule="1f1b-textbook").plan
+    plan = pipeline_of(stacked(False), 4, 4, schedule="1f1b").plan
     assert len(plan.stages) == 4 and plan.notes == ("0/0/layers is a scan of 6 layers, cut into 6 groups of 1",)
 
 

@@ -15,20 +15,20 @@ from hypothesis import strategies as st
 
 import jaxpipe
 from jaxpipe.errors import PartitionError, ScheduleError
+from jaxpipe.runtime.spmd.pair_ticks import pair_ticks
+from jaxpipe.runtime.spmd.tick_table import inbox
 from jaxpipe.schedules import Action, Kind, Schedule, gpipe, interleaved, one_f_one_b, zero_bubble
-from jaxpipe.schedules.allocate import inbox
 from jaxpipe.schedules.table import table
 from tests.support.compare import FUSION, arrays, assert_same_bits, relative_l2
 from tests.support.meshes import mesh_of
 from tests.support.pipeline_models import CASES, case_of, pipeline_of, plain_gradients
 
 
-textbook = functools.partial(one_f_one_b, paired=False)
 #: Against float64 (with the masks of float32) the transformer's plain gradient is off by 6.9e-7, that of a pipeline by
 #: 8.0e-7 (jax 0.10): roundings of two programs, which may be as far apart as twice the plain one's.
 TOLERANCE = {"transformer": 1.4e-6}
 
-OTHERS = pytest.mark.parametrize("schedule", [gpipe, textbook, zero_bubble, interleaved], ids=lambda f: f(2, 2).name)
+OTHERS = pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, zero_bubble, interleaved], ids=lambda f: f(2, 2).name)
 
 
 def trained(name: str, stages: int, m: int, schedule, replicas: int | None, exact: bool):
@@ -46,7 +46,7 @@ def trained(name: str, stages: int, m: int, schedule, replicas: int | None, exac
     return [loss, metrics["loss"], after, arrays(gradient), arrays(pipeline.parameters(state))], keys
 
 
-usual = functools.cache(functools.partial(trained, schedule=one_f_one_b))
+usual = functools.cache(functools.partial(trained, schedule=pair_ticks))
 
 
 def check(name: str, stages: int, m: int, schedule, replicas: int | None = None, exact: bool = True) -> None:
@@ -65,7 +65,7 @@ def check(name: str, stages: int, m: int, schedule, replicas: int | None = None,
 
 @pytest.mark.parametrize(
     "schedule",
-    [gpipe, textbook, *(pytest.param(f, marks=pytest.mark.core) for f in (zero_bubble, interleaved))],
+    [gpipe, one_f_one_b, *(pytest.param(f, marks=pytest.mark.core) for f in (zero_bubble, interleaved))],
     ids=lambda f: f(2, 2).name,
 )
 def test_every_schedule_gives_the_gradients_of_plain_training(schedule):
@@ -245,11 +245,11 @@ def test_messages_wait_in_an_inbox():
     ticks = tuple(tuple((a,) if a else () for a in tick) for tick in zip(*cells, strict=True))
     schedule = Schedule("drawn", 2, 2, ticks)
     schedule.validate()
-    waiting, direct = inbox(schedule, Kind.FORWARD), inbox(schedule, Kind.BACKWARD)
-    assert (waiting.slots, waiting.direct) == (2, False)
-    assert waiting.landed[1] == (0, 1, -1, -1, -1, -1, -1, -1)
-    assert waiting.read[1] == (0, 0, 0, 0, 1, 0, 0, 0)
-    assert (direct.slots, direct.direct) == (1, True)
+    count, landed, read = inbox(schedule, Kind.FORWARD)
+    assert count == 2
+    assert landed[1].tolist() == [0, 1, -1, -1, -1, -1, -1, -1]
+    assert read[1].tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
+    assert inbox(schedule, Kind.BACKWARD)[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -294,6 +294,10 @@ def test_auto_is_the_schedule_whose_step_is_predicted_to_be_the_shortest():
         forward_seconds=tuple(1e6 * t for t in quick.forward_seconds),
         backward_seconds=tuple(1e6 * t for t in quick.backward_seconds),
     )
+
+    def textbook(p, m):
+        return dataclasses.replace(one_f_one_b(p, m), name="textbook")
+
     chosen = []
     for profile in (quick, slow):
         plans = [planned(maker, profile) for maker in ("auto", one_f_one_b, textbook, zero_bubble, interleaved)]

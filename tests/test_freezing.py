@@ -13,6 +13,7 @@ import pytest
 import jaxpipe
 from examples import models as zoo
 from jaxpipe import PartitionError, Plan, Profile, ScheduleError
+from jaxpipe.runtime.spmd.pair_ticks import pair_ticks
 from jaxpipe.schedules import Kind, gpipe, one_f_one_b, simulate, zero_bubble
 from jaxpipe.schedules.swap_points import swap_points
 from jaxpipe.schedules.table import without_backward
@@ -94,7 +95,7 @@ def test_there_is_no_backward_work_below_the_first_trained_parameter():
     stages = pipe._planned.program.stages
     assert all(part.returning == () for part in stages[: pipe.schedule.frozen + 1])
     assert all(part.returning for part in stages[pipe.schedule.frozen + 1 :])
-    assert len(pipe.schedule.ticks) == len(one_f_one_b(4, COUNT).ticks) - pipe.schedule.frozen
+    assert len(pipe.schedule.ticks) == len(pair_ticks(4, COUNT).ticks) - pipe.schedule.frozen
 
 
 def test_the_plan_says_what_is_frozen():
@@ -289,12 +290,12 @@ def test_a_table_without_the_backward_work_of_its_first_stages(maker):
     broken = jax.tree_util.Partial(
         type(table), **{f.name: getattr(table, f.name) for f in dataclasses.fields(table)} | {"frozen": 1}
     )
-    with pytest.raises(ScheduleError, match=r"stage 1 does [BI] of micro-batches \[\]; it must do each of 0..5 once"):
+    with pytest.raises(ScheduleError, match=r"device 1 does [BI] of micro-batches \[\]; it must do each of 0..5 once"):
         broken().validate()
 
 
 def test_a_device_goes_on_to_backward_work_without_waiting():
-    table = without_backward(one_f_one_b(2, 3), 1)
+    table = without_backward(pair_ticks(2, 3), 1)
     # Stage 1 does F0 and B0 in the second tick, and so on; a tick takes as long as the longer of 3 and 1 + 1.
     timeline = simulate(table, forward=[3, 1], backward=[100, 1], lockstep=True)
     assert timeline.makespan == 3 + 3 + 3 + 2

@@ -10,7 +10,7 @@ import pytest
 
 import jaxpipe
 from jaxpipe.errors import MemoryBudgetError
-from jaxpipe.planning import make_plan
+from jaxpipe.planning.budget_search import BudgetSearch
 from jaxpipe.planning.storage import fastest_choice, integer_program, kept_solutions
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Option, Problem, Solution
 from jaxpipe.text import kept_files
@@ -153,16 +153,14 @@ def test_a_larger_budget_takes_the_plan_of_a_smaller_one(monkeypatch, worse):
     smallest, default = error.value.smallest, chain().plan
     budget = (smallest + default.predicted_bytes) // 2
     slower = chain(memory=smallest).plan
-    plan, search = chain(memory=budget).plan, make_plan._for_budget
+    plan, shortest = chain(memory=budget).plan, BudgetSearch.shortest
 
-    def search_badly(candidates, asked):
+    def search_badly(search, asked):
         if asked == budget:
-            return search(candidates, asked)
-        if worse == "refused":
-            raise MemoryBudgetError("refused", 10**9)
-        return candidates.for_budget(search(candidates, smallest), asked)
+            return shortest(search, asked)
+        return search.candidates[0].default if worse == "refused" else shortest(search, smallest)
 
-    monkeypatch.setattr(make_plan, "_for_budget", search_badly)
+    monkeypatch.setattr(BudgetSearch, "shortest", search_badly)
     larger = chain(memory=budget + 1).plan
     assert larger.step_seconds == plan.step_seconds < slower.step_seconds
     assert larger.predicted_bytes == plan.predicted_bytes and larger.budget == budget + 1

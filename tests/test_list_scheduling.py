@@ -25,7 +25,6 @@ from tests.support.compare import arrays, assert_same_bits
 from tests.support.pipeline_models import case_of, pipeline_of, plain_gradients
 
 
-textbook = functools.partial(one_f_one_b, paired=False)
 UNIT = {"forward": 1, "backward_input": 1, "backward_weight": 1}
 SIZES = ("num_chunks", "in_flight")
 
@@ -99,9 +98,9 @@ def test_equal_stages_take_the_published_makespan_of_zero_bubble():
 
 
 def test_equal_stages_take_less_with_the_stashes_of_1f1b():
-    limits = [textbook(8, 16).in_flight(d) for d in range(8)]
+    limits = [one_f_one_b(8, 16).in_flight(d) for d in range(8)]
     _, seconds, bound = searched(8, 16, UNIT | {"in_flight": limits})
-    assert makespan(textbook(8, 16), UNIT) == 69
+    assert makespan(one_f_one_b(8, 16), UNIT) == 69
     assert seconds == bound == 62
 
 
@@ -117,7 +116,7 @@ def test_two_stages_on_each_device_leave_less_bubble_than_zero_bubble_with_as_ma
 
 def test_no_fixed_table_with_as_many_stashes_is_shorter():
     draw = random.Random(0)
-    makers = (textbook, zero_bubble, gpipe)
+    makers = (one_f_one_b, zero_bubble, gpipe)
     for _ in range(200):
         p, m = draw.randint(2, 4), draw.randint(2, 8)
         tables = [maker(p, m) for maker in makers]
@@ -138,7 +137,7 @@ UNEVEN = [
 @pytest.mark.core
 @pytest.mark.parametrize("costs", UNEVEN)
 def test_uneven_stages_take_less_than_1f1b_with_its_stashes_or_come_near_the_bound(costs):
-    table = textbook(4, 12)
+    table = one_f_one_b(4, 12)
     limits = [table.in_flight(d) for d in range(4)]
     _, seconds, bound = searched(4, 12, costs | {"in_flight": limits})
     before = makespan(table, costs)

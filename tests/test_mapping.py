@@ -13,10 +13,6 @@ from jaxpipe.planning.cuts.device_mapping import best_mapping, demand, movable_b
 from jaxpipe.schedules import interleaved, one_f_one_b
 
 
-def textbook(p, m):
-    return one_f_one_b(p, m, paired=False)
-
-
 def achievable(held, movable, away, period, bandwidth, latency, groups):
     """Bytes that stages above the mean can have with those below it, as a linear program."""
     p, mean = len(held), sum(held) / len(held)
@@ -45,7 +41,7 @@ def test_score_is_the_largest_flow(seed):
     m = int(rng.integers(2 * p, 3 * p))
     network = network_of(rng, p * k, latency=0.25)
     stash = rng.integers(0, 9, p)
-    schedule = textbook(p, m)
+    schedule = one_f_one_b(p, m)
     mappings = np.array([rng.permutation(p * k).reshape(p, k) for _ in range(5)])
     scores = movable_bytes(demand(schedule, stash, 0.75), network.bandwidth, network.latency, mappings)
     # Closed forms of 1F1B: stage i has p - i stashes in flight, two of which are at home.
@@ -80,7 +76,7 @@ def test_the_best_of_all_mappings_that_are_no_slower(p, k, seed):
     network, m = network_of(rng, p * k), 2 * p
     partition = placed(network, p, m, k)
     stash, period = [8.0] * p, [0.6, 40.0, 3.0][seed]
-    best = best_mapping(partition, textbook(p, m), stash, period, [2.0, 2.0])
+    best = best_mapping(partition, one_f_one_b(p, m), stash, period, [2.0, 2.0])
     held, movable = [(p - i) * 8.0 for i in range(p)], [max(p - i - 2, 0) * 8.0 for i in range(p)]
     away = [p - 1 - i for i in range(p)]
     latency = network.latency_seconds
@@ -115,7 +111,7 @@ def test_a_fast_link_is_for_the_stage_that_lends_most():
     matrix = np.ones((4, 4))
     matrix[1, 3] = matrix[3, 1] = 100.0
     partition = placed(Network(matrix), 4, 16)
-    best = best_mapping(partition, textbook(4, 16), [10.0] * 4, 1.0, [2.0, 2.0])
+    best = best_mapping(partition, one_f_one_b(4, 16), [10.0] * 4, 1.0, [2.0, 2.0])
     assert {best.stages[0].devices[0], best.stages[3].devices[0]} == {1, 3}
     assert "all mappings for swaps" in best.searched and "all mappings for swaps" in str(best)
     assert type(best).from_json(best.to_json()) == best
@@ -129,7 +125,7 @@ def test_memory_of_devices_is_kept():
     options = {"replicate": False, "num_stages": 3, "num_microbatches": 6, "reorder": False}
     stash = [30.0, 10.0, 10.0]
     small = partition_layers(profile, Network(matrix, memory_bytes=(100, 100, 8)), **options)
-    best = best_mapping(small, textbook(3, 6), stash, 1.0, [2.0])
+    best = best_mapping(small, one_f_one_b(3, 6), stash, 1.0, [2.0])
     assert all(stage.memory_bytes <= (100, 100, 8)[stage.devices[0]] for stage in best.stages)
     assert best.stages[0].devices == (2,)
 
@@ -138,7 +134,7 @@ def test_many_devices_are_exchanged_in_pairs(monkeypatch):
     monkeypatch.setattr(device_mapping, "MOST_DEVICES", 4)
     network = network_of(np.random.default_rng(0), 6, rates=tuple(range(1, 30)))
     partition = placed(network, 6, 12, sent=0.0)  # so that any mapping is as fast
-    schedule, stash = textbook(6, 12), [300.0] * 6
+    schedule, stash = one_f_one_b(6, 12), [300.0] * 6
     best = best_mapping(partition, schedule, stash, 1.0)
     assert "exchanges of two devices for swaps" in best.searched
     wanted = demand(schedule, stash, 1.0)
@@ -153,6 +149,6 @@ def test_many_devices_are_exchanged_in_pairs(monkeypatch):
 def test_where_nothing_can_be_gained_all_stays():
     """Links that are all alike, and a schedule with several stages on a device."""
     partition = placed(Network.uniform(4, 1e9), 4, 8)
-    assert best_mapping(partition, textbook(4, 8), [1.0] * 4, 1.0).stages == partition.stages
+    assert best_mapping(partition, one_f_one_b(4, 8), [1.0] * 4, 1.0).stages == partition.stages
     other = placed(network_of(np.random.default_rng(0), 4), 4, 8)
     assert best_mapping(other, interleaved(4, 8), [1.0] * 4, 1.0) is other

@@ -70,6 +70,19 @@ def test_rooms_depend_only_downward():
     assert upward == []
 
 
+@pytest.mark.core
+def test_one_program_for_all_devices_tells_nothing_of_itself():
+    """What it needs besides stages, a schedule and a placement is known to it alone, and where a runtime is chosen."""
+    room, chooser = "jaxpipe.runtime.spmd", "jaxpipe.runtime.select_runtime"
+    importers = {
+        name
+        for name, path in modules().items()
+        for _, target in imported(path)
+        if target.startswith(room) and not name.startswith(room)
+    }
+    assert importers == {chooser}
+
+
 def test_files_that_the_tree_of_contributing_names_exist():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     tree = text[text.index("    jaxpipe/\n") :].split("\n\n")[0]

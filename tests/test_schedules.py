@@ -9,6 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jaxpipe.errors import ScheduleError
+from jaxpipe.runtime.spmd.pair_ticks import pair_ticks
+from jaxpipe.runtime.spmd.tick_table import inbox, slots
 from jaxpipe.schedules import (
     Action,
     Kind,
@@ -22,12 +24,11 @@ from jaxpipe.schedules import (
     to_csv,
     zero_bubble,
 )
-from jaxpipe.schedules.allocate import Stay, addresses, inbox
 from jaxpipe.schedules.gpipe import forward_only
 
 
 F, B = Kind.FORWARD, Kind.BACKWARD
-MAKERS = pytest.mark.parametrize("maker", [one_f_one_b, gpipe])
+MAKERS = pytest.mark.parametrize("maker", [pair_ticks, gpipe])
 STAGES, MICROBATCHES = st.integers(1, 6), st.integers(1, 12)
 SECONDS = st.integers(1, 50)
 
@@ -44,11 +45,11 @@ def drawn(*rows):
 @pytest.mark.parametrize(
     ("made", "rows"),
     [
-        (one_f_one_b(1, 2), ["F0 B0 | F1 B1"]),
-        (one_f_one_b(2, 1), ["F0 | | B0", " | F0 B0 | "]),
-        (one_f_one_b(2, 4), ["F0 | F1 | F2 B0 | F3 B1 | B2 | B3", " | F0 B0 | F1 B1 | F2 B2 | F3 B3 | "]),
+        (pair_ticks(1, 2), ["F0 B0 | F1 B1"]),
+        (pair_ticks(2, 1), ["F0 | | B0", " | F0 B0 | "]),
+        (pair_ticks(2, 4), ["F0 | F1 | F2 B0 | F3 B1 | B2 | B3", " | F0 B0 | F1 B1 | F2 B2 | F3 B3 | "]),
         (
-            one_f_one_b(3, 2),
+            pair_ticks(3, 2),
             ["F0 | F1 | | | B0 | B1", " | F0 | F1 | B0 | B1 | ", " | | F0 B0 | F1 B1 | | "],
         ),
         (gpipe(1, 2), ["F0 | F1 | B0 | B1"]),
@@ -83,7 +84,7 @@ def test_all_work_once_and_in_order(maker, p, m):
             assert at[s, Action(F, j)][0] == at[s - 1, Action(F, j)][0] + 1
             assert at[s - 1, Action(B, j)][0] == at[s, Action(B, j)][0] + 1
     schedule.validate()
-    assert inbox(schedule, F).direct and inbox(schedule, B).direct
+    assert inbox(schedule, F)[0] == inbox(schedule, B)[0] == 1
 
 
 @MAKERS
@@ -93,13 +94,13 @@ def test_slots_and_in_flight(maker, p, m):
     schedule = maker(p, m)
     for s in range(p):
         begin, end = schedule.when(s, F), schedule.when(s, B)
-        slots = addresses([Stay(begin[j], end[j]) for j in range(m)])
+        places = slots([(begin[j], end[j]) for j in range(m)])
         for i, j in itertools.combinations(range(m), 2):
-            if slots[i] == slots[j]:
+            if places[i] == places[j]:
                 assert end[i] < begin[j] or end[j] < begin[i]
         bound = m if maker is gpipe else min(m, 2 * (p - 1 - s) + 1)
         most = max(sum(begin[j] <= t <= end[j] for j in range(m)) for t in range(len(schedule.ticks)))
-        assert schedule.in_flight(s) == most == len(set(slots))
+        assert schedule.in_flight(s) == most == len(set(places))
         assert most == bound or (maker is gpipe and most < bound)
 
 
@@ -111,13 +112,13 @@ def test_gpipe_holds_every_micro_batch():
 @pytest.mark.parametrize(("p", "m", "makespan"), [(4, 16, 57), (8, 32, 117)])
 @MAKERS
 def test_published_makespans(maker, p, m, makespan):
-    assert simulate(maker(p, m), forward=[1] * p, backward=[2] * p).makespan == makespan
+    assert simulate(maker(p, m), forward=[1] * p, backward=[2] * p, lockstep=True).makespan == makespan
 
 
 @settings(deadline=None)
 @given(p=STAGES, m=MICROBATCHES, f=SECONDS, b=SECONDS)
 def test_equal_stages_lose_only_the_fill(p, m, f, b):
-    timeline = simulate(one_f_one_b(p, m), forward=[f] * p, backward=[b] * p)
+    timeline = simulate(pair_ticks(p, m), forward=[f] * p, backward=[b] * p, lockstep=True)
     assert timeline.makespan == (m + p - 1) * (f + b)
     # Integer seconds, so both sides round once, in a division.
     assert timeline.bubble_fraction == pytest.approx((p - 1) / (m + p - 1), abs=1e-15)
@@ -127,7 +128,7 @@ def test_equal_stages_lose_only_the_fill(p, m, f, b):
 @settings(deadline=None)
 @given(p=STAGES, m=MICROBATCHES, f=SECONDS, b=SECONDS)
 def test_gpipe_closed_forms(p, m, f, b):
-    timeline = simulate(gpipe(p, m), forward=[f] * p, backward=[b] * p)
+    timeline = simulate(gpipe(p, m), forward=[f] * p, backward=[b] * p, lockstep=True)
     assert timeline.makespan == (m + p - 1) * (f + b)
     # Integer seconds, so both sides round once, in a division.
     assert timeline.bubble_fraction == pytest.approx((p - 1) / (m + p - 1), abs=1e-15)
@@ -137,7 +138,9 @@ def test_gpipe_closed_forms(p, m, f, b):
 @given(data=st.data(), p=STAGES, m=MICROBATCHES, communication=st.integers(0, 5))
 def test_unequal_stages_wait_for_the_slowest(data, p, m, communication):
     forward, backward = (data.draw(st.lists(SECONDS, min_size=p, max_size=p)) for _ in range(2))
-    timeline = simulate(one_f_one_b(p, m), forward=forward, backward=backward, communication=communication)
+    timeline = simulate(
+        pair_ticks(p, m), forward=forward, backward=backward, communication=communication, lockstep=True
+    )
     # Stage i is at work forward in the m ticks from i on; backward likewise, last stage first.
     rounds = range(m + p - 1)
     expected = sum(max(forward[i] for i in range(p) if 0 <= t - i < m) for t in rounds)
@@ -175,7 +178,7 @@ def test_validate_counts_the_devices_of_a_tick():
         schedule.validate()
 
 
-@pytest.mark.parametrize("maker", [one_f_one_b, gpipe, forward_only])
+@pytest.mark.parametrize("maker", [pair_ticks, gpipe, forward_only])
 @pytest.mark.parametrize("size", [(0, 3), (3, 0), (-1, 1)])
 def test_sizes_below_one(maker, size):
     with pytest.raises(
@@ -184,11 +187,7 @@ def test_sizes_below_one(maker, size):
         maker(*size)
 
 
-# The textbook's 1F1B, interleaved, zero-bubble.
-
-
-def textbook(p, m):
-    return one_f_one_b(p, m, paired=False)
+# The one_f_one_b's 1F1B, interleaved, zero-bubble.
 
 
 PARTS = {"backward_input": 1, "backward_weight": 1}
@@ -202,15 +201,15 @@ def three_chunks(p, m):
     return interleaved(p, p * m, 3)
 
 
-EVERY = [one_f_one_b, gpipe, textbook, zero_bubble, two_chunks, three_chunks]
+EVERY = [pair_ticks, gpipe, one_f_one_b, zero_bubble, two_chunks, three_chunks]
 
 
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("made", "rows"),
     [
-        (textbook(2, 3), ["F0 | F1 | | B0 | F2 | B1 | | B2", " | F0 | B0 | F1 | B1 | F2 | B2 | "]),
-        (textbook(1, 2), ["F0 | B0 | F1 | B1"]),
+        (one_f_one_b(2, 3), ["F0 | F1 | | B0 | F2 | B1 | | B2", " | F0 | B0 | F1 | B1 | F2 | B2 | "]),
+        (one_f_one_b(1, 2), ["F0 | B0 | F1 | B1"]),
         (zero_bubble(1, 2), ["F0 | I0 | W0 | F1 | I1 | W1"]),
         (
             zero_bubble(2, 3),
@@ -236,7 +235,7 @@ def test_literal_interleaved_table():
     [(4, 8, 33, 27, 28.5), (4, 16, 57, 51, 52.5), (8, 16, 69, 55, 58.5), (8, 32, 117, 103, 106.5)],
 )
 def test_published_makespans_running_free(p, m, classic, split, chunked):
-    for maker in (gpipe, textbook, one_f_one_b):
+    for maker in (gpipe, one_f_one_b, pair_ticks):
         assert maker(p, m).simulate(forward=1, **PARTS).makespan == classic == (m + p - 1) * 3
     assert zero_bubble(p, m).simulate(forward=1, **PARTS).makespan == split == 3 * m + p - 1
     half = dict.fromkeys(PARTS, 0.5)
@@ -246,7 +245,7 @@ def test_published_makespans_running_free(p, m, classic, split, chunked):
 @settings(deadline=None)
 @given(p=STAGES, m=MICROBATCHES)
 def test_stashes_of_the_tables_for_paper(p, m):
-    assert textbook(p, m).simulate(forward=1, **PARTS).peak_in_flight == tuple(min(m, p - i) for i in range(p))
+    assert one_f_one_b(p, m).simulate(forward=1, **PARTS).peak_in_flight == tuple(min(m, p - i) for i in range(p))
     assert all(zero_bubble(p, m).in_flight(i) <= min(m, p) for i in range(p))
     chunked = interleaved(p, p * m)
     assert [chunked.in_flight(i) for i in range(p)] == [min(2 * p * m, p + 2 * (p - 1 - i) + 1) for i in range(p)]
@@ -348,7 +347,7 @@ def test_a_schedule_of_many_devices_is_checked_in_linear_time():
     """4.5 kB: 0.3 s, where looking through the table again for each device took 4 s."""
     begin = time.process_time()
     assert from_csv(SQUARE).num_devices == 400
-    one_f_one_b(200, 1).validate()
+    pair_ticks(200, 1).validate()
     assert time.process_time() - begin < 2.0
 
 

@@ -21,9 +21,8 @@ from tests.support.meshes import mesh_of
 from tests.support.pipeline_models import CASES, case_of, pipeline_of, plain_gradients
 
 
-textbook = functools.partial(one_f_one_b, paired=False)
 stages_of = functools.partial(pipeline_of, runtime="mpmd")
-SCHEDULES = {"gpipe": gpipe, "1f1b": textbook, "paired": one_f_one_b, "zero_bubble": zero_bubble, "chunks": interleaved}
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble, "chunks": interleaved}
 
 
 def results(name: str, runtime: str, stages: int, m: int, replicas: int | None, schedule) -> dict:
@@ -111,7 +110,7 @@ def test_a_stage_holds_as_many_stashes_as_the_schedule_has_in_flight():
     model = jax.tree_util.Partial(lambda ws, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x), weights)
     pipeline = jaxpipe.partition(
         model, mesh_of(4, None), jnp.ones((16, 8)), loss=lambda f, x: f(x).sum(), optimizer=optax.sgd(0.1),
-        num_microbatches=8, profile="analytic", schedule=textbook, runtime="mpmd",
+        num_microbatches=8, profile="analytic", schedule=one_f_one_b, runtime="mpmd",
     )  # fmt: skip
     runtime = pipeline._runtime
     calls = training_list(runtime._layout, runtime._update)
@@ -142,9 +141,9 @@ def _written(calls) -> set[int]:
 
 def test_the_last_stage_goes_on_with_the_backward_pass_where_nothing_is_between():
     fused = [(Kind.FORWARD, Kind.BACKWARD)]
-    assert program_kinds(one_f_one_b(4, 8, paired=False), 3) == fused
+    assert program_kinds(one_f_one_b(4, 8), 3) == fused
     assert program_kinds(one_f_one_b(1, 4), 0) == fused
-    assert program_kinds(one_f_one_b(4, 8, paired=False), 0) == [(Kind.FORWARD,), (Kind.BACKWARD,)]
+    assert program_kinds(one_f_one_b(4, 8), 0) == [(Kind.FORWARD,), (Kind.BACKWARD,)]
     assert program_kinds(gpipe(2, 4), 1) == [(Kind.FORWARD,), (Kind.BACKWARD,)]
     split = program_kinds(zero_bubble(2, 4), 1)
     assert split == [(Kind.FORWARD, Kind.BACKWARD_INPUT), (Kind.BACKWARD_WEIGHT,)]
@@ -401,7 +400,7 @@ def test_layers_may_call_python(replicas):
 
 @pytest.mark.parametrize("m", [1, 2])
 def test_gradients_of_a_single_micro_batch_are_not_added_to_zeros(m):
-    pipeline = stages_of("mlp", 2, m, None, schedule=textbook)
+    pipeline = stages_of("mlp", 2, m, None, schedule=one_f_one_b)
     zeros = [program for program in pipeline._runtime.calls.programs if program.traced.work.label.endswith("zeros")]
     roles = {name.role for program in zeros for name in program.traced.written_names}
     assert roles == ({Role.TOTAL} if m == 1 else {Role.TOTAL, Role.GRADIENT})

@@ -136,7 +136,7 @@ def test_swaps_under_other_schedules_and_with_replicas(replicas, schedule):
     check_gradients(pipeline, replicas, schedule)
 
 
-@pytest.mark.parametrize("make", [gpipe, zero_bubble, interleaved, functools.partial(one_f_one_b, paired=False)])
+@pytest.mark.parametrize("make", [gpipe, zero_bubble, interleaved, one_f_one_b])
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 16)])
 def test_a_stash_is_at_home_when_its_passes_run(make, p, m):
     schedule = make(p, m)
@@ -223,7 +223,7 @@ def test_one_program_has_no_memory_of_the_host():
 
 def test_a_plan_that_is_made_smaller_when_it_is_compiled_takes_steps(monkeypatch):
     """XLA is said to need more for the first plan: other tensors leave, and the list has other registers."""
-    plain = chain(schedule="1f1b-textbook")
+    plain = chain(schedule="1f1b")
     budget = budget_of(plain.plan)
     actual, least = device_bytes.peak_bytes, iter([budget + 4096])
 
@@ -232,9 +232,7 @@ def test_a_plan_that_is_made_smaller_when_it_is_compiled_takes_steps(monkeypatch
         return {d: replace(peak, total=max(size, peak.total)) for d, peak in actual(step, devices).items()}
 
     monkeypatch.setattr(device_bytes, "peak_bytes", peak_bytes)
-    pipeline = chain(
-        schedule="1f1b-textbook", memory=budget, options=jaxpipe.PlanOptions(host_memory="1GiB", compile=False)
-    )
+    pipeline = chain(schedule="1f1b", memory=budget, options=jaxpipe.PlanOptions(host_memory="1GiB", compile=False))
     planned = pipeline._runtime.calls
     pipeline.compile()
     state, metrics = pipeline.step(pipeline.init(jax.random.key(0)), BATCH)

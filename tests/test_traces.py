@@ -20,7 +20,7 @@ def slices(text, process=0, device=0):
 
 
 def test_rows_are_devices_and_gaps_are_waits():
-    timeline = one_f_one_b(2, 2, paired=False).simulate(forward=1e-3, backward_input=1e-3, backward_weight=1e-3)
+    timeline = one_f_one_b(2, 2).simulate(forward=1e-3, backward_input=1e-3, backward_weight=1e-3)
     text = trace_json({"simulated": timeline})
     assert trace_json(timeline) == text.replace("simulated", "step")
     # By hand: F0 F1, one unit for F0 on stage 1, two for its B0; then stage 0 goes back.

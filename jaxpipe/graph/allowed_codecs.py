@@ -1,6 +1,7 @@
 """Codecs by module path."""
 
 import fnmatch
+import functools
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
@@ -45,6 +46,7 @@ class Policy:
         return "by_path_" + hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+@functools.lru_cache(maxsize=4096)
 def fits(path: str, pattern: str) -> bool:
     """Return whether a pattern names a module path, a module that it lies in, or either without its outermost module.
 

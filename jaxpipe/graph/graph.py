@@ -8,6 +8,7 @@ or with control flow (``scan``, ``while``, ``cond``, ``remat``) stays one operat
 """
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -55,12 +56,12 @@ class Tensor:
         """Element type."""
         return self.aval.dtype
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
-    @property
+    @functools.cached_property
     def bytes(self) -> int:
         """The bytes of the tensor as it is."""
         return self.size * itemsize(self.dtype)
@@ -82,7 +83,7 @@ class Operator:
     origin: str = ""
     policy: Policy | None = None
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         """The primitive."""
         return "call_boundary" if self.equation is None else self.equation.primitive.name
@@ -266,6 +267,7 @@ def _bits_to_count(length: int) -> int | None:
     return next((bits for bits in (8, 16) if length <= 2**bits), None)
 
 
+@functools.cache
 def itemsize(dtype: DType) -> int:
     """Bytes of one element; for random keys, the bytes of the raw key data."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):

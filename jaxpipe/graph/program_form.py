@@ -80,9 +80,9 @@ def _form(jaxpr: OpenJaxpr, consts: Sequence[Array], folds: Mapping[int, int] | 
         return tuple((number.setdefault(v, len(number)), v.aval) for v in variables)
 
     def read(atom: Atom) -> Hashable:
-        return ("literal", atom.aval, _value(atom.val)) if _compat.is_literal(atom) else number[atom]
+        return ("literal", atom.aval, bits_of(atom.val)) if _compat.is_literal(atom) else number[atom]
 
-    head = name(jaxpr.constvars), tuple(map(_value, consts)), name(jaxpr.invars)
+    head = name(jaxpr.constvars), tuple(map(bits_of, consts)), name(jaxpr.invars)
     body = []
     for k, eqn in enumerate(jaxpr.eqns):
         reads = eqn.invars[:1] if folds is not None and k in folds else eqn.invars
@@ -104,7 +104,7 @@ def _setting(x: Any) -> Hashable:
     if isinstance(x, Mapping):
         return type(x), tuple((key, _setting(x[key])) for key in sorted(x, key=repr))
     if isinstance(x, (np.ndarray, np.generic, jax.Array, float, complex)):
-        return _value(x)
+        return bits_of(x)
     try:
         hash(x)
     except TypeError:
@@ -112,11 +112,11 @@ def _setting(x: Any) -> Hashable:
     return type(x), x
 
 
-def _value(x: jax.typing.ArrayLike | np.generic) -> Hashable:
-    """An array or a number with all its bits, signs of zero and NaN included."""
+def bits_of(x: jax.typing.ArrayLike | np.generic) -> Hashable:
+    """Return an array or a number with all its bits, signs of zero and NaN included."""
     if _compat.is_closed_over_tracer(x):
         return "itself", id(x)
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return str(jax.random.key_impl(x)), _value(jax.random.key_data(x))
+        return str(jax.random.key_impl(x)), bits_of(jax.random.key_data(x))
     array = np.asarray(x)
     return array.dtype.name, array.shape, array.tobytes()

@@ -11,8 +11,8 @@ from dataclasses import replace
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import PartitionError
 from jaxpipe.plan import BalanceRound
+from jaxpipe.planning.candidate import PlannedStep
 from jaxpipe.planning.cuts.placed_stages import stage_speeds
-from jaxpipe.planning.planned_step import PlannedStep
 from jaxpipe.text.progress import tell
 
 

@@ -1,17 +1,36 @@
-"""``Candidate``: cuts and a schedule as a program with default storage, and how long its step takes."""
+"""``Candidate``: cuts and a schedule, how long a step takes with them, and their plans with some storage.
 
+traced ──list_candidates──▶ Candidate ──default, with_storage(...)──▶ PlannedStep
+"""
+
+# More than 15 of our modules: the parts of a planned step are put together here.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from jax.sharding import Mesh
+
+from jaxpipe.costs.assumed_links import slowest_used
+from jaxpipe.costs.profile import Profile
+from jaxpipe.models import check_batch
+from jaxpipe.models.microbatch_program import trace_loss
+from jaxpipe.models.traced_update import trace_update
+from jaxpipe.models.trained_parameters import without_frozen
+from jaxpipe.planning.arrange_devices import arrange
 from jaxpipe.planning.cuts.device_mapping import best_mapping
 from jaxpipe.planning.cuts.placed_stages import Partition
-from jaxpipe.planning.describe_plan import program_timeline, stage_seconds, step_seconds
+from jaxpipe.planning.describe_plan import describe, program_timeline, stage_seconds, step_seconds
 from jaxpipe.planning.price_storage import longest_microbatch
+from jaxpipe.planning.stage_lists import StageLists
+from jaxpipe.planning.storage.stage_budget import Fitted
 from jaxpipe.planning.trace_request import Traced
+from jaxpipe.runtime.asynchronous_updates import check_asynchronous
+from jaxpipe.runtime.executable_plan import ExecutablePlan, Update
 from jaxpipe.runtime.fold_state import shared_stages
+from jaxpipe.runtime.optimizer_by_stage import partition_update
 from jaxpipe.runtime.program import Program
-from jaxpipe.runtime.spmd.buffer_layout import lay_out
+from jaxpipe.runtime.replica_exchange import stage_exchange, warn_of_adam
+from jaxpipe.runtime.select_runtime import bytes_by_component
 from jaxpipe.runtime.stages import Placement, Stage, count_frozen, cut_stages, place, with_backward
 from jaxpipe.schedules import schedule_makers
 from jaxpipe.schedules.replicas import StageReplicas
@@ -57,10 +76,11 @@ class Cut:
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A program with default storage.
+    """Cuts and a schedule. What a plan has besides is made when it is first needed, for candidates that come so far.
 
-    Its partition is that of the cut, or has other devices to which peers can swap more; ``schedule`` is its table as if
-    all stages were trained, ``maker`` what made that for the seconds of these stages.
+    Its partition is that of the cut, or has other devices to which peers can swap more; ``program`` has default
+    storage, ``schedule`` is its table as if all stages were trained, ``maker`` what made that for the seconds of these
+    stages.
     """
 
     cut: Cut
@@ -78,10 +98,10 @@ class Candidate:
     def seconds(self) -> float:
         """The seconds of a step; storage within a budget may add to them."""
         request, program, partition = self.traced.request, self.program, self.partition
-        seconds = stage_seconds(program, partition, own_sums=request.runtime == "mpmd")
+        seconds = stage_seconds(program, partition)
         return step_seconds(program, partition, program_timeline(request, program, partition, seconds))
 
-    @property
+    @cached_property
     def waiting_bytes(self) -> int:
         """Bytes of stashes on the device that keeps most."""
         held = [0] * self.program.num_devices
@@ -90,30 +110,131 @@ class Candidate:
             held[d] += self.program.in_flight(d, s // self.program.num_devices) * _stash_bytes(self.program, stage)
         return max(held)
 
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The devices in the order in which stages use them."""
+        request, placed = self.traced.request, self.partition
+        links = request.network or slowest_used(placed.network, request.mesh)
+        return arrange(request.mesh, [placed.stages[d].devices for d in range(self.program.num_devices)], links)
+
+    @property
+    def placement(self) -> Placement[int]:
+        """The stage of each variable, or its device where one program has several stages on each."""
+        return self.cut.placement if self.traced.request.runtime == "mpmd" else self.program.placement
+
+    @cached_property
+    def update(self) -> Update:
+        """The optimizer, stage by stage."""
+        traced, program, placement = self.traced, self.program, self.placement
+        request, update = traced.request, traced.update
+        if update.per_stage:
+            whole = trace_update(request.optimizer, traced.model, placement.parameters)
+            update = without_frozen(whole, update.trained)
+        by_stage = partition_update(update, traced.model, placement.parameters)
+        exchange = request.exchange if request.replicas > 1 else None
+        check_asynchronous(program, by_stage, exchange is not None, request.options.zero)
+        sent = None
+        if exchange is not None:
+            warn_of_adam(by_stage.state_shape)
+            num_places = len(program.stages) if request.runtime == "mpmd" else program.num_devices
+            sent = stage_exchange(exchange, traced.model, placement, num_places, request.replicas)
+        return Update(by_stage, sent, request.options.on_nonfinite)
+
+    @cached_property
+    def lists(self) -> StageLists:
+        """The calls of its plans."""
+        return StageLists()
+
+    @cached_property
+    def described(self) -> "PlannedStep":
+        """The plan with default storage, without the bytes of its devices, for which all calls are traced."""
+        return self._described(self.program, (Fitted(),) * len(self.program.stages))
+
+    @cached_property
+    def default(self) -> "PlannedStep":
+        """The plan with default storage."""
+        return self.described.with_bytes()
+
+    def with_storage(self, program: Program, fitted: tuple[Fitted, ...]) -> "PlannedStep":
+        """Return the plan for the program with some storage, and how that was chosen."""
+        return self._described(program, fitted).with_bytes()
+
+    def needs(self, program: Program) -> list[int]:
+        """Return the predicted bytes of each device along the stage axis for the program with some storage."""
+        return self.lists.needs(self.described, program)
+
+    def _described(self, program: Program, fitted: tuple[Fitted, ...]) -> "PlannedStep":
+        traced, update, request = self.traced, self.update, self.traced.request
+        model, memory = traced.model, bytes_by_component(request.runtime, program, update, traced.local)
+        rows = check_batch.batch_size(traced.microbatch)
+        return PlannedStep(
+            candidate=self,
+            plan=describe(traced, program, self.partition, update, memory, rows, fitted),
+            mesh=self.mesh,
+            batch=traced.batch,
+            microbatch=traced.microbatch,
+            model=model,
+            program=program,
+            stage_placement=self.cut.placement,
+            placement=self.placement,
+            update=update,
+            batching=traced.batching,
+            policy=request.policy,
+            schedules=request.schedules if self.maker is None else (self.maker, *request.schedules),
+            retrace=lambda shapes: trace_loss(model, request.loss, shapes).training(traced.update.trained),
+            shardings=traced.shardings,
+        )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PlannedStep(ExecutablePlan):
+    """An executable plan, and the candidate whose plan it is."""
+
+    candidate: Candidate
+
+    @property
+    def has_bytes(self) -> bool:
+        """True if the plan has the bytes of each device."""
+        return bool(self.plan.memory)
+
+    def with_bytes(self) -> "PlannedStep":
+        """Return the plan with the bytes of each device. To trace all calls for them takes longer than all else."""
+        return self if self.has_bytes else self.candidate.lists.with_bytes(self)
+
+    @property
+    def profile(self) -> Profile:
+        """The profile that the plan's seconds are sums of."""
+        return self.candidate.traced.profile
+
+    @property
+    def partition(self) -> Partition:
+        """The cuts and devices, with what they were chosen from."""
+        return self.candidate.partition
+
+    @property
+    def needed_bytes(self) -> int:
+        """The bytes that XLA reserves for the plan, or that are predicted if it is not compiled."""
+        return self.plan.predicted_bytes if self.compiled is None else self.compiled.reserved_bytes
+
 
 def build_candidate(cut: Cut, schedule: Schedule, maker: schedule_makers.ScheduleMaker | None = None) -> Candidate:
     """Return the program of a cut and a schedule in which all stages are trained; ``maker`` as ``Candidate`` has it."""
-    traced, placement = cut.traced, cut.placement.on_devices(schedule.num_devices)
-    model, request, devices = traced.model, traced.request, range(schedule.num_devices)
-    held = [placement.held_by(d)[0] for d in devices]
-    parameters = [[(model.parameters[k].aval, traced.update.trained[k]) for k in numbers] for numbers in held]
+    traced, request = cut.traced, cut.traced.request
     program = Program(
         objective=traced.objective,
         stages=cut.stages,
         schedule=without_backward(schedule, cut.num_frozen),
         stage_replicas=StageReplicas(cut.replicas.per_stage[: schedule.num_devices]),
         num_microbatches=traced.batching.num_microbatches,
-        placement=placement,
-        parameters=lay_out([[aval for aval, _ in pairs] for pairs in parameters]),
-        gradients=lay_out([[aval for aval, trained in pairs if trained] for pairs in parameters]),
-        state=lay_out([[model.state[k].aval for k in placement.held_by(d)[1]] for d in devices]),
+        placement=cut.placement.on_devices(schedule.num_devices),
         replicated=DATA in request.mesh.axis_names,
         gradient_dtype=request.gradient_dtype,
         specs=traced.shardings.specs(traced.objective),
     )
     partition = cut.partition
     if request.budget is not None and request.network is not None and program.stage_replicas.is_single:
-        messages = [4 * n for n in program.message_words]
+        ends = [(stage.leaving, stage.returning) for stage in program.stages]
+        messages = [max(map(program.bytes_of, tensors)) for tensors in zip(*ends, strict=True)]
         stashes = [_stash_bytes(program, stage) for stage in program.stages]
         period = longest_microbatch(program, partition)
         partition = best_mapping(partition, program.schedule, stashes, period, messages)

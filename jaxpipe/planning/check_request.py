@@ -2,7 +2,8 @@
 
 # More than 15 of our modules: each argument is checked by the module that uses it.
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, cast
 
 import jax
@@ -30,6 +31,7 @@ from jaxpipe.planning.storage.fastest_choice import check_solver
 from jaxpipe.planning.storage.host_memory import check_host_memory
 from jaxpipe.runtime.gradient_precision import check_gradient_dtype
 from jaxpipe.runtime.replica_exchange import check_exchange
+from jaxpipe.runtime.select_runtime import RuntimeName, makers_for
 from jaxpipe.schedules import BY_NAME, Schedule
 from jaxpipe.schedules.names import plain_name, schedule_named
 from jaxpipe.schedules.schedule_makers import AUTO, ScheduleMaker
@@ -38,118 +40,121 @@ from jaxpipe.sharding.submesh import Submesh, split_mesh
 from jaxpipe.text.units import device_bytes, whole_number
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Request:
-    """The checked arguments of ``partition``; of several ``schedules``, the fastest is wanted.
+    """The arguments of ``partition``, and what follows from them; of several ``schedules``, the fastest is wanted.
 
-    ``budget`` is ``memory`` in bytes.
-
-    ``mesh`` has the axes ``stage`` and perhaps ``data``, and the first device of each group of ``submesh``.
-    ``num_stages`` is what the mesh has along its stage axis. ``devices_per_stage`` is how many of these devices each
-    stage has, or whether that may be chosen. ``host`` is what becomes of ``PlanOptions.host_memory``.
-    ``several_sizes``: batches of several sizes are listed. Of a ``replica_axis``, all replicas are within each stage.
+    ``check_request`` gives ``mesh`` the axes ``stage`` and perhaps ``data``, and the first device of each group of
+    ``submesh``. ``devices_per_stage`` is how many of the devices along the stage axis each stage has, or whether that
+    may be chosen. ``several_sizes``: batches of several sizes are listed. Of a ``replica_axis``, all replicas are
+    within each stage.
     """
 
     model: Any
     mesh: Mesh
     loss: UserFunction
     optimizer: optax.GradientTransformation
-    budget: int | None
-    memory: int | str | None
-    num_microbatches: int | None
-    schedules: tuple[ScheduleMaker, ...]
-    profile: Source | EstimateFor | Profile
-    network: Network | None
-    policy: Policy
-    exchange: BlockSparse | None
-    unroll_scans: Unrolling | Literal["auto"]
-    num_stages: int
-    replicas: int
-    devices_per_stage: bool | tuple[int, ...]
-    host: HostPlan | None = None
-    gradient_dtype: np.dtype | None = None
-    runtime: Literal["mpmd", "spmd"] = "mpmd"
+    memory: int | str | None = None
+    num_microbatches: int | None = None
+    schedule: ScheduleMaker | str = "auto"
+    profile: Profile | Source | EstimateFor = "measured"
+    network: Network | None = None
+    storage: Codecs | Literal["auto"] = "auto"
+    gradient_exchange: BlockSparse | Literal["dense"] = "dense"
+    runtime: RuntimeName = "mpmd"
+    options: PlanOptions = field(default_factory=PlanOptions)
     several_sizes: bool = False
     submesh: Submesh = field(default_factory=Submesh)
     replica_axis: ReplicaAxis | None = None
-    options: PlanOptions = field(default_factory=PlanOptions)
+    devices_per_stage: bool | tuple[int, ...] = False
+
+    @property
+    def num_stages(self) -> int:
+        """The devices along the stage axis."""
+        return self.mesh.shape[STAGE]
+
+    @property
+    def replicas(self) -> int:
+        """The replicas of the pipeline."""
+        return self.mesh.shape.get(DATA, 1)
 
     @property
     def parts(self) -> int:
         """Into how many parts the replicas cut a batch, those that compute each micro-batch together included."""
         return self.replicas * (1 if self.replica_axis is None else self.replica_axis.size)
 
+    @cached_property
+    def budget(self) -> int | None:
+        """The bytes of ``memory``."""
+        return None if self.memory is None else device_bytes(self.memory)
 
-def check_request(
-    model: Any,
-    mesh: Mesh,
-    *,
-    loss: UserFunction,
-    optimizer: optax.GradientTransformation,
-    memory: int | str | None,
-    num_microbatches: int | None,
-    schedule: ScheduleMaker | str,
-    profile: Profile | Source | EstimateFor | None,
-    network: Network | None,
-    storage: Codecs | Literal["auto"] = "auto",
-    gradient_exchange: BlockSparse | Literal["dense"] = "dense",
-    runtime: Literal["auto", "mpmd", "spmd"] = "auto",
-    several_sizes: bool = False,
-    options: PlanOptions | None,
-) -> Request:
-    """Return the arguments of ``partition`` as a request, or raise the error that one of them is worth."""
-    options = _check_options(options)
-    mesh = with_own_names(mesh, options.stage_axis, options.data_axis)
+    @cached_property
+    def schedules(self) -> tuple[ScheduleMaker, ...]:
+        """The makers of tables that are compared."""
+        return makers_for(self.runtime, schedule_makers(self.schedule))
+
+    @cached_property
+    def policy(self) -> Policy:
+        """The codecs where a module is not decorated."""
+        return FAST if isinstance(self.storage, str) and self.storage == "auto" else parse(self.storage, "storage")
+
+    @cached_property
+    def exchange(self) -> BlockSparse | None:
+        """The exchange of gradient blocks; None if gradients are exchanged whole."""
+        return check_exchange(self.gradient_exchange, DATA)
+
+    @cached_property
+    def unroll_scans(self) -> Unrolling | Literal["auto"]:
+        """The scans whose layers are cut apart."""
+        return check_unroll(self.options.unroll_scans, self.exchange is not None)
+
+    @cached_property
+    def host(self) -> HostPlan | None:
+        """The use of the host's memory."""
+        return check_host_memory(self.options.host_memory, self.budget, self.mesh, self.devices_per_stage)
+
+    @cached_property
+    def gradient_dtype(self) -> np.dtype | None:
+        """The type in which gradients are added up."""
+        return check_gradient_dtype(self.options.gradient_dtype)
+
+
+def check_request(given: Request) -> Request:
+    """Return a request with the mesh as planning has it, or raise the error that one of its arguments is worth."""
+    options, profile = _check_options(given.options), given.profile
+    mesh = with_own_names(given.mesh, options.stage_axis, options.data_axis)
     num_stages, replicas = check_mesh(mesh)
-    check_model(model)
-    check_optimizer(optimizer)
-    check_function(loss, "loss")
+    check_model(given.model)
+    check_optimizer(given.optimizer)
+    check_function(given.loss, "loss")
+    num_microbatches = given.num_microbatches
     if num_microbatches is not None:
         num_microbatches = whole_number(num_microbatches, "num_microbatches", BatchError)
-    profile = "measured" if profile is None else profile
     if isinstance(profile, EstimateFor):
         rates_of_kind(profile.device)
     elif not isinstance(profile, Profile) and profile not in ("measured", "analytic"):
         raise PartitionError(f"profile={profile!r}; it must be 'measured', 'analytic' or a jaxpipe.Profile.")
-    if runtime not in ("auto", "mpmd", "spmd"):
+    if given.runtime not in ("mpmd", "spmd"):
         raise PartitionError(
-            f"runtime={runtime!r}; it must be 'mpmd' (a program for each stage), 'spmd' (one program for all devices) "
-            "or 'auto'."
+            f"runtime={given.runtime!r}; it must be 'mpmd' (a program for each stage), 'spmd' (one program for all "
+            "devices) or 'auto'."
         )
-    check_network(network, mesh)
-    exchange = check_exchange(gradient_exchange, DATA)
-    replica_axis = _check_axis_name(options.axis_name, replicas, exchange is not None)
-    if replica_axis is not None:
-        mesh, replicas = with_joined_replicas(mesh), 1
-    mesh, submesh = split_mesh(mesh)
-    devices_per_stage = check_devices_per_stage(options.devices_per_stage, num_stages, mesh, exchange is not None)
-    budget = None if memory is None else device_bytes(memory)
-    check_exchanged(exchange is not None, submesh, options)
-    return Request(
-        model=model,
+    check_network(given.network, mesh)
+    exchanged = given.exchange is not None
+    replica_axis = _check_axis_name(options.axis_name, replicas, exchanged)
+    mesh, submesh = split_mesh(mesh if replica_axis is None else with_joined_replicas(mesh))
+    request = replace(
+        given,
         mesh=mesh,
-        loss=loss,
-        optimizer=optimizer,
-        budget=budget,
-        memory=memory,
-        num_microbatches=num_microbatches,
-        schedules=schedule_makers(schedule),
-        profile=profile,
-        network=network,
-        policy=FAST if isinstance(storage, str) and storage == "auto" else parse(storage, "storage"),
-        exchange=exchange,
-        unroll_scans=check_unroll(options.unroll_scans, gradient_exchange != "dense"),
-        num_stages=num_stages,
-        replicas=replicas,
-        devices_per_stage=devices_per_stage,
-        host=check_host_memory(options.host_memory, budget, mesh, devices_per_stage),
-        gradient_dtype=check_gradient_dtype(options.gradient_dtype),
-        runtime="spmd" if runtime == "spmd" else "mpmd",
-        several_sizes=several_sizes,
         submesh=submesh,
+        num_microbatches=num_microbatches,
         replica_axis=replica_axis,
-        options=options,
+        devices_per_stage=check_devices_per_stage(options.devices_per_stage, num_stages, mesh, exchanged),
     )
+    _ = request.budget
+    check_exchanged(exchanged, submesh, options)
+    _ = request.schedules, request.policy, request.unroll_scans, request.host, request.gradient_dtype  # they may raise
+    return request
 
 
 def _check_axis_name(name: str | None, replicas: int, exchanged: bool) -> ReplicaAxis | None:
@@ -168,8 +173,7 @@ def _check_axis_name(name: str | None, replicas: int, exchanged: bool) -> Replic
     return ReplicaAxis(name, replicas)
 
 
-def _check_options(options: PlanOptions | None) -> PlanOptions:
-    options = PlanOptions() if options is None else options
+def _check_options(options: PlanOptions) -> PlanOptions:
     if not isinstance(options, PlanOptions):
         raise PartitionError(f"options={options!r}; pass jaxpipe.PlanOptions(...), or leave it out.")
     check_flag(options.allow_over_budget, "allow_over_budget")

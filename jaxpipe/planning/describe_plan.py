@@ -1,12 +1,12 @@
 """Description of a program for its plan: seconds, bytes, and devices."""
 
 # More than 15 of our modules: a plan tells something of every part of a pipeline.
+import functools
 import hashlib
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,45 +23,32 @@ from jaxpipe.planning.check_request import Request
 from jaxpipe.planning.cuts.cost_models import DeviceGroup, Synchronous
 from jaxpipe.planning.cuts.placed_stages import Partition, stage_speeds
 from jaxpipe.planning.dispatch_timeline import Dispatching, SearchArguments, dispatched_timeline, search_arguments
+from jaxpipe.planning.plan_timeline import StageSeconds, seconds_on_devices
 from jaxpipe.planning.storage.choose_swaps import Links
 from jaxpipe.planning.storage.stage_budget import Fitted
-from jaxpipe.residuals.stored_formats import Format, SavedFormat, stored_bytes
+from jaxpipe.planning.trace_request import Traced, rates_in
+from jaxpipe.residuals.stored_formats import Format, stored_bytes
+from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.gradient_precision import sum_dtype
-from jaxpipe.runtime.program import PAGE, Program
-from jaxpipe.runtime.spmd.stage_branches import touched
+from jaxpipe.runtime.program import Program
+from jaxpipe.runtime.select_runtime import timeline_in_step
 from jaxpipe.runtime.stages import Stage
 from jaxpipe.runtime.uint32_words import word_count
-from jaxpipe.schedules import Kind, Schedule, Timeline, makespan_bound, simulate
+from jaxpipe.schedules import Schedule, Timeline, makespan_bound, simulate
 from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.swap_points import HOST, swap_points
-
-
-@dataclass(frozen=True)
-class StageSeconds:
-    """The work of a stage on one micro-batch, on a device of the profiled kind; ``weight`` only if it waits."""
-
-    forward: float
-    backward: float
-    weight: float
-
-
-def rates_in(profile: Profile) -> Rates:
-    """The rates of the device that a profile describes."""
-    assert profile.rates is not None
-    return profile.rates
+from jaxpipe.schedules.table import StageNumber
 
 
 def stage_seconds(
     program: Program,
     partition: Partition,
     added: Sequence[float] | None = None,
-    own_sums: bool = False,
     splits: bool | None = None,
 ) -> list[StageSeconds]:
     """Seconds of every stage, with what storage has ``added``.
 
-    ``splits``: the backward work comes in two parts. With ``own_sums``, backward work adds a stage's gradients to their
-    sums, at the rate of memory; where one program does so for all stages, its timeline counts that by tick.
+    ``splits``: the backward work comes in two parts. It adds a stage's gradients to their sums, at the rate of memory.
     """
     splits = program.schedule.splits_backward if splits is None else splits
     profile, rates = partition.profile, rates_in(partition.profile)
@@ -69,7 +56,7 @@ def stage_seconds(
     for s, (stage, placed) in enumerate(zip(program.stages, partition.stages, strict=True)):
         operators = slice(placed.operators.start, placed.operators.stop)
         backward = sum(profile.backward_seconds[operators]) + (0.0 if added is None else added[s])
-        if own_sums and program.num_microbatches > 1:
+        if program.num_microbatches > 1:
             backward += _summing_bytes(program, stage) / rates.bytes
         share = _weight_share(stage, rates) if splits else 0.0
         seconds.append(StageSeconds(sum(profile.forward_seconds[operators]), backward, share * backward))
@@ -81,25 +68,23 @@ def _summing_bytes(program: Program, stage: Stage) -> int:
     assert stage.vjp is not None
     wrt = set(stage.vjp.backward_graph.wrt) - program.objective.frozen
     trained = [t for t in (*stage.parameters, *stage.borrowed) if t in wrt]
-    sums = [sum_dtype(a.dtype, program.gradient_dtype).itemsize * a.size for a in program.avals(trained)]
-    return sum(4 * word_count(a) for a in program.avals(trained)) + 2 * sum(sums)
+    return sum(4 * word_count(a) for a in program.avals(trained)) + 2 * program.sum_bytes(trained)
 
 
 def program_timeline(
     request: Request, program: Program, partition: Partition, seconds: Sequence[StageSeconds]
 ) -> Timeline:
     """Return the timeline of a step in the requested runtime."""
-    if request.runtime == "mpmd":
-        processes = processes_of(request.mesh, partition, program.num_devices)
-        dispatching = Dispatching(message_seconds(program, partition), processes, program.stage_replicas)
-        return dispatched_timeline(program.schedule, *_seconds_on_devices(partition, seconds), dispatching)
-    return step_timeline(program, partition, seconds)
+    work, rate = seconds_on_devices(seconds, stage_speeds(partition)), rates_in(partition.profile).bytes
+    if request.runtime == "spmd":
+        return timeline_in_step(program, work, functools.partial(_slowest_message, partition), rate)
+    processes = processes_of(request.mesh, partition, program.num_devices)
+    dispatching = Dispatching(message_seconds(program, partition), processes, program.stage_replicas)
+    return dispatched_timeline(program.schedule, *work, dispatching)
 
 
-def least_seconds(
-    schedule: Schedule, partition: Partition, stage_replicas: StageReplicas, lockstep: bool = True
-) -> float:
-    """Return what a step takes at least with some cuts: its work alone."""
+def least_seconds(schedule: Schedule, partition: Partition, stage_replicas: StageReplicas) -> float:
+    """Return the seconds that a step takes at least with some cuts: of its work alone, on devices that run free."""
     rates = [speed / stage_replicas.per_device(s) for s, speed in enumerate(stage_speeds(partition))]
     stages = list(zip(partition.stages, rates, strict=True))
     forward, backward = (
@@ -107,7 +92,7 @@ def least_seconds(
         for seconds in (partition.profile.forward_seconds, partition.profile.backward_seconds)
     )
     if not schedule.splits_backward:
-        return simulate(schedule, forward=forward, backward=backward, lockstep=lockstep).makespan
+        return simulate(schedule, forward=forward, backward=backward).makespan
     # However it is split, no device does more in a step than this.
     return schedule.num_microbatches * max(f + b for f, b in zip(forward, backward, strict=True))
 
@@ -117,40 +102,20 @@ def step_seconds(program: Program, partition: Partition, timeline: Timeline) -> 
     if program.stage_replicas.is_single:
         return timeline.makespan
     model = Synchronous(partition.network, program.num_microbatches)
-    weights = np.array([program.sums.bytes], np.float64)
+    sizes = [np.array([program.sum_bytes(program.trained(d))], np.float64) for d in program.device_numbers]
     return timeline.makespan + max(
-        float(model.all_reduce_seconds(weights, DeviceGroup(s.devices))[0]) for s in partition.stages
+        float(model.all_reduce_seconds(size, DeviceGroup(s.devices))[0])
+        for size, s in zip(sizes, partition.stages, strict=True)
     )
-
-
-def step_timeline(program: Program, partition: Partition, seconds: Sequence[StageSeconds]) -> Timeline:
-    """A step as the executor walks through it, what every tick costs besides its work included."""
-    forward, inputs, weights = _seconds_on_devices(partition, seconds)
-    each = _exchange_seconds(partition, [4 * n for n in program.message_words])
-    each += handled_bytes(program) / rates_in(partition.profile).bytes
-    schedule = program.schedule
-    return simulate(schedule, forward=forward, backward_input=inputs, backward_weight=weights, communication=each)
 
 
 def stage_search_arguments(
     program: Program, partition: Partition, added: Sequence[float] | None = None
 ) -> SearchArguments:
     """Return the arguments of a search for a schedule of stage programs, with what storage has ``added``."""
-    seconds = stage_seconds(program, partition, added, own_sums=True, splits=True)
+    seconds = stage_seconds(program, partition, added, splits=True)
     dispatching = Dispatching(message_seconds(program, partition), (), program.stage_replicas)
-    return search_arguments(program.schedule, *_seconds_on_devices(partition, seconds), dispatching)
-
-
-def _seconds_on_devices(
-    partition: Partition, seconds: Sequence[StageSeconds]
-) -> tuple[list[float], list[float], list[float]]:
-    """Return the seconds of each stage on its own devices: forward, backward for inputs, and for weights."""
-    pairs = list(zip(seconds, stage_speeds(partition), strict=True))
-    return (
-        [stage.forward / s for stage, s in pairs],
-        [(stage.backward - stage.weight) / s for stage, s in pairs],
-        [stage.weight / s for stage, s in pairs],
-    )
+    return search_arguments(program.schedule, *seconds_on_devices(seconds, stage_speeds(partition)), dispatching)
 
 
 def message_seconds(program: Program, partition: Partition) -> list[tuple[float, float]]:
@@ -179,74 +144,32 @@ def processes_of(mesh: Mesh, partition: Partition, num_devices: int) -> list[tup
     return [tuple(devices[d].process_index for d in stage.devices) for stage in partition.stages[:num_devices]]
 
 
-def handled_bytes(program: Program) -> int:
-    """Bytes that every device reads and writes for each micro-batch of a tick, whether it has work or not.
-
-    A stash and what waits with it go into the arena where something was, and are copied out of it; gradients are
-    added up.
-    """
-    if program.alone:
-        return 0
-    schedule, page = program.schedule, 4 * PAGE
-    steps, sums = ([a.size * a.dtype.itemsize for a in avals] for avals in (program.gradient_avals, program.sum_avals))
-    total = (3 + 2) * page * max(program.stash_pages)
-    kinds = [schedule.backward_kind]
-    if schedule.splits_backward:
-        total += 2 * page * max(program.stash_pages) + (3 + 2) * page * max(program.saved_pages)
-        kinds.append(Kind.BACKWARD_WEIGHT)
-    return total + sum(steps[k] + 2 * sums[k] for kind in kinds for k in touched(program, kind))
-
-
 def describe(
-    request: Request,
+    traced: Traced,
     program: Program,
     partition: Partition,
+    update: Update,
     memory: dict[str, int],
     microbatch_size: int,
     fitted: Sequence[Fitted],
-    budget: int | None,
 ) -> Plan:
-    """The plan of a program."""
-    graph, runtime, shape = program.objective.graph, request.runtime, request.submesh.shape
-    seconds = stage_seconds(program, partition, [fit.added_seconds for fit in fitted], own_sums=runtime == "mpmd")
+    """Return the plan of a program; its budget and its search are those of whoever chose it."""
+    request, runtime, shape = traced.request, traced.request.runtime, traced.request.submesh.shape
+    added = [fit.added_seconds for fit in fitted]
+    seconds = stage_seconds(program, partition, added)
     messages = message_seconds(program, partition) if runtime == "mpmd" else [(0.0, 0.0)] * len(seconds)
-    stages = []
-    for s, stage in zip(program.stage_numbers, program.stages, strict=True):
-        placed = partition.stages[s]
-        operators = slice(placed.operators.start, placed.operators.stop)
-        stages.append(
-            StagePlan(
-                operators=(placed.operators.start, placed.operators.stop),
-                devices=placed.devices,
-                device_ids=_device_ids(request, placed.devices),
-                modules=_modules(op.path for op in graph.operators[operators]),
-                forward_seconds=seconds[s].forward,
-                backward_seconds=seconds[s].backward,
-                weight_seconds=seconds[s].weight,
-                added_seconds=fitted[s].added_seconds,
-                storage=fitted[s].status,
-                storage_gap=fitted[s].gap,
-                solve_seconds=fitted[s].solve_seconds,
-                stored=_stored_bytes(stage, lambda t, fmt: fmt.format.value),
-                stored_modules=_stored_bytes(stage, _makers(stage)),
-                recomputed=_recomputed(stage),
-                slices=stage.slices,
-                parameter_bytes=program.bytes_of(stage.parameters),
-                stash_bytes=program.stash_bytes(stage),
-                in_flight=program.in_flight(program.device(s), s // program.num_devices),
-                **_away(program, partition, s),
-                sent_bytes=program.bytes_of(stage.leaving),
-                message_seconds=messages[s],
-            )
-        )
     timeline = program_timeline(request, program, partition, seconds)
     bound = 0.0  # that no order of the stages' work with as many stashes stays below
     if runtime == "mpmd":
-        arguments = stage_search_arguments(program, partition, [fit.added_seconds for fit in fitted])
+        arguments = stage_search_arguments(program, partition, added)
         bound = makespan_bound(program.schedule.num_devices, program.schedule.num_microbatches, **arguments)
-    described = re.sub(r"0x[0-9a-f]+", "", f"{graph}{program.parameters.buffers}{program.state.buffers}")
+    described = f"{program.objective.graph}{program.placement}"
+    annotations = program.objective.annotations.notes((*request.mesh.axis_names, *shape), shape)
     return Plan(
-        stages=tuple(stages),
+        stages=tuple(
+            _describe_stage(request, program, partition, s, fitted[s], seconds[s], messages[s])
+            for s in program.stage_numbers
+        ),
         replicas=request.replicas,
         num_microbatches=program.num_microbatches,
         microbatch_size=microbatch_size,
@@ -258,22 +181,59 @@ def describe(
         bubble_fraction=_idle_share(timeline, program.stage_replicas.per_stage),
         lower_bound_seconds=partition.lower_bound_seconds,
         schedule_bound_seconds=bound,
-        budget=budget,
+        budget=None,
         memory=memory,
         host=request.host,
         staleness=program.schedule.staleness if program.schedule.versions is not None else (),
-        notes=(*program.objective.annotations.notes((*request.mesh.axis_names, *shape), shape), *_sum_notes(program)),
-        fingerprint=hashlib.sha256(described.encode()).hexdigest()[:16],
+        notes=(*annotations, *_sum_notes(program), *traced.notes),
+        fingerprint=hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", described).encode()).hexdigest()[:16],
         runtime=runtime,
         axes=dict(shape),
+        per_stage=update.by_stage.per_stage,
+        frozen=_describe_frozen(program, traced.model),
+        exchange_bytes=None if update.exchange is None else update.exchange.sent_bytes,
+    )
+
+
+def _describe_stage(
+    request: Request,
+    program: Program,
+    partition: Partition,
+    s: StageNumber,
+    fit: Fitted,
+    seconds: StageSeconds,
+    messages: tuple[float, float],
+) -> StagePlan:
+    stage, placed = program.stages[s], partition.stages[s]
+    operators = placed.operators.start, placed.operators.stop
+    return StagePlan(
+        operators=operators,
+        devices=placed.devices,
+        device_ids=_device_ids(request, placed.devices),
+        modules=_modules(op.path for op in program.objective.graph.operators[slice(*operators)]),
+        **vars(seconds),
+        added_seconds=fit.added_seconds,
+        storage=fit.status,
+        storage_gap=fit.gap,
+        solve_seconds=fit.solve_seconds,
+        **_stored_bytes(stage),
+        recomputed=_recomputed(stage),
+        slices=stage.slices,
+        parameter_bytes=program.bytes_of(stage.parameters),
+        stash_bytes=program.stash_bytes(stage),
+        in_flight=program.in_flight(program.device(s), s // program.num_devices),
+        **_away(program, partition, s),
+        sent_bytes=program.bytes_of(stage.leaving),
+        message_seconds=messages,
     )
 
 
 def _sum_notes(program: Program) -> list[str]:
     """Return a sentence for each type of parameters whose gradients are added up in a wider one."""
-    pairs = zip(program.gradients.buffers, program.sums.buffers, strict=True)
-    types = dict.fromkeys((narrow.name, wide.name) for (_, narrow), (_, wide) in pairs if narrow != wide)
-    return [f"gradients of {narrow} parameters are added up in {wide}" for narrow, wide in types]
+    trained = (t for d in program.device_numbers for t in program.trained(d))
+    types = dict.fromkeys(program.objective.graph.tensors[t].dtype for t in trained)
+    pairs = ((narrow, sum_dtype(narrow, program.gradient_dtype)) for narrow in types)
+    return [f"gradients of {a.name} parameters are added up in {b.name}" for a, b in pairs if a != b]
 
 
 def _whose_rates(request: Request, profile: Profile) -> str:
@@ -287,9 +247,13 @@ def _whose_rates(request: Request, profile: Profile) -> str:
     return profile.device_kind or "the profile's device"
 
 
-def describe_frozen(program: Program, model: BoundModel) -> FrozenPlan | None:
+def _describe_frozen(program: Program, model: BoundModel) -> FrozenPlan | None:
     """Describe the parameters that are not trained; None if all are."""
-    objective, count = program.objective, program.schedule.frozen
+    objective, count, devices = program.objective, program.schedule.frozen, program.device_numbers
+
+    def largest(tensors: Iterable[Sequence[TensorNumber]]) -> int:
+        return max(map(program.sum_bytes, tensors))
+
     pairs = list(zip(model.parameters, objective.parameters, strict=True))
     frozen = [v for v, t in pairs if t in objective.frozen]
     if not frozen:
@@ -298,7 +262,7 @@ def describe_frozen(program: Program, model: BoundModel) -> FrozenPlan | None:
         parameters=tuple(v.name for v in frozen),
         trained=len(pairs) - len(frozen),
         bytes=sum(4 * word_count(v.aval) for v in frozen),
-        gradient_bytes=program.summed(program.parameters).bytes - program.sums.bytes,
+        gradient_bytes=largest([program.held(d)[0] for d in devices]) - largest(map(program.trained, devices)),
         stages=tuple(range(count)),
     )
 
@@ -327,20 +291,17 @@ def _device_ids(request: Request, devices: Sequence[int]) -> tuple[int, ...]:
     return tuple(device.id for first in firsts for device in request.submesh.group(first))
 
 
-def _stored_bytes(stage: Stage, label: Callable[[TensorNumber, SavedFormat], str]) -> dict[str, int]:
-    """Return bytes of one micro-batch's stash by label."""
+def _stored_bytes(stage: Stage) -> dict[str, dict[str, int]]:
+    """Return bytes of one micro-batch's stash by kind of storage, and by the module that makes what is stored."""
     assert stage.vjp is not None
     graph, formats = stage.vjp.graph, stage.vjp.plan.formats
-    bytes_of: Counter[str] = Counter()
-    for t in stage.stashed:
-        bytes_of[label(t, formats[t])] += stored_bytes(graph.tensors[t], formats[t])
-    return dict(bytes_of)
-
-
-def _makers(stage: Stage) -> Callable[[TensorNumber, SavedFormat], str]:
-    """Return a function that gives the module by which a stored tensor is made."""
     makers = {t: op.path or "the loss" for op in stage.graph.operators for t in op.outputs}
-    return lambda t, fmt: makers.get(t, "what the stage receives")
+    by_kind, by_module = Counter[str](), Counter[str]()
+    for t in stage.stashed:
+        size = stored_bytes(graph.tensors[t], formats[t])
+        by_kind[formats[t].format.value] += size
+        by_module[makers.get(t, "what the stage receives")] += size
+    return {"stored": dict(by_kind), "stored_modules": dict(by_module)}
 
 
 def _recomputed(stage: Stage) -> tuple[str, ...]:
@@ -355,7 +316,7 @@ def _recomputed(stage: Stage) -> tuple[str, ...]:
     )
 
 
-def _away(program: Program, partition: Partition, s: int) -> dict[str, Any]:
+def _away(program: Program, partition: Partition, s: StageNumber) -> dict[str, Any]:
     """Return what the plan says of a stage's stashes that are away."""
     stage = program.stages[s]
     if stage.swap is None:
@@ -388,11 +349,11 @@ def stage_links(partition: Partition, host_bytes: int = 0) -> Links:
     )
 
 
-def _exchange_seconds(partition: Partition, messages: Sequence[float]) -> float:
-    """Return what sending a message forward and one back takes over the slowest link between neighbors."""
+def _slowest_message(partition: Partition, size: int) -> float:
+    """Return the seconds of a message over the slowest link between neighbors."""
     stages = itertools.pairwise(partition.stages)
-    links = [link for first, second in stages for link in itertools.product(first.devices, second.devices)]
-    return sum(max((partition.network.seconds(*link, size) for link in links), default=0.0) for size in messages)
+    links = (link for first, second in stages for link in itertools.product(first.devices, second.devices))
+    return max((partition.network.seconds(*link, size) for link in links), default=0.0)
 
 
 def _modules(paths: Iterable[str]) -> tuple[str, ...]:

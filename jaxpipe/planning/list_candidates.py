@@ -5,19 +5,53 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
 from jaxpipe.costs.profile import Profile
-from jaxpipe.errors import PartitionError, ScheduleError
+from jaxpipe.costs.sharded_profile import groups_of
+from jaxpipe.errors import JaxpipeError, PartitionError, ScheduleError
+from jaxpipe.plan import idle_stages
 from jaxpipe.planning.candidate import Candidate, Cut, build_candidate
 from jaxpipe.planning.describe_plan import least_seconds, stage_search_arguments
 from jaxpipe.planning.place_stages import place_stages
 from jaxpipe.planning.trace_request import Traced
 from jaxpipe.schedules import Schedule, list_schedule, schedule_makers
 from jaxpipe.schedules.table import without_backward
-from jaxpipe.text.progress import tell
+from jaxpipe.sharding.mesh_axes import STAGE
+from jaxpipe.sharding.submesh import Submesh
+from jaxpipe.text.progress import phase, tell
+from jaxpipe.text.short_names import number_ranges
 
 
+#: How much longer a step may be if stashes take less, or devices are left out: profiles are no better than this.
+ALIKE = 0.02
+
+
+def price(candidate: Candidate, seconds: float | None = None) -> float:
+    """Return the seconds of a step, by which candidates are compared; less than they are where devices are left out."""
+    request, asked = candidate.traced.request, candidate.traced.asked[0]
+    seconds = candidate.seconds if seconds is None else seconds
+    return seconds / (1 + ALIKE) if request.mesh.devices.size < asked.mesh.devices.size else seconds
+
+
+def leanest(candidates: Sequence[Candidate]) -> Candidate:
+    """Return the fastest candidate, or of stage programs one that is about as fast and keeps fewer bytes of stashes."""
+    fastest = min(candidates, key=price)
+    if fastest.traced.request.runtime == "spmd":
+        return fastest
+    limit = (1 + ALIKE) * fastest.seconds
+    alike = [x for x in candidates if x.traced is fastest.traced and x.seconds <= limit]
+    return min(alike, key=lambda candidate: candidate.waiting_bytes)
+
+
+@phase("candidates")
 def list_candidates(traced: Traced) -> list[Candidate]:
-    """Return a program for each schedule that may be the fastest; stages on one device each or, if asked, several."""
+    """Return a program for each schedule that may be the fastest, fastest first.
+
+    Stages are on one device each or, if asked, several.
+    """
     request = traced.request
     ways = (request.devices_per_stage,) if request.devices_per_stage is not True else (False, True)
     candidates: list[Candidate] = []
@@ -31,7 +65,40 @@ def list_candidates(traced: Traced) -> list[Candidate]:
             errors.append(error)
     if not candidates:
         raise errors[0]
-    return candidates
+    return sorted(candidates, key=lambda candidate: candidate.seconds)
+
+
+def on_fewer_devices(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return candidates for the devices that have work in the best of some others; none if all have, or must stay.
+
+    A stage of operators in no module and without parameters, of the loss as a rule, may have some work: a plan without
+    its device has to show that it is worth nothing.
+
+    Every process has to take part in a pipeline, so several processes keep their devices.
+    """
+    best = leanest(candidates)
+    traced, plan, count = best.traced, best.described.plan, best.program.num_devices
+    named = any(stage.modules for stage in plan.stages)
+    loose = {s for s, stage in enumerate(plan.stages) if named and not stage.parameter_bytes and not stage.modules}
+    busy = sorted({s % count for s in range(len(plan.stages)) if s not in loose.union(idle_stages(plan.stages))})
+    if len(busy) in (0, count) or not plan.stage_replicas.is_single or jax.process_count() > 1:
+        return []
+    request, given = traced.request, best.mesh
+    mesh = Mesh(
+        np.take(given.devices, busy, given.axis_names.index(STAGE)), given.axis_names, axis_types=given.axis_types
+    )
+    links = groups_of(traced.links, request.mesh, mesh, Submesh())[0]
+    network = None if request.network is None else groups_of(request.network, request.mesh, mesh, Submesh())[0]
+    used, every = ({d.id for x in m.devices.flat for d in request.submesh.group(x)} for m in (mesh, given))
+    note = (
+        f"devices {number_ranges(every - used)} of {len(every)} are left out: there is no work for them, and a step "
+        "takes no longer without them"
+    )
+    notes = tuple(dict.fromkeys((note, *plan.notes)))
+    request = replace(request, mesh=mesh, network=network)
+    with contextlib.suppress(JaxpipeError):  # a schedule for more stages
+        return list_candidates(replace(traced, request=request, links=links, notes=notes))
+    return []
 
 
 def cut_again(candidate: Candidate, charged: Profile) -> Candidate:
@@ -46,38 +113,27 @@ def cut_again(candidate: Candidate, charged: Profile) -> Candidate:
 
 def _candidates(traced: Traced, replicate: bool | tuple[int, ...]) -> list[Candidate]:
     """Return candidates with stages on one device each or on several."""
-    request = traced.request
+    request, m = traced.request, traced.batching.num_microbatches
 
     @functools.cache
     def cut(num_chunks: int) -> Cut:
         return Cut(traced, place_stages(traced, traced.profile, replicate, num_chunks))
 
-    if replicate and cut(1).replicas.is_single:
+    if not replicate:
+        schedules = schedule_makers.make_schedules(request.schedules, request.num_stages, m)
+    elif cut(1).replicas.is_single:
         return []
-    if request.schedules is schedule_makers.AUTO and request.runtime != "spmd":
-        free = _schedules(traced, schedule_makers.AUTO_FREE, cut, replicate)
-        candidates = _of_schedules(free, cut)
-        if request.num_stages == 1 or replicate:
-            return candidates
-        sources = list(candidates)
-        # Interleaved 1F1B may lose to zero-bubble where an order with a split backward pass, on its cuts, does not.
-        if all(candidate.schedule.num_chunks == 1 for candidate in candidates):
-            with contextlib.suppress(PartitionError):  # too few operators for so many stages
-                sources += _of_schedules([schedule for schedule in free if schedule.num_chunks > 1], cut)
-        return candidates + searched_candidates(candidates, sources)
-    return _of_schedules(_schedules(traced, request.schedules, cut, replicate), cut)
-
-
-def _schedules(
-    traced: Traced,
-    makers: Sequence[schedule_makers.ScheduleMaker],
-    cut: Callable[[int], Cut],
-    replicate: bool | tuple[int, ...],
-) -> list[Schedule]:
-    m = traced.batching.num_microbatches
-    if replicate:
-        return schedule_makers.make_replicated_schedules(makers, cut(1).replicas, m)
-    return schedule_makers.make_schedules(makers, traced.request.num_stages, m)
+    else:
+        schedules = schedule_makers.make_replicated_schedules(request.schedules, cut(1).replicas, m)
+    candidates = _of_schedules(schedules, cut)
+    if request.schedules is not schedule_makers.AUTO or request.num_stages == 1 or replicate:
+        return candidates
+    sources = list(candidates)
+    # Interleaved 1F1B may lose to zero-bubble where an order with a split backward pass, on its cuts, does not.
+    if all(candidate.schedule.num_chunks == 1 for candidate in candidates):
+        with contextlib.suppress(PartitionError):  # too few operators for so many stages
+            sources += _of_schedules([schedule for schedule in schedules if schedule.num_chunks > 1], cut)
+    return candidates + searched_candidates(candidates, sources)
 
 
 def _of_schedules(schedules: Sequence[Schedule], cut: Callable[[int], Cut]) -> list[Candidate]:
@@ -88,8 +144,7 @@ def _of_schedules(schedules: Sequence[Schedule], cut: Callable[[int], Cut]) -> l
         try:
             if candidates:
                 trimmed = without_backward(schedule, cut(v).num_frozen)
-                lockstep = candidates[0].traced.request.runtime == "spmd"
-                least = least_seconds(trimmed, cut(v).partition, cut(v).replicas, lockstep=lockstep)
+                least = least_seconds(trimmed, cut(v).partition, cut(v).replicas)
         except PartitionError:  # too few operators for so many stages; others will do
             continue
         if not candidates or least < min(earlier.seconds for earlier in candidates):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from jaxpipe import _compat
 from jaxpipe.graph.graph import Graph, Operator
-from jaxpipe.planning.planned_step import PlannedStep
+from jaxpipe.planning.candidate import PlannedStep
 from jaxpipe.planning.storage.storage_items import tensor_text
 from jaxpipe.runtime.stages import Stage
 from jaxpipe.schedules.table import DeviceNumber

@@ -15,6 +15,7 @@ from jaxpipe.planning.cuts.partition_layers import partition_layers
 from jaxpipe.planning.cuts.placed_stages import Partition, stage_speeds
 from jaxpipe.planning.trace_request import Traced
 from jaxpipe.runtime.stages import places_to_cut, variable_spans
+from jaxpipe.text.progress import phase
 
 
 #: How much longer a step may be than the shortest, if that makes less to send: profiles are no better than this.
@@ -24,6 +25,7 @@ CUT_SLACK = 0.02
 NO_LINK = 1e12
 
 
+@phase("cut")
 def place_stages(traced: Traced, profile: Profile, replicate: bool | tuple[int, ...], num_chunks: int) -> Partition:
     """Return stages, ``num_chunks`` on each device, and their devices: several for a stage if ``replicate`` says so."""
     request, objective = traced.request, traced.objective

@@ -2,11 +2,33 @@
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.plan import Plan
+from jaxpipe.plan import Plan, StagePlan
 from jaxpipe.planning.dispatch_timeline import Dispatching, dispatched_timeline
 from jaxpipe.schedules import Schedule, StageReplicas, Timeline, simulate
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """The work of a stage on one micro-batch, on a device of the profiled kind, as ``StagePlan`` has it."""
+
+    forward_seconds: float
+    backward_seconds: float
+    weight_seconds: float
+
+
+def seconds_on_devices(
+    stages: Sequence[StageSeconds | StagePlan], speeds: Sequence[float]
+) -> tuple[list[float], list[float], list[float]]:
+    """Return the seconds of each stage on its own devices: forward, backward for inputs, and for weights."""
+    pairs = list(zip(stages, speeds, strict=True))
+    return (
+        [stage.forward_seconds / s for stage, s in pairs],
+        [(stage.backward_seconds - stage.weight_seconds) / s for stage, s in pairs],
+        [stage.weight_seconds / s for stage, s in pairs],
+    )
 
 
 def plan_timeline(
@@ -21,20 +43,14 @@ def plan_timeline(
     (``jaxpipe.schedules.replicas``).
     """
     check_size(plan, schedule)
-    speed = tuple(speed) or (1.0,) * len(plan.stages)
-    stages = list(zip(plan.stages, speed, strict=True))
-    work = {
-        "forward": [stage.forward_seconds / s for stage, s in stages],
-        "backward_input": [(stage.backward_seconds - stage.weight_seconds) / s for stage, s in stages],
-        "backward_weight": [stage.weight_seconds / s for stage, s in stages],
-    }
+    work = seconds_on_devices(plan.stages, tuple(speed) or (1.0,) * len(plan.stages))
     if plan.runtime == "mpmd":
         devices = processes or [(0,) * len(stage.devices) for stage in plan.stages[: schedule.num_devices]]
-        messages, stage_replicas = [stage.message_seconds for stage in plan.stages], plan.stage_replicas
-        if schedule.num_chunks > 1:
-            stage_replicas = StageReplicas(stage_replicas.per_stage[: schedule.num_devices])
-        return dispatched_timeline(schedule, **work, dispatching=Dispatching(messages, devices, stage_replicas))
-    walk = functools.partial(simulate, schedule, **work)
+        stage_replicas = StageReplicas(plan.stage_replicas.per_stage[: schedule.num_devices])
+        messages = [stage.message_seconds for stage in plan.stages]
+        return dispatched_timeline(schedule, *work, Dispatching(messages, devices, stage_replicas))
+    parts = dict(zip(("forward", "backward_input", "backward_weight"), work, strict=True))
+    walk = functools.partial(simulate, schedule, **parts, lockstep=True)
     return walk(communication=max(0.0, plan.step_seconds - walk().makespan) / len(schedule.ticks))
 
 

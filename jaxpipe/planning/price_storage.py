@@ -6,8 +6,9 @@ from jaxpipe.costs.kernels import graph_seconds
 from jaxpipe.graph.op_cost import weight
 from jaxpipe.planning.check_request import Request
 from jaxpipe.planning.cuts.placed_stages import Partition, stage_speeds
-from jaxpipe.planning.describe_plan import rates_in, stage_links, stage_seconds
+from jaxpipe.planning.describe_plan import stage_links, stage_seconds
 from jaxpipe.planning.storage.prices import Prices
+from jaxpipe.planning.trace_request import rates_in
 from jaxpipe.runtime.program import Program
 
 
@@ -30,8 +31,8 @@ def price_storage(request: Request, program: Program, partition: Partition) -> P
 
 def longest_microbatch(program: Program, partition: Partition) -> float:
     """Return the seconds of a micro-batch on the slowest stage."""
-    work = zip(stage_seconds(program, partition, own_sums=True), _slowness(program, partition), strict=True)
-    return max((stage.forward + stage.backward) * slow for stage, slow in work)
+    work = zip(stage_seconds(program, partition), _slowness(program, partition), strict=True)
+    return max((stage.forward_seconds + stage.backward_seconds) * slow for stage, slow in work)
 
 
 def _slowness(program: Program, partition: Partition) -> tuple[float, ...]:

@@ -2,14 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxpipe.array_types import Device
+from jaxpipe.graph.sharding_annotations import outside_mesh
 from jaxpipe.plan import Plan
-from jaxpipe.planning.planned_step import PlannedStep
+from jaxpipe.runtime.executable_plan import ExecutablePlan
 from jaxpipe.runtime.mpmd.device_bytes import Peak, predicted_bytes
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
 from jaxpipe.runtime.program import Program
+from jaxpipe.target import building_for
+from jaxpipe.text.progress import phase
+
+
+_Planned = TypeVar("_Planned", bound=ExecutablePlan)
 
 
 class StageLists:
@@ -20,15 +26,21 @@ class StageLists:
         self._calls: dict[int, tuple[Program, Any]] = {}
         self._traces: dict[Any, Any] = {}
 
-    def with_list(self, planned: PlannedStep) -> PlannedStep:
+    def with_list(self, planned: _Planned) -> _Planned:
         """Return a plan with its list."""
         program, planned = planned.program, replace(planned, traces=self._traces)
         if id(program) not in self._calls:  # with the program, so that its number stays its own
             self._calls[id(program)] = program, MpmdRuntime(planned).calls
         return replace(planned, calls=self._calls[id(program)][1])
 
-    def with_bytes(self, planned: PlannedStep) -> PlannedStep:
+    @outside_mesh()
+    @phase("bytes")
+    def with_bytes(self, planned: _Planned) -> _Planned:
         """Return a plan with its list, and the bytes that each device needs for it."""
+        with building_for(planned.mesh.devices.flat[0].platform):
+            return self._with_bytes(planned)
+
+    def _with_bytes(self, planned: _Planned) -> _Planned:
         planned = self.with_list(planned)
         runtime = MpmdRuntime(planned)
         peaks = runtime.predicted
@@ -46,7 +58,7 @@ class StageLists:
             plan = replace(plan, host=replace(plan.host, bytes=max(peak.host for peak in peaks.values())))
         return replace(planned, plan=plan)
 
-    def needs(self, planned: PlannedStep, program: Program) -> list[int]:
+    def needs(self, planned: ExecutablePlan, program: Program) -> list[int]:
         """Return the predicted bytes of each device along the stage axis, for a plan with another program."""
         runtime = MpmdRuntime(self.with_list(replace(planned, program=program, calls=None)))
         peaks = predicted_bytes(runtime.calls, runtime.devices)

@@ -10,7 +10,7 @@ from jaxpipe import multihost
 from jaxpipe.agreement import agreed
 from jaxpipe.array_types import PyTree, Shaped
 from jaxpipe.costs.assumed_links import assumed_links
-from jaxpipe.costs.device_rates import known_rates, rates_of
+from jaxpipe.costs.device_rates import Rates, known_rates, rates_of
 from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.profile_model import EstimateFor, frozen_names, profile_objective, without_frozen_work
@@ -29,13 +29,12 @@ from jaxpipe.planning.check_request import Request, warn_few_examples, warn_own_
 from jaxpipe.planning.check_runtime import check_model_features, check_runtime_features
 from jaxpipe.planning.compare_requests import program_parts
 from jaxpipe.planning.cut_scans import TracedLayers, trace_layers
-from jaxpipe.planning.describe_plan import rates_in
 from jaxpipe.runtime.executable_plan import Batching
 from jaxpipe.runtime.gradient_precision import check_effect
 from jaxpipe.schedules import Schedule, schedule_makers
 from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.sharding.submesh import joined_mesh
-from jaxpipe.text.progress import tell
+from jaxpipe.text.progress import phase, tell
 
 
 #: Micro-batches for each stage when the caller does not say: the bubble is then below a fifth of the step.
@@ -47,7 +46,8 @@ class Traced:
     """A model traced for batches of some shapes.
 
     The network of its request is that of groups of devices that share a stage, ``links`` are those between all devices
-    of ``mesh.devices.flat``, ``local`` is one replica's part of the batch, ``notes`` are for the plan.
+    of ``mesh.devices.flat``, ``local`` is one replica's part of the batch, ``asked`` are the arguments of
+    ``trace_request`` (without a budget no variables, which nothing needs again), ``notes`` are for the plan.
     """
 
     request: Request
@@ -61,14 +61,23 @@ class Traced:
     batching: Batching
     local: Sequence[Shaped]
     shardings: Shardings
+    asked: tuple[Request, PyTree, PyTree]
     notes: tuple[str, ...] = ()
 
 
+def rates_in(profile: Profile) -> Rates:
+    """Return the rates of the device that a profile describes."""
+    assert profile.rates is not None
+    return profile.rates
+
+
+@phase("trace")
 def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> Traced:
     """Trace a model for batches of the given shapes, and profile its operators; raises as ``partition``."""
+    asked = request, batch, variables
     programs = agreed(
         "jaxpipe.partition",
-        lambda: _trace_programs(request, batch, variables),
+        lambda: _trace_programs(*asked),
         lambda x: program_parts(x.request, x.layers.model, x.layers.objective, x.layers.update, x.batching),
     )
     request, batching, layers = programs.request, programs.batching, programs.layers
@@ -94,6 +103,7 @@ def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> 
         batching,
         local,
         shardings,
+        asked if request.budget is not None else (*asked[:2], None),
         layers.notes,
     )
 
@@ -214,6 +224,7 @@ def _default_microbatches(size: int, request: Request) -> int:
     return next((m for m in counts if m >= wanted), counts[-1])
 
 
+@phase("profile")
 def _profile(request: Request, objective: MicrobatchProgram, frozen: tuple[str, ...]) -> Profile:
     graph = objective.graph
     if isinstance(request.profile, Profile):

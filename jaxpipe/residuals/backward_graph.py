@@ -22,6 +22,7 @@ from jaxpipe.graph import rules
 from jaxpipe.graph.allowed_codecs import FAST, Policy
 from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, behind_rules, is_differentiable, live, ordered
 from jaxpipe.graph.operator_vjp import Cut, writes_zeros
+from jaxpipe.graph.program_form import bits_of
 from jaxpipe.target import platform
 
 
@@ -93,7 +94,8 @@ def build_backward_graph(
                 backward.append(_pass_through(op, varied, graph))
         elif cut is None:
             for part in (op,) if match is None else match.covers:
-                builder.operators.append(replace(part, inputs=tuple(stand_in.get(t, t) for t in part.inputs)))
+                read = tuple(stand_in.get(t, t) for t in part.inputs)
+                builder.operators.append(part if read == part.inputs else replace(part, inputs=read))
         else:
             name, label = (op.name, op.label) if match is None else (match.name, match.name)
             needs = tuple(_place(cut, builder, op, label, operands, outputs, stand_in))
@@ -126,8 +128,8 @@ def _operator_vjps(
     covered = {op for match in matches.values() for op in match.covers}
     varied_tensors, useful_tensors = set(wrt), _useful(graph, seeds)
     ruled = graph.ruled | behind_rules(graph.operators)
-    cuts: dict[Hashable, Cut] = graph.derived
     context = None if graph.stage_shape is None else tuple(graph.stage_shape.items()), graph.traced_in, platform()
+    cuts: dict[Hashable, Cut] = graph.derived.setdefault(context, {})  # by operator, and by what operators compute
     for op in [op for op in graph.operators if op in matches or op not in covered]:
         match, cut = matches.get(op), None
         inputs, outputs = _operands_and_results(op, match)
@@ -138,12 +140,15 @@ def _operator_vjps(
             varied_tensors.update(outputs[k] for k in varied)
         elif varied and useful:
             behind = tuple(k for k in varied if inputs[k] in ruled)
-            key = equality_key(op, avals, varied, useful, match), behind, context
-            if key not in cuts:
-                derived = match is None
-                axes = graph.stage_shape, graph.traced_in, behind
-                cuts[key] = rules.derive(op, avals, varied, useful, *axes) if derived else match.cut(avals[0])
-            cut = cuts[key]
+            here = op, None if match is None else match.name, varied, useful, behind
+            if here not in cuts:
+                key = equality_key(op, avals, varied, useful, match), behind
+                if key not in cuts:
+                    derived = match is None
+                    axes = graph.stage_shape, graph.traced_in, behind
+                    cuts[key] = rules.derive(op, avals, varied, useful, *axes) if derived else match.cut(avals[0])
+                cuts[here] = cuts[key]
+            cut = cuts[here]
             varied_tensors.update(outputs[k] for k in cut.cotangents_in)
         yield op, match, varied, cut
 
@@ -180,7 +185,7 @@ def equality_key(
     if match is not None:
         return (match.name, match.key, tuple(avals))
     literals = tuple(
-        (k, repr(atom.val), atom.aval) for k, atom in enumerate(op.equation.invars) if _compat.is_literal(atom)
+        (k, bits_of(atom.val), atom.aval) for k, atom in enumerate(op.equation.invars) if _compat.is_literal(atom)
     )
     key = (op.name, tuple(sorted(op.params.items())), literals, tuple(avals), varied, useful, op.equation.ctx)
     try:

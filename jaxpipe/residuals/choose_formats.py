@@ -4,6 +4,7 @@ A plan gives one format to every tensor that the backward pass touches. It is da
 planner may set it otherwise, ``jaxpipe.residuals.vjp_program`` runs it.
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
@@ -65,12 +66,12 @@ class ResidualPlan:
 
     formats: Mapping[TensorNumber, SavedFormat]
 
-    @property
+    @functools.cached_property
     def stored(self) -> tuple[TensorNumber, ...]:
         """The tensors that make up the stash, in the order of the program."""
         return tuple(sorted(t for t, fmt in self.formats.items() if fmt.format.is_stored))
 
-    @property
+    @functools.cached_property
     def sparse(self) -> tuple[TensorNumber, ...]:
         """The stored tensors for which there is limited room."""
         return tuple(t for t in self.stored if self.formats[t].format.is_sparse)
@@ -102,7 +103,9 @@ def smallest_format(graph: Graph, t: TensorNumber, codecs: Iterable[str], capaci
         return SavedFormat(Format.KEEP)  # elements that several devices hold would have to be packed together
     if tensor.bits == 1 and tensor.dtype == np.bool_:
         return SavedFormat(Format.MASK if "mask" in codecs else Format.KEEP)
-    packed = [SavedFormat(Format.KEEP), SavedFormat(Format.POOL_INDEX)]
+    packed = [SavedFormat(Format.KEEP)]
+    if tensor.bits < 8:
+        packed.append(SavedFormat(Format.POOL_INDEX))
     if "index" in codecs and tensor.bits in (8, 16):
         packed.append(SavedFormat(Format.INDEX))
     if capacity is not None:
@@ -111,7 +114,7 @@ def smallest_format(graph: Graph, t: TensorNumber, codecs: Iterable[str], capaci
         packed += [
             fmt for fmt in formats if stored_bytes(tensor, fmt) <= WORTH_PACKING * stored_bytes(tensor, packed[0])
         ]
-    return min(packed, key=lambda fmt: stored_bytes(tensor, fmt))
+    return min(packed, key=lambda fmt: stored_bytes(tensor, fmt)) if len(packed) > 1 else packed[0]
 
 
 class Derivations:
@@ -241,10 +244,11 @@ def default_plan(
     capacities = room(graph)
     codecs = {t: (op.policy or policy).at(op.path) for op in graph.operators for t in op.outputs}
     dense = set(held)
+    written = (*graph.inputs, *codecs)
     while True:
         formats = {
             t: smallest_format(graph, t, codecs.get(t, policy.at("")), None if t in dense else capacities.get(t))
-            for t in graph.tensor_numbers
+            for t in written
         }
         plan = _smallest_plan(backward_graph, formats, codecs, held, products)
         unfit = _trifles(graph, plan)
@@ -269,18 +273,21 @@ def _smallest_plan(
     """
     graph = backward_graph.graph
     available = graph.derived_from_parameters()
+    costs = _rerun_costs(graph, codecs)
     best = None
     fewest = math.inf
+    cheap = _cheap_derivations(graph, available, codecs, frozenset(), products, costs)
     while True:
-        roots = frozenset() if best is None else frozenset(best.stored)
-        plan = _cut_plan(backward_graph, formats, _cheap_derivations(graph, available, codecs, roots, products), held)
+        plan = _cut_plan(backward_graph, formats, cheap, held)
         price = sum(stored_bytes(graph.tensors[t], plan.formats[t]) for t in plan.stored if t not in held)
         if price >= fewest:
             break
-        recomputed = {t for t in plan.formats if not plan.is_stored(t)}
-        if not recomputed <= set(_cheap_derivations(graph, available, codecs, frozenset(plan.stored), products)):
+        before, cheap = cheap, _cheap_derivations(graph, available, codecs, frozenset(plan.stored), products, costs)
+        if any(t not in cheap and not plan.is_stored(t) for t in plan.formats):
             break
         best, fewest = plan, price
+        if cheap == before:  # so would be the plan
+            break
     assert best is not None  # the first cut is within bounds
     return best
 
@@ -379,7 +386,8 @@ def with_fallbacks(
     everything = ResidualPlan({**{t: SavedFormat(Format.KEEP) for t in held}, **plan.formats})
     used: set[TensorNumber] = set()
     hopeless: set[TensorNumber] = set()
-    for t in [t for op in graph.operators for t in op.outputs if t in plan.sparse]:
+    sparse = frozenset(plan.sparse)
+    for t in [t for op in graph.operators for t in op.outputs if t in sparse]:
         program, leaves = derivations.fallback(t, everything, available)
         lost = missing_inputs(program, {*leaves, *available})
         expensive = sum(rerun_work(op) is None or is_product(op) for op in program)
@@ -402,21 +410,19 @@ def _cheap_derivations(
     codecs: Mapping[TensorNumber, frozenset[str]],
     roots: frozenset[TensorNumber],
     products: Container[Operator],
+    costs: Mapping[Operator, int],
 ) -> dict[TensorNumber, Operator]:
     """The operator that gives each tensor back cheaply, for the tensors that have one.
 
     The work of a derivation counts every operator in it once, down to ``roots``, to tensors that have no cheap
     derivation and to products. A product may be run again if it is one of those given; on a CPU only if that by itself
-    is cheap, too, and if no other product has to be run before it.
+    is cheap, too, and if no other product has to be run before it. ``costs`` has the work of the operators that may be.
     """
     derivation: dict[TensorNumber, Operator] = {}
     needed_work: dict[TensorNumber, dict[Operator, int]] = {}
     behind_product: set[TensorNumber] = set()
     on_cpu = _compat.runs_breadth_first()
-    for op in graph.operators:
-        cost, codec = _rerun_cost(graph, op, on_cpu), "alias" if op.name in VIEWS else "recompute"
-        if cost is None or op.has_effects or codec not in codecs[op.outputs[0]]:
-            continue
+    for op, cost in costs.items():
         sources = _sources(op, available)
         after_product = not behind_product.isdisjoint(sources)
         if is_product(op) and (op not in products or (on_cpu and after_product)):
@@ -434,6 +440,17 @@ def _cheap_derivations(
                     if is_product(op) or after_product:
                         behind_product.add(t)
     return derivation
+
+
+def _rerun_costs(graph: Graph, codecs: Mapping[TensorNumber, frozenset[str]]) -> dict[Operator, int]:
+    """Return the work of the operators that may run again."""
+    on_cpu = _compat.runs_breadth_first()
+    allowed = (
+        op
+        for op in graph.operators
+        if not op.has_effects and ("alias" if op.name in VIEWS else "recompute") in codecs[op.outputs[0]]
+    )
+    return {op: cost for op in allowed if (cost := _rerun_cost(graph, op, on_cpu)) is not None}
 
 
 def _rerun_cost(graph: Graph, op: Operator, on_cpu: bool) -> int | None:

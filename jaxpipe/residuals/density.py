@@ -16,7 +16,7 @@ from jaxpipe.array_types import Array, PyTree, TensorNumber
 from jaxpipe.graph.graph import Graph, Operator, is_differentiable, read_graph
 from jaxpipe.graph.op_cost import VIEWS
 from jaxpipe.graph.rules import relu
-from jaxpipe.models.linen_loss import with_linen_model
+from jaxpipe.models.linen_facade import with_linen_model
 from jaxpipe.models.purify_nnx import purify
 from jaxpipe.residuals.backward_graph import build_backward_graph
 from jaxpipe.residuals.codecs import compaction
@@ -115,12 +115,11 @@ def can_be_sparse(graph: Graph, t: TensorNumber) -> bool:
 def room(graph: Graph) -> dict[TensorNumber, int]:
     """For each tensor that has, or is assumed to have, many zeros: how many values to make room for."""
     measured = _ambient.value
-    names = tensor_names(graph)
     wanted = {}
     for t, fraction in _assumed(graph).items():
         wanted[t] = fraction * (1 + ASSUMED_MARGIN)
     if measured is not None:
-        for t, name in names.items():
+        for t, name in tensor_names(graph).items():
             if name in measured.fractions:
                 wanted[t] = measured.fractions[name] * (1 + MEASURED_MARGIN) + 1 / SMALLEST_TENSOR
     return {

@@ -4,6 +4,7 @@
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -23,12 +24,14 @@ from jaxpipe.runtime.mpmd.dispatch import Dispatch
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.replica_exchange import StageExchange
-from jaxpipe.runtime.spmd.buffer_layout import Layout
-from jaxpipe.runtime.spmd.nonfinite_guard import OnNonFinite
 from jaxpipe.runtime.stages import Placement, follow
 from jaxpipe.schedules.schedule_makers import ScheduleMaker
 from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.mesh_axes import DATA
+
+
+#: What to do about a step with a value that is not finite: nothing, raise ``NonFiniteError``, or leave the step out.
+OnNonFinite = Literal["raise", "skip"] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,10 +57,9 @@ class Batching:
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """The optimizer as the stages run it, and where its state lives."""
+    """The optimizer as the stages run it, and what is done around it."""
 
     by_stage: PartitionedUpdate
-    layout: Layout
     exchange: StageExchange | None = None  # None: gradients are exchanged whole
     on_nonfinite: OnNonFinite = None
 

@@ -1,16 +1,11 @@
-"""The two runtimes as a pipeline sees them, and what they return."""
+"""Results of the runtimes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from jaxpipe.array_types import Array, ArrayLike, PyTree
 from jaxpipe.runtime.train_state import TrainState
-
-
-if TYPE_CHECKING:
-    from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
-    from jaxpipe.runtime.spmd.spmd_runtime import SpmdRuntime
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +35,3 @@ ForwardPass: TypeAlias = Callable[[TrainState, PyTree], PyTree]
 
 #: Arrays of a place on its devices, in the containers of a runtime.
 Part: TypeAlias = PyTree
-
-
-#: A plan as programs on devices. A place is what holds variables together: a stage, or a device with several.
-Runtime: TypeAlias = "MpmdRuntime | SpmdRuntime"

@@ -1,16 +1,13 @@
 """The block-sparse gradient exchange of a pipeline: each stage's replicas among themselves.
 
-    gradients + residuals ──conditional over stages──▶ what is sent ──collectives over the replicas──▶ ...
-    ... ──conditional over stages──▶ averages, new residuals
-
-Residuals lie in buffers like the gradients', one for each replica.
+gradients + residuals ──▶ the blocks that are sent ──collectives over the replicas──▶ averages, new residuals
 """
 
 import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,28 +15,15 @@ from jax import lax
 
 from jaxpipe.array_types import Array, PyTree, Shaped
 from jaxpipe.errors import PartitionError
-from jaxpipe.gradients.block_exchange import (
-    Averaged,
-    Messages,
-    averages,
-    exchange,
-    leave,
-    message_shapes,
-    send,
-    wire_bytes,
-)
+from jaxpipe.gradients.block_exchange import Messages, averages, leave, message_shapes, send, wire_bytes
 from jaxpipe.gradients.block_sparse import BlockSparse, Settings
 from jaxpipe.gradients.blocks import Blocks
 from jaxpipe.models.bound_model import BoundModel
-from jaxpipe.runtime.spmd.buffer_layout import Layout, lay_out
 from jaxpipe.runtime.stages import Placement
-from jaxpipe.sharding.mesh_axes import DATA, STAGE, own_name
+from jaxpipe.sharding.mesh_axes import DATA, own_name
 
 
 T = TypeVar("T")
-
-#: Buffers with averages and with new residuals; sums of squares of what a device had, and of what is left.
-Exchanged: TypeAlias = tuple[list[Array], list[Array], Array, Array]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,28 +32,12 @@ class StageExchange:
 
     settings: Settings
     plans: tuple[tuple[tuple[Blocks, ...], ...], ...]  # by phase of the warm-up and stage, the blocks of each gradient
-    layout: Layout  # of the averages
-    sums: Layout  # of the replica's own gradients, in the types in which they were added up
-    residuals: Layout  # of at least 32 bits
     replicas: int
 
     @property
     def sent_bytes(self) -> int:
         """Return what a device hands to the collectives in a step after the warm-up."""
         return sum(wire_bytes(self.plans[-1], self.settings.rule.mode))
-
-    @property
-    def working_bytes(self) -> int:
-        """Return the bytes needed besides: the replica's own gradients, averages, new residuals, messages both ways.
-
-        A conditional over stages does not write into what it reads.
-        """
-        needed = []
-        for plans in self.plans:
-            gathered, reduced = wire_bytes(plans, self.settings.rule.mode)
-            needed.append((1 + self.replicas) * gathered + 2 * reduced)
-        residuals = self.residuals.bytes if len(self.layout.avals) > 1 else 0
-        return self.sums.bytes + self.layout.bytes + residuals + max(needed)
 
     def messages(self, s: int) -> Messages:
         """Return the shapes of what arrives in a stage: as long as the longest phase of the warm-up needs."""
@@ -102,12 +70,7 @@ def _fill(x: Array, shape: Shaped) -> Array:
 
 
 def stage_exchange(
-    transformation: BlockSparse,
-    model: BoundModel,
-    placement: Placement[int],
-    layout: Layout,
-    sums: Layout,
-    replicas: int,
+    transformation: BlockSparse, model: BoundModel, placement: Placement[int], num_places: int, replicas: int
 ) -> StageExchange:
     """The exchange that ``block_sparse(...)`` asks for, cut up for the stages."""
     avals = [v.aval for v in model.parameters]
@@ -115,34 +78,8 @@ def stage_exchange(
     phases = []
     for blocks in transformation.settings.plans(model.parameter_tree(avals)):
         by_parameter = dict(zip(order, blocks, strict=True))
-        stages = range(len(layout.avals))
-        phases.append(tuple(tuple(by_parameter[k] for k in placement.held_by(s)[0]) for s in stages))
-    residuals = [
-        [jax.ShapeDtypeStruct(a.shape, jnp.promote_types(a.dtype, jnp.float32)) for a in held] for held in layout.avals
-    ]
-    return StageExchange(transformation.settings, tuple(phases), layout, sums, lay_out(residuals), replicas)
-
-
-def run_exchange(plan: StageExchange, step: Array, gradients: Sequence[Array], residuals: Sequence[Array]) -> Exchanged:
-    """Run an exchange, inside ``shard_map``, of this replica's share of the gradient times the number of replicas."""
-    layout = plan.layout
-
-    def by_stage(function: Callable[[int], T]) -> T:
-        return lax.switch(lax.axis_index(STAGE), [functools.partial(function, s) for s in range(len(layout.avals))])
-
-    def read(s: int) -> list[Array]:
-        pairs = zip(plan.sums.read(s, gradients), plan.residuals.read(s, residuals), strict=True)
-        return [g.astype(r.dtype) + r for g, r in pairs]
-
-    def write(s: int, averaged: Averaged) -> Exchanged:
-        new = layout.write(s, averaged.gradients), plan.residuals.write(s, averaged.residuals)
-        return *new, averaged.squares, averaged.unsent
-
-    def phase(plans: Sequence[Sequence[Blocks]]) -> Exchanged:
-        return exchange(plans, plan.settings.rule, DATA, by_stage, read, write)
-
-    branches = [functools.partial(phase, plans) for plans in plan.plans]
-    return lax.switch(plan.settings.phase(step), branches)
+        phases.append(tuple(tuple(by_parameter[k] for k in placement.held_by(s)[0]) for s in range(num_places)))
+    return StageExchange(transformation.settings, tuple(phases), replicas)
 
 
 def check_exchange(gradient_exchange: object, axis_name: str) -> BlockSparse | None:

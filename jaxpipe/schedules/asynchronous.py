@@ -36,7 +36,7 @@ def pipedream(num_devices: int, num_microbatches: int) -> Schedule:
       >>> pipedream(4, 8).versions[1]
       (0, 0, 0, 1, 2, 3, 4, 5)
     """
-    base = one_f_one_b(num_devices, num_microbatches, paired=False)
+    base = one_f_one_b(num_devices, num_microbatches)
     return replace(base, name="pipedream", versions=tuple(_newest(base, s) for s in range(num_devices)))
 
 
@@ -59,7 +59,7 @@ def double_buffered(num_devices: int, num_microbatches: int, *, group: int | Non
       (0, 0, 0, 0, 1, 1, 2, 2)
     """
     group = num_devices if group is None else group
-    base = one_f_one_b(num_devices, num_microbatches, paired=False)
+    base = one_f_one_b(num_devices, num_microbatches)
     if group < num_devices or num_microbatches % group:
         raise ScheduleError(
             f"double_buffered got num_devices={num_devices}, num_microbatches={num_microbatches}, "

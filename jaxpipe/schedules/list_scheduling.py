@@ -258,7 +258,7 @@ def _limits(
 def _fixed_tables(problem: _Problem) -> Iterator[Schedule]:
     """Yield the tables of this size that keep the limits."""
     size = problem.num_devices, problem.num_microbatches
-    makers = [functools.partial(one_f_one_b, paired=False), zero_bubble, gpipe]
+    makers = [one_f_one_b, zero_bubble, gpipe]
     if problem.num_chunks > 1:
         makers = [functools.partial(interleaved, num_chunks=problem.num_chunks)]
     for maker in makers:

@@ -14,7 +14,7 @@ from jaxpipe.schedules.zero_bubble import zero_bubble
 #: What else schedules are called, in small letters and without ``-``, ``_`` and blanks.
 _ALIASES: dict[str, Callable[[int, int], Schedule]] = {
     "1f1b": one_f_one_b,
-    "1f1btextbook": functools.partial(one_f_one_b, paired=False),
+    "1f1btextbook": one_f_one_b,
     "interleaved1f1b": interleaved,
     "zb": zero_bubble,
     "zbh1": zero_bubble,

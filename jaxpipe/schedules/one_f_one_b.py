@@ -1,34 +1,29 @@
-"""1F1B, in pair ticks and as the textbook has it."""
+"""1F1B, as the textbook has it."""
 
 from jaxpipe.schedules.ordered import from_orders
-from jaxpipe.schedules.table import Action, Kind, Schedule, check_size, table
+from jaxpipe.schedules.table import Action, Kind, Schedule, check_size
 
 
-def one_f_one_b(num_devices: int, num_microbatches: int, *, paired: bool = True) -> Schedule:
+def one_f_one_b(num_devices: int, num_microbatches: int) -> Schedule:
     """One forward, one backward, in turn; after D. Narayanan et al., "PipeDream", SOSP 2019.
 
-    In pair ticks stage ``i`` of ``p`` works forward on micro-batch ``j`` in tick ``i + j`` and backward in tick
-    ``2(p-1) - i + j``. When all stages walk in step this loses nothing over the ideal ``(m + p - 1)(F + B)``, and keeps
-    ``2(p-1-i) + 1`` micro-batches in flight. The textbook's keeps ``p - i``, and takes as long if every stage runs
-    free; but in step it waits for the longer of F and B twice.
+    Stage ``i`` of ``p`` keeps ``p - i`` micro-batches in flight, and a step takes ``(m + p - 1)(F + B)``.
 
     Args:
       num_devices, num_microbatches: its size.
-      paired: in pair ticks.
 
     Raises:
       ScheduleError: if a size is below 1.
+
+    Example:
+      >>> print(one_f_one_b(2, 3))
+      tick      0  1  2  3  4  5  6  7
+      device 0  F0 F1    B0 F2 B1    B2
+      device 1     F0 B0 F1 B1 F2 B2
     """
     check_size(num_devices, num_microbatches)
-    if not paired:
-        orders = [_order(num_devices, num_microbatches, i) for i in range(num_devices)]
-        return from_orders("1f1b-textbook", orders, num_microbatches)
-    work: dict[tuple[int, int], list[Action]] = {}
-    for i in range(num_devices):
-        for j in range(num_microbatches):
-            work.setdefault((i + j, i), []).append(Action(Kind.FORWARD, j))
-            work.setdefault((2 * (num_devices - 1) - i + j, i), []).append(Action(Kind.BACKWARD, j))
-    return table("1f1b", num_devices, num_microbatches, work)
+    orders = [_order(num_devices, num_microbatches, i) for i in range(num_devices)]
+    return from_orders("1f1b", orders, num_microbatches)
 
 
 def _order(p: int, m: int, i: int) -> list[Action]:

@@ -1,7 +1,6 @@
 """The schedules that ``schedule="auto"`` compares, and tables of a given size from functions that make them."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 
 from jaxpipe.errors import PartitionError, ScheduleError
@@ -17,17 +16,8 @@ from jaxpipe.schedules.zero_bubble import zero_bubble
 ScheduleMaker = Callable[[int, int], Schedule]
 
 
-#: What ``schedule="auto"`` chooses from; of two that are as fast, the first.
-AUTO: tuple[ScheduleMaker, ...] = (
-    one_f_one_b,
-    functools.partial(one_f_one_b, paired=False),
-    zero_bubble,
-    interleaved,
-)
-
-
-#: The same for stage programs, whose devices run free: 1F1B in pair ticks would only keep more stashes.
-AUTO_FREE: tuple[ScheduleMaker, ...] = (functools.partial(one_f_one_b, paired=False), zero_bubble, interleaved, gpipe)
+#: The tables that ``schedule="auto"`` chooses from; of two that are as fast, the first.
+AUTO: tuple[ScheduleMaker, ...] = (one_f_one_b, zero_bubble, interleaved, gpipe)
 
 
 def make_schedules(

@@ -1,4 +1,4 @@
-"""The time a schedule takes, in step as the executor walks through it, or with every device running free."""
+"""The time that a schedule takes, with every device running free or with all devices in step."""
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -53,24 +53,24 @@ def simulate(
     backward_weight: Seconds | None = None,
     communication: float | Sequence[tuple[float, float]] = 0.0,
     begins: "Mapping[_Work, float] | None" = None,
-    lockstep: bool = True,
+    lockstep: bool = False,
 ) -> Timeline:
     """Run a schedule on paper.
 
-    In step, all devices do the work of one phase of a tick before the next begins (``Schedule.phases``), so that it
-    takes as long as the slowest device that has any; then neighbors exchange what they computed. Free, a device
-    begins its next action as soon as it is done with the last and all that the action needs has arrived.
+    Free, a device begins its next action as soon as it is done with the last and all that the action needs has
+    arrived. In step, all devices do the work of one phase of a tick before the next begins (``Schedule.phases``), so
+    that it takes as long as the slowest device that has any; then neighbors exchange what they computed.
 
     Args:
       schedule: the table.
       forward: seconds of one micro-batch.
       backward: the same, for the whole of the backward work; or
       backward_input, backward_weight: for its two parts. A schedule that does not split takes their sum.
-      communication: seconds for the exchange after a tick; or, running free, from one device to another, for each stage
-        and the next perhaps, forward and back. A message leaves when its work is done and holds nobody up but whoever
-        waits for it.
+      communication: seconds from one device to another, for all, or for each stage and the next, forward and back. A
+        message leaves when its work is done and holds nobody up but whoever waits for it. In step: of the exchange
+        after a tick.
       begins: running free, when an action may begin at the earliest, by kind, stage and micro-batch.
-      lockstep: in step.
+      lockstep: all devices walk through the ticks in step.
 
     Raises:
       ScheduleError: if costs do not fit the schedule, or an action waits for one behind it.

@@ -37,7 +37,7 @@ def swap_points(schedule: Schedule, stage: int) -> SwapPoints:
 
     Example:
       >>> from jaxpipe.schedules import one_f_one_b
-      >>> points = swap_points(one_f_one_b(4, 8, paired=False), 0)
+      >>> points = swap_points(one_f_one_b(4, 8), 0)
       >>> points.leaves[1], points.returns[1], points.home, points.away
       (1, 5, 2, 3)
     """

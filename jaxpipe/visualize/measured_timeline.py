@@ -1,32 +1,63 @@
 """Seconds of the stages of a pipeline, by real runs of their own programs."""
 
+import numpy as np
 from jax.sharding import Mesh
 
-from jaxpipe.costs.measured_seconds import Stopwatch
-from jaxpipe.costs.operator_groups import Program as Timed
+from jaxpipe.array_types import PyTree
+from jaxpipe.costs.timing import Program as Timed
+from jaxpipe.costs.timing import time_programs
+from jaxpipe.runtime import stage_passes
 from jaxpipe.runtime.program import Program
-from jaxpipe.runtime.spmd.stage_branches import stage_programs
+from jaxpipe.runtime.stage_passes import Stash, Values
+from jaxpipe.runtime.stages import Stage
 from jaxpipe.schedules import Kind, Timeline, simulate
 from jaxpipe.sharding.mesh_axes import stage_devices
 
 
-def measure_timeline(program: Program, mesh: Mesh) -> Timeline:
+def measure_timeline(program: Program, mesh: Mesh, lockstep: bool) -> Timeline:
     """The timeline of a step from measured work: what each stage does with a micro-batch, run by itself.
 
-    The programs are those that the executor runs in a tick, messages and stash packed as it does; each runs on the
-    stage's device while all others wait, with random operands, and counts with the median of repeated runs, less what
-    it takes to start any program. Not measured: sending, arena reads and writes, the sum of gradients, the optimizer,
-    and what devices that work at the same time take from each other.
+    Each pass runs on the stage's device while all others wait, with random operands, and counts with the median of
+    repeated runs, less what it takes to start any program. Not measured: sending, the sum of gradients, the optimizer,
+    what devices that work at the same time take from each other, and in one program for all devices what moves a stash.
     """
     schedule = program.schedule
-    watches = [Stopwatch(stage_devices(mesh, program.stage_replicas, d)[0]) for d in range(program.num_devices)]
-    seconds: dict[Kind, list[float]] = {}
-    for s in program.stage_numbers:
-        for kind, work in stage_programs(program, s).items():
-            device = program.device(s)
-            median = watches[device].time(Timed(*work)).median
-            seconds.setdefault(kind, []).append(program.stage_replicas.per_device(device) * median)
-    if not schedule.splits_backward:
-        return simulate(schedule, forward=seconds[Kind.FORWARD], backward=seconds[Kind.BACKWARD])
-    parts = seconds[Kind.BACKWARD_INPUT], seconds[Kind.BACKWARD_WEIGHT]
-    return simulate(schedule, forward=seconds[Kind.FORWARD], backward_input=parts[0], backward_weight=parts[1])
+    kinds = [Kind.FORWARD, schedule.backward_kind, *([Kind.BACKWARD_WEIGHT] if schedule.splits_backward else [])]
+    seconds: dict[Kind, list[float]] = {kind: [0.0] * len(program.stages) for kind in kinds}
+    passes = [
+        (s, kind) for s in program.stage_numbers for kind in kinds if kind is Kind.FORWARD or s >= schedule.frozen
+    ]
+    programs = []
+    for s, kind in passes:
+        following = program.stages[s + 1] if s + 1 < len(program.stages) else None
+        timed = _pass(program, program.stages[s], following, kind)
+        programs.append((timed, stage_devices(mesh, program.stage_replicas, program.device(s))[0]))
+    for (s, kind), median in zip(passes, np.median(time_programs(programs), axis=0).tolist(), strict=True):
+        seconds[kind][s] = program.stage_replicas.per_device(program.device(s)) * median
+    forward, backward, *weight = seconds.values()
+    if not weight:
+        return simulate(schedule, forward=forward, backward=backward, lockstep=lockstep)
+    return simulate(schedule, forward=forward, backward_input=backward, backward_weight=weight[0], lockstep=lockstep)
+
+
+def _pass(program: Program, stage: Stage, following: Stage | None, kind: Kind) -> Timed:
+    """Return a pass of a stage over a micro-batch, with the shapes of its operands."""
+    graph = stage.graph
+    inputs = dict(zip(graph.inputs, program.avals(graph.inputs), strict=True))
+    if kind is Kind.FORWARD:
+
+        def forward(values: Values) -> PyTree:
+            return stage_passes.forward(stage, values, program.schedule.has_backward)
+
+        return Timed(forward, (inputs,))
+    assert stage.vjp is not None
+    stored = zip(stage.vjp.plan.stored, stage.vjp.stash_avals, strict=True)
+    stash = {t: tuple(avals) for t, avals in stored if t in set(stage.stashed)}
+    known = {t: inputs[t] for t in (*stage.vjp.parameters, *stage.used)}
+    waited = stage.saved if kind is Kind.BACKWARD_WEIGHT else following.returning if following else ()
+    received = dict(zip(waited, program.tangents(waited), strict=True))
+
+    def backward(known: Values, stash: Stash, received: Values) -> PyTree:
+        return stage_passes.backward(program.objective, stage, kind, known, stash, received)
+
+    return Timed(backward, (known, stash, received))

@@ -75,7 +75,7 @@ def _schedule(planned: ExecutablePlan, m: int) -> Schedule:
     if m == before.num_microbatches:
         return before
     tables = []
-    for maker in (*planned.schedules, *schedule_makers.AUTO_FREE):
+    for maker in (*planned.schedules, *schedule_makers.AUTO):
         with contextlib.suppress(ScheduleError):
             tables.append(schedule_makers.check_schedule(maker(before.num_devices, m), before.num_devices, m))
     fitting = [table for table in tables if table.num_chunks == before.num_chunks]

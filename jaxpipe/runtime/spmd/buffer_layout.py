@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ class Layout:
         return replace(self, avals=tuple(avals), buffers=tuple(buffers))
 
     def read(self, stage: int, buffers: Sequence[Array]) -> list[Array]:
-        """A stage's arrays out of its device's buffers."""
+        """A stage's arrays out of its device's buffers; of host buffers views."""
         return [self.get(stage, n, buffers) for n in range(len(self.avals[stage]))]
 
     def get(self, stage: int, n: int, buffers: Sequence[Array]) -> Array:
@@ -47,8 +48,8 @@ class Layout:
         aval, (k, offset) = self.avals[stage][n], self.places[stage][n]
         flat = buffers[k]
         if not self.is_whole(stage, n):
-            flat = lax.slice(flat, (offset,), (offset + math.prod(aval.shape),))
-        return lax.reshape(flat, aval.shape)
+            flat = flat[offset : offset + math.prod(aval.shape)]
+        return flat.reshape(aval.shape)
 
     def is_whole(self, stage: int, n: int) -> bool:
         """Return whether the ``n``-th array of a stage has a buffer for itself."""
@@ -61,34 +62,19 @@ class Layout:
         new = flat if self.is_whole(stage, n) else lax.dynamic_update_slice(buffers[k], flat, (offset,))
         return [*buffers[:k], new, *buffers[k + 1 :]]
 
-    def write(self, stage: int, values: Sequence[ArrayLike]) -> list[Array]:
-        """Buffers with a stage's arrays in them, and zeros where it has none."""
+    def write(self, stage: int, values: Sequence[ArrayLike], xp: Any = jnp) -> list[Array]:
+        """Buffers with a stage's arrays in them, and zeros where it has none; made by NumPy or by JAX."""
         pieces: list[list[tuple[int, Array]]] = [[] for _ in self.buffers]
         for value, (k, offset) in zip(values, self.places[stage], strict=True):
-            pieces[k].append((offset, lax.reshape(jnp.asarray(value), (math.prod(jnp.shape(value)),))))
+            pieces[k].append((offset, xp.asarray(value).reshape(-1)))
         buffers = []
         for (length, dtype), parts in zip(self.buffers, pieces, strict=True):
             flat = [x for _, x in sorted(parts, key=lambda part: part[0])]
             missing = length - sum(x.size for x in flat)
             if missing or not flat:
-                flat.append(jnp.zeros((missing,), dtype))
-            buffers.append(flat[0] if len(flat) == 1 else jnp.concatenate(flat))
+                flat.append(xp.zeros((missing,), dtype))
+            buffers.append(flat[0] if len(flat) == 1 else xp.concatenate(flat))
         return buffers
-
-    def unpack(self, stage: int, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """``read`` on the host: views of a stage's rows."""
-        pairs = zip(self.avals[stage], self.places[stage], strict=True)
-        return [
-            rows[k].reshape(-1)[offset : offset + math.prod(aval.shape)].reshape(aval.shape)
-            for aval, (k, offset) in pairs
-        ]
-
-    def pack(self, stage: int, values: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """``write`` on the host."""
-        rows = [np.zeros((length,), dtype) for length, dtype in self.buffers]
-        for view, value in zip(self.unpack(stage, rows), values, strict=True):
-            view[...] = value
-        return rows
 
 
 def lay_out(avals: Sequence[Sequence[Shaped]]) -> Layout:

@@ -21,12 +21,12 @@ from jaxpipe.models.combine_metrics import combine
 from jaxpipe.runtime.executable_plan import Batching, Update
 from jaxpipe.runtime.gradient_precision import round_to
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate, held_by
-from jaxpipe.runtime.overwrite_state import run_update
-from jaxpipe.runtime.program import Program
-from jaxpipe.runtime.replica_exchange import run_exchange
+from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram
 from jaxpipe.runtime.spmd.nonfinite_guard import guard, look
 from jaxpipe.runtime.spmd.shared_parameters import borrow, give_back
+from jaxpipe.runtime.spmd.sparse_exchange import run_exchange
 from jaxpipe.runtime.spmd.tick_loop import Totals, run_ticks
+from jaxpipe.runtime.spmd.update_in_place import run_update
 from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.runtime.uint32_words import from_words, pack_words, to_words, unpack_words, word_count
 from jaxpipe.sharding.mesh_axes import DATA, STAGE
@@ -37,7 +37,9 @@ def state_specs(state: TrainState) -> TrainState:
     return jax.tree.map(lambda x: x.sharding.spec, state)
 
 
-def training_step(mesh: Mesh, program: Program, update: Update, batching: Batching, state: TrainState) -> Wrapped:
+def training_step(
+    mesh: Mesh, program: LockstepProgram, update: Update, batching: Batching, state: TrainState
+) -> Wrapped:
     """``(state, batch leaves) -> (state, loss, counters, metrics)``, compiled when first called.
 
     Counters are the gradient's norm and the overflows; and, of a sparse exchange, the share of the gradients' squared
@@ -59,14 +61,14 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
         else:
             loss, sums, metrics = _mean(program, totals, summed=False)
             left = [x.reshape(x.shape[2:]) for x in state.residual]
-            gradients, residual, squares, left = run_exchange(update.exchange, state.step, sums, left)
+            gradients, residual, squares, left = run_exchange(program, update.exchange, state.step, sums, left)
             squares, left = _in_order([squares, left], (STAGE, DATA))
             counters = {"sent_share": sent_share(squares, left), "residual_norm": jnp.sqrt(left)}
 
         nonfinite = None if update.on_nonfinite is None else look(loss, sums, program)
         parameters, optimizer, shared = run_update(
             by_stage,
-            (program.parameters, program.gradients if rounded else program.sums, update.layout),
+            (program.parameters, program.gradients if rounded else program.sums, program.slots(update)),
             (parameters, optimizer),
             gradients,
             state.shared,
@@ -94,14 +96,14 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
     return _compile(mesh, device_step, (specs, batching.specs()), (specs, P(), P(), P()), donate=True)
 
 
-def takes_sums(program: Program, by_stage: PartitionedUpdate) -> bool:
+def takes_sums(program: LockstepProgram, by_stage: PartitionedUpdate) -> bool:
     """Return whether an optimizer takes some gradients in the types of their sums, not of their parameters."""
     held = [held_by(by_stage, s)[1] for s in range(len(program.gradients.avals))]
     pairs = zip(itertools.chain(*held), itertools.chain(*program.gradients.avals), strict=True)
     return any(by_stage.graph.tensors[t].dtype != aval.dtype for t, aval in pairs)
 
 
-def gradient_step(mesh: Mesh, program: Program, batching: Batching, state: TrainState) -> Wrapped:
+def gradient_step(mesh: Mesh, program: LockstepProgram, batching: Batching, state: TrainState) -> Wrapped:
     """``(state, batch leaves) -> (loss, metrics, gradient buffers)``; none of the latter if all work is forward."""
 
     def device_step(state: TrainState, batch: Sequence[Array]) -> tuple[Array, list[Array], tuple[Array, ...]]:
@@ -113,7 +115,7 @@ def gradient_step(mesh: Mesh, program: Program, batching: Batching, state: Train
     return _compile(mesh, device_step, (state_specs(state), batching.specs()), (P(), P(), P(STAGE)))
 
 
-def prediction_step(mesh: Mesh, program: Program, batching: Batching, state: TrainState) -> Wrapped:
+def prediction_step(mesh: Mesh, program: LockstepProgram, batching: Batching, state: TrainState) -> Wrapped:
     """``(state, batch leaves) -> prediction leaves``, rows in the order of the batch."""
 
     def device_step(state: TrainState, batch: Sequence[Array]) -> list[Array]:
@@ -143,7 +145,7 @@ def _rows(buffers: Sequence[Array]) -> tuple[Array, ...]:
 
 
 def _train(
-    program: Program,
+    program: LockstepProgram,
     batching: Batching,
     parameters: Sequence[Array],
     variables: Sequence[Array],
@@ -163,7 +165,7 @@ def _train(
 
 
 def _mean(
-    program: Program, totals: Totals, summed: bool = True, rounded: bool = True
+    program: LockstepProgram, totals: Totals, summed: bool = True, rounded: bool = True
 ) -> tuple[Array, list[Array], list[Array]]:
     """Loss, gradients and metrics, from the results of all devices and the sums of gradients of this one.
 
@@ -196,7 +198,7 @@ def _in_order(values: Sequence[Array], axes: tuple[str, ...]) -> list[Array]:
     return [functools.reduce(operator.add, column) for column in zip(*parts, strict=True)]
 
 
-def _replicas_agree(program: Program, state: Sequence[Array]) -> list[Array]:
+def _replicas_agree(program: LockstepProgram, state: Sequence[Array]) -> list[Array]:
     """State averaged over replicas; integers (counts) are the same on all."""
     if not program.replicated:
         return list(state)

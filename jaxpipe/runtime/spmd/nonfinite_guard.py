@@ -2,22 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.array_types import Array
-from jaxpipe.runtime.program import Program
+from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram
 from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.sharding.mesh_axes import DATA, STAGE
 
 
 T = TypeVar("T")
-
-#: What to do about it: nothing, raise ``NonFiniteError``, or leave the step out.
-OnNonFinite = Literal["raise", "skip"] | None
 
 
 class NonFinite(NamedTuple):
@@ -27,7 +24,7 @@ class NonFinite(NamedTuple):
     stopped: Array  # a gradient or the loss is not finite
 
 
-def look(loss: Array, gradients: Sequence[Array], program: Program) -> NonFinite:
+def look(loss: Array, gradients: Sequence[Array], program: LockstepProgram) -> NonFinite:
     """Look at the loss and at the gradients that this device has made; inside ``shard_map``."""
     here = sum((jnp.sum(~jnp.isfinite(g), dtype=jnp.int32) for g in gradients), start=jnp.int32(0)) > 0
     row = jnp.zeros((program.num_devices,), jnp.int32).at[lax.axis_index(STAGE)].set(here.astype(jnp.int32))

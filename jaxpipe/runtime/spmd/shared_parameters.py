@@ -13,14 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.array_types import Array
-from jaxpipe.runtime.program import Program
+from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram
 from jaxpipe.runtime.stage_switch import switch
 from jaxpipe.runtime.uint32_words import from_words, to_words
 from jaxpipe.schedules.table import DeviceNumber
 from jaxpipe.sharding.mesh_axes import STAGE
 
 
-def borrow(program: Program, buffers: Sequence[Array]) -> list[Array]:
+def borrow(program: LockstepProgram, buffers: Sequence[Array]) -> list[Array]:
     """This device's buffers, and behind them the value of every shared parameter; inside ``shard_map``."""
     if not program.shared:
         return list(buffers)
@@ -35,7 +35,7 @@ def borrow(program: Program, buffers: Sequence[Array]) -> list[Array]:
     return [*buffers, *(from_words(w, a) for w, a in zip(words, avals, strict=True))]
 
 
-def give_back(program: Program, sums: Sequence[Array]) -> list[Array]:
+def give_back(program: LockstepProgram, sums: Sequence[Array]) -> list[Array]:
     """This device's gradient buffers, with what others have computed for its parameters."""
     if not program.shared_trained:
         return list(sums)
@@ -52,6 +52,6 @@ def give_back(program: Program, sums: Sequence[Array]) -> list[Array]:
     return _by_device(program, added)
 
 
-def _by_device(program: Program, function: Callable[[DeviceNumber], list[Array]]) -> list[Array]:
+def _by_device(program: LockstepProgram, function: Callable[[DeviceNumber], list[Array]]) -> list[Array]:
     branches = [lambda device=device: function(device) for device in program.device_numbers]
     return switch(lax.axis_index(STAGE), branches)

@@ -1,0 +1,79 @@
+"""The refusal of a budget that no plan keeps: what the smallest plan needs, for what, and what would help."""
+
+import jax
+
+from jaxpipe.costs.profile import Profile
+from jaxpipe.errors import MemoryBudgetError
+from jaxpipe.planning.budget_search import BudgetSearch
+from jaxpipe.planning.candidate import PlannedStep
+from jaxpipe.planning.lower_bound import lower_bound
+from jaxpipe.planning.storage.storage_items import tensor_text
+from jaxpipe.residuals.stored_formats import stored_bytes
+from jaxpipe.text.units import asked_bytes, bytes_text, seconds_text
+
+
+#: How many tensors an error names.
+MOST_NAMED = 3
+
+
+def refusal(search: BudgetSearch, budget: int, smallest: PlannedStep) -> MemoryBudgetError:
+    """Return the error for a budget that no plan keeps, which offers what the smallest plan that was found needs.
+
+    Args:
+      smallest: the plan; compiled if XLA's bytes count, else its predicted bytes do.
+    """
+    predicted, needed = smallest.plan.predicted_bytes, smallest.needed_bytes
+    default = search.candidates[0].default.plan.memory
+    parts = ", ".join(f"{name} {bytes_text(n)}" for name, n in default.items())
+    source = (
+        "as predicted; XLA may reserve more, which PlanOptions(compile=True) finds out"
+        if smallest.compiled is None
+        else f"which XLA reserves for its compiled step ({bytes_text(predicted)} predicted)"
+    )
+    largest = largest_stored(smallest)
+    stored = f" Largest tensors stored at that budget: {', '.join(largest)}." if largest else ""
+    bound = lower_bound(smallest)
+    over = ", which alone is over this budget" if bound.bytes > budget else ""
+    proven = ""
+    # The solver's bound is beside the plan that is predicted to be the smallest; XLA may reserve less for another.
+    compared = not over and predicted == search.smallest.plan.predicted_bytes
+    if compared and needed - (saved := search.most_smaller) > bound.bytes:
+        proven = (
+            " As the solver counts bytes, no other choice without swaps for these stages and this schedule takes over "
+            f"{bytes_text(saved)} less than that plan."
+        )
+    more = None if over else search.more_microbatches(budget)
+    lines, also, fewer = [f"memory={needed}"], "", "more micro-batches or more stages need less."
+    if more is not None:
+        count, seconds = more.batching.num_microbatches, seconds_text(more.plan.step_seconds)
+        lines.append(f"num_microbatches={count}")
+        also = f", or num_microbatches={count} with this budget: {bytes_text(more.plan.predicted_bytes)}"
+        given = isinstance(more.candidate.traced.request.profile, Profile)  # of other micro-batches
+        also += ", as predicted" if given else f" and {seconds} a step, both as predicted"
+        fewer = "more stages need less."
+    return MemoryBudgetError(
+        f"{asked_bytes(smallest.candidate.traced.request.memory, budget)}: "
+        f"by default each device needs {bytes_text(sum(default.values()))} ({parts}), as "
+        f"predicted. The smallest budget that was found to be met, for this number of stages and micro-batches, is "
+        f"{needed} bytes ({bytes_text(needed)}), {source}.{stored} With these stages no plan needs less than {bound}"
+        f"{over}.{proven} Pass memory={needed} or more{also}; {fewer}" + "".join(f"\n    {line}" for line in lines),
+        needed,
+    )
+
+
+def largest_stored(planned: PlannedStep) -> list[str]:
+    """Return the largest tensors that a plan stores between the passes: module path, operator, shape and bytes."""
+    objective = planned.program.objective
+    leaves = jax.tree_util.tree_flatten_with_path(planned.batch)[0]
+    inputs = {t: f"batch{jax.tree_util.keystr(path)}" for t, (path, _) in zip(objective.batch, leaves, strict=True)}
+    producers = {t: op for op in objective.graph.operators for t in op.outputs}
+    stored: dict[str, int] = {}
+    for stage in planned.program.stages:
+        assert stage.vjp is not None
+        graph, formats = stage.vjp.graph, stage.vjp.plan.formats
+        producers_here = {**producers, **{t: op for op in graph.operators for t in op.outputs}}
+        for t in stage.stashed:
+            text = tensor_text(graph.tensors[t], producers_here.get(t), inputs.get(t, "an input"))
+            stored[text] = max(stored.get(text, 0), stored_bytes(graph.tensors[t], formats[t]))
+    ranked = sorted(stored.items(), key=lambda entry: (-entry[1], entry[0]))[:MOST_NAMED]
+    return [f"{text} ({bytes_text(size)})" for text, size in ranked if size]

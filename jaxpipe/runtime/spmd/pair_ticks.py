@@ -1,0 +1,37 @@
+"""1F1B in pair ticks, which lose nothing where all devices walk in step, and what this runtime runs for each name."""
+
+from collections.abc import Sequence
+
+from jaxpipe.schedules import schedule_makers
+from jaxpipe.schedules.interleaved import interleaved
+from jaxpipe.schedules.one_f_one_b import one_f_one_b
+from jaxpipe.schedules.schedule_makers import ScheduleMaker
+from jaxpipe.schedules.table import Action, Kind, Schedule, check_size, table
+from jaxpipe.schedules.zero_bubble import zero_bubble
+
+
+def pair_ticks(num_devices: int, num_microbatches: int) -> Schedule:
+    """Return 1F1B with one forward and one backward in each tick.
+
+    Stage ``i`` of ``p`` works forward on micro-batch ``j`` in tick ``i + j`` and backward in tick ``2(p-1) - i + j``:
+    ``(m + p - 1)(F + B)`` in step, with ``2(p-1-i) + 1`` micro-batches in flight. The textbook's table waits for the
+    longer of F and B twice.
+    """
+    check_size(num_devices, num_microbatches)
+    work: dict[tuple[int, int], list[Action]] = {}
+    for i in range(num_devices):
+        for j in range(num_microbatches):
+            work.setdefault((i + j, i), []).append(Action(Kind.FORWARD, j))
+            work.setdefault((2 * (num_devices - 1) - i + j, i), []).append(Action(Kind.BACKWARD, j))
+    return table("1f1b", num_devices, num_microbatches, work)
+
+
+#: The tables that ``schedule="auto"`` chooses from; of two that are as fast, the first.
+AUTO: tuple[ScheduleMaker, ...] = (pair_ticks, zero_bubble, interleaved)
+
+
+def makers_in_step(makers: Sequence[ScheduleMaker]) -> tuple[ScheduleMaker, ...]:
+    """Return what makes the tables of this runtime, for what was asked."""
+    if makers is schedule_makers.AUTO:
+        return AUTO
+    return tuple(pair_ticks if maker is one_f_one_b else maker for maker in makers)

@@ -101,7 +101,7 @@ def measure(pipeline: jaxpipe.Pipeline) -> dict[str, Any]:
             }
     calls = dispatch.calls
     stash = [
-        (str(calls.avals[register].shape), str(dispatch.specs[register]))
+        (str(calls.avals[register].shape), str(calls.specs[register]))
         for register in sorted(calls.free)
         if calls.avals[register].size > 2**16
     ]

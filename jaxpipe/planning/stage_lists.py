@@ -8,8 +8,7 @@ from jaxpipe.array_types import Device
 from jaxpipe.graph.sharding_annotations import outside_mesh
 from jaxpipe.plan import Plan
 from jaxpipe.runtime.executable_plan import ExecutablePlan
-from jaxpipe.runtime.mpmd.device_bytes import Peak
-from jaxpipe.runtime.mpmd.estimated_bytes import predicted_bytes
+from jaxpipe.runtime.mpmd.device_bytes import Peak, predicted_bytes
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
 from jaxpipe.runtime.program import Program
 from jaxpipe.target import building_for

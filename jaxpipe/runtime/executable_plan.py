@@ -18,7 +18,8 @@ from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.models.variable_shardings import Shardings
 from jaxpipe.plan import Plan
-from jaxpipe.runtime.mpmd.call_list import CallList, Traces
+from jaxpipe.runtime.mpmd.call_list import CallList
+from jaxpipe.runtime.mpmd.compile_work import Traces
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate
 from jaxpipe.runtime.program import Program

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import core
 
 from jaxpipe import _compat, multihost
 from jaxpipe.array_types import AnyJaxpr, Array, ArrayLike, Atom, PyTree
@@ -179,7 +178,7 @@ def _initialized(model: BoundModel, key: Array, batch: PyTree) -> Values:
         env |= {var: _on_default_device(x) for var, x in arrays.items() if var in needed}
         for eqn in reversed(equations):
             operands = [env[a] for a in eqn.invars if not _compat.is_literal(a)]
-            env.update(zip(eqn.outvars, core.eval_jaxpr(_compat.isolate(eqn), (), *operands), strict=True))
+            env.update(zip(eqn.outvars, _compat.evaluate_equation(eqn, operands), strict=True))
         return [jnp.asarray(a.val) if _compat.is_literal(a) else env[a] for a in wanted]
 
     return values

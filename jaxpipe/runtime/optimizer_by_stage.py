@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.array_types import Array, PyTree, Shaped, TensorNumber
+from jaxpipe.array_types import Array, Shaped, TensorNumber
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.graph import Graph, Operator, run
 from jaxpipe.graph.stacked_layers import Stacks
@@ -33,10 +33,9 @@ EXCHANGE_LIMIT = 4096
 
 
 @dataclass(frozen=True, eq=False)
-class PartitionedUpdate:
+class PartitionedUpdate(TracedUpdate):
     """``optimizer.update`` and ``apply_updates`` on the whole tree, each operator with its stage."""
 
-    graph: Graph  # ``(parameters, gradients of trained ones, state) -> (parameters, state)``
     stage_of: dict[TensorNumber, int]  # by tensor number; absent where every stage has it
     round: dict[TensorNumber, int]  # by tensor number, after how many exchanges it can be known
     exchanged: tuple[tuple[TensorNumber, ...], ...]  # by round, the tensors sent to all stages after it
@@ -46,11 +45,6 @@ class PartitionedUpdate:
     new_parameters: tuple[TensorNumber, ...]
     new_state: tuple[TensorNumber, ...]
     state_stage: tuple[int | None, ...]  # by leaf; None if every stage has it
-    state_avals: tuple[Shaped, ...]  # of leaves that are cut as their parameters are
-    state_names: tuple[str, ...]
-    state_shape: PyTree  # as optax has it
-    state_stacks: Stacks
-    per_stage: bool = False  # some of it looks at each stage apart (``jaxpipe.gradients.per_stage``)
 
     @functools.cached_property
     def learning_rate(self) -> int | None:
@@ -83,7 +77,7 @@ def partition_update(update: TracedUpdate, model: BoundModel, stage_of: Sequence
                 "optimizer moves whole arrays between parameters, which a pipeline does not do."
             )
     return PartitionedUpdate(
-        graph=graph,
+        **vars(update),
         stage_of=tensor_stage,
         round=rounds,
         exchanged=exchanged,
@@ -93,11 +87,6 @@ def partition_update(update: TracedUpdate, model: BoundModel, stage_of: Sequence
         new_parameters=outputs[:first],
         new_state=outputs[first:],
         state_stage=state_stage,
-        state_avals=update.state_avals,
-        state_names=update.state_names,
-        state_shape=update.state_shape,
-        state_stacks=state_stacks,
-        per_stage=update.per_stage,
     )
 
 

@@ -31,14 +31,8 @@ class CommonArrays:
     skipped: int = 0
 
 
-@dataclass(frozen=True, eq=False)
-class HostArrays:
-    """All arrays of a training state as host arrays in memory of their own."""
-
-    parameters: Sequence[ArrayLike]
-    variables: Sequence[ArrayLike]
-    optimizer: Sequence[ArrayLike]  # shared state included
-    residuals: Sequence[np.ndarray]  # ``[replicas, ...]`` by parameter; empty if gradients are exchanged whole
+class HostArrays(StageArrays):
+    """All arrays of a training state as host arrays in memory of their own, shared optimizer state included."""
 
 
 def of_replicas(residual: np.ndarray, count: int) -> np.ndarray:

@@ -4,9 +4,8 @@ Instructions read and write numbered registers, each of which is written once. T
 each follows the instructions for its own devices (``jaxpipe.runtime.mpmd.instructions``).
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -19,10 +18,6 @@ from jaxpipe.runtime.mpmd.stage_work import Context, Name, Role
 from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.mesh_axes import DATA
 from jaxpipe.sharding.partition_specs import side_by_side
-
-
-#: Work that was traced, by what decides it.
-Traces: TypeAlias = dict[Hashable, TracedWork]
 
 
 @dataclass(frozen=True, eq=False)

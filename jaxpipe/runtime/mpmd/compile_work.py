@@ -38,7 +38,7 @@ class TracedWork:
     read_names: tuple[Name, ...]
     written_names: tuple[Name, ...]
     same: Mapping[Name, Name]  # of a result that is an operand or another result
-    estimate: dict[Hashable, int] = field(default_factory=dict)  # of temporary bytes (``estimated_bytes``)
+    estimate: dict[Hashable, int] = field(default_factory=dict)  # of temporary bytes (``device_bytes``)
 
     @property
     def read_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -49,6 +49,10 @@ class TracedWork:
     def written_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the results."""
         return tuple(shape_of(v.aval) for v in _compat.open_jaxpr(self.program.closed)[0].outvars)
+
+
+#: Work that was traced, by what decides it.
+Traces: TypeAlias = dict[Hashable, TracedWork]
 
 
 def trace_work(work: Work, wanted: Callable[[Name], bool] = lambda _: True) -> TracedWork:

@@ -4,19 +4,23 @@ The host follows a list far ahead of the devices, and memory is reserved in its 
 instruction that writes it to the last that reads it, a program's temporaries during its call.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe.array_types import Device, Shaped
-from jaxpipe.graph.graph import itemsize
-from jaxpipe.runtime.mpmd.call_list import CallList
+from jaxpipe.graph.graph import itemsize, live, read_graph
+from jaxpipe.graph.liveness import temporary_bytes
+from jaxpipe.graph.sharding_propagation import of_one_device, propagate
+from jaxpipe.runtime.mpmd.call_list import CallList, Program
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
 from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Join, Place, Send, Split
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.stage_work import Name, Role
+from jaxpipe.sharding.submesh import count_parts
 
 
 #: Components of a device's memory in the order in which they are printed, with the roles of arrays in each.
@@ -31,6 +35,10 @@ COMPONENTS = {
     "messages": (Role.ACTIVATION, Role.COTANGENT, Role.RESULT, Role.EXCHANGED),
     "peers": (),  # parts of other stages' stashes
 }
+
+#: The component of what is in the host's memory, which takes nothing of the device's.
+_HOST = "host"
+
 _COMPONENT: dict[Role | None, str] = {role: name for name, roles in COMPONENTS.items() for role in roles}
 
 
@@ -82,7 +90,59 @@ NOTHING = Needs("")
 def peak_bytes(dispatch: Dispatch, devices: StageDevices) -> dict[Device, Peak]:
     """Return the most bytes that each device of this process holds at once while it follows a list."""
     needs = {key: Needs(run.label, run.temporary_bytes, run.alias_bytes) for key, run in dispatch.executables.items()}
-    return walk(replace(dispatch.calls, specs=dispatch.specs), devices, needs)
+    return walk(dispatch.calls, devices, needs)
+
+
+def predicted_bytes(calls: CallList, devices: StageDevices) -> dict[Device, Peak]:
+    """Return the most bytes that each device is predicted to hold at once while a list is followed.
+
+    It is the same walk, with estimated temporaries, before anything is compiled.
+    """
+    needs: dict[tuple[int, Place], Needs] = {}
+    for call in calls.instructions:
+        if isinstance(call, Call) and (call.program, call.place) not in needs:
+            specs, shape = [calls.specs[register] for register in call.reads], devices.mesh_shape(call.place)
+            program = calls.programs[call.program]
+            reused = _reusable_bytes(program, [count_parts(spec, shape) for spec in specs])
+            temporary = _working_bytes(program, specs, shape)
+            needs[call.program, call.place] = Needs(program.traced.work.label, temporary, reused)
+    return walk(calls, devices, needs)
+
+
+def _working_bytes(program: Program, specs: Sequence[P], shape: Mapping[str, int]) -> int:
+    """Return the estimated bytes of a program's temporaries on each device: what it needs besides operands and results.
+
+    Args:
+      specs: by operand that it reads, how it is split.
+      shape: the mesh axes of its devices, and their sizes.
+    """
+    traced = program.traced
+    several = any(size > 1 for size in shape.values())
+    key = "bytes", tuple(specs) if several else (), program.donated
+    if key not in traced.estimate:
+        graph = read_graph(traced.program.closed, inline_shards=True)
+        graph = replace(graph, operators=live(graph.operators, graph.outputs))
+        if several:
+            given = dict(zip(graph.inputs, specs, strict=True))
+            graph = of_one_device(graph, propagate(graph, given, shape).specs, shape)
+        donated = [graph.inputs[k] for k in sorted(program.donated)]
+        traced.estimate[key] = temporary_bytes(graph, donated)
+    return traced.estimate[key]
+
+
+def _reusable_bytes(program: Program, parts: Sequence[int]) -> int:
+    """Return the bytes of donated operands that results are written over: those of their shape and type.
+
+    Args:
+      parts: by operand, in how many parts its devices have it.
+    """
+    traced = program.traced
+    donated = [((traced.read_avals[k].shape, traced.read_avals[k].dtype), parts[k]) for k in sorted(program.donated)]
+    given = Counter(form for form, _ in donated)
+    split = dict(donated)
+    sizes = {(aval.shape, aval.dtype): array_bytes(aval) for aval in traced.written_avals}
+    written = Counter((aval.shape, aval.dtype) for aval in traced.written_avals)
+    return sum(count * sizes[form] // split[form] for form, count in (given & written).items())
 
 
 def walk(calls: CallList, devices: StageDevices, needs: Mapping[tuple[int, Place], Needs]) -> dict[Device, Peak]:
@@ -125,9 +185,7 @@ class _Memory:
         self._components = _components(calls)
         self._alive: dict[int, dict[Device, int]] = {}
         self._waiting: set[int] = set()
-        self._in_host: dict[int, tuple[tuple[Device, ...], int]] = {}
-        self._host: dict[Device, int] = defaultdict(int)
-        self.host_peaks: dict[Device, int] = {}
+        self.host_peaks: dict[Device, int] = defaultdict(int)
 
     def _size(self, register: int, place: Place) -> int:
         """Return the bytes of an array on each device of a place."""
@@ -137,37 +195,31 @@ class _Memory:
 
     def add(self, register: int, place: Place) -> None:
         """Reserve an array."""
-        size = self._size(register, place)
-        self._alive[register] = dict.fromkeys(self._devices.of(place), size)
-        for device in self._alive[register]:
-            self._held[device] += size
-            self._parts[device][self._components[register]] += size
+        self._alive[register] = dict.fromkeys(self._devices.of(place), self._size(register, place))
+        for device, size in self._alive[register].items():
+            self._change(device, self._components[register], size)
 
     def drop(self, register: int) -> None:
         """Free an array."""
-        if register in self._in_host:
-            devices, size = self._in_host.pop(register)
-            for device in devices:
-                self._host[device] -= size
-            return
         for device, size in self._alive.pop(register, {}).items():
-            self._held[device] -= size
-            self._parts[device][self._components[register]] -= size
+            self._change(device, self._components[register], -size)
+
+    def _change(self, device: Device, component: str, size: int) -> None:
+        self._parts[device][component] += size
+        if component == _HOST:
+            self.host_peaks[device] = max(self.host_peaks[device], self._parts[device][_HOST])
+        else:
+            self._held[device] += size
 
     def send(self, send: Send) -> None:
         """Receive a message. One that is kept for the backward pass is a message until its stage reads it."""
-        if send.to_host:
-            devices = self._devices.of(send.target)
-            self._in_host |= {register: (devices, self._size(register, send.target)) for register in send.writes}
-            for device in devices:
-                self._host[device] += sum(self._in_host[register][1] for register in send.writes)
-                self.host_peaks[device] = max(self.host_peaks.get(device, 0), self._host[device])
-            return
         for register in send.writes:
             if self._components[register] == "stash":
                 self._waiting.add(register)
                 self._components[register] = "messages"
             self.add(register, send.target)
+        if send.to_host:
+            return
         for device in self._devices.of(send.target):
             self._note(device, Needs("a message"), {})
 
@@ -176,8 +228,8 @@ class _Memory:
         for register in self._waiting.intersection(call.reads):
             self._waiting.remove(register)
             for device, size in self._alive[register].items():
-                self._parts[device]["messages"] -= size
-                self._parts[device]["stash"] += size
+                self._change(device, "messages", -size)
+                self._change(device, "stash", size)
             self._components[register] = "stash"
         for register in call.writes:
             self.add(register, call.place)
@@ -200,7 +252,8 @@ class _Memory:
     def _note(self, device: Device, needed: Needs, reused: dict[str, int]) -> None:
         total = self._held[device] + needed.temporary - needed.reused
         if total > self.peaks[device].total:
-            here = {name: n - reused.get(name, 0) for name, n in self._parts[device].items()}
+            parts = self._parts[device].items()
+            here = {name: n - reused.get(name, 0) for name, n in parts if name != _HOST}
             self.peaks[device] = Peak(total, needed.temporary, needed.label, here)
 
 
@@ -239,8 +292,8 @@ def _components(calls: CallList) -> dict[int, str]:
     for register in range(len(calls.avals)):
         role = names[register].role if register in names else None
         component = _COMPONENT.get(role, "state")
-        if register in calls.away:
-            components_of[register] = "peers"
+        if register in calls.away or register in calls.hosted:
+            components_of[register] = "peers" if register in calls.away else _HOST
             continue
         places = touched[register]
         kept = component == "messages" and role is not Role.EXCHANGED and len(places) > len(set(places))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import agreement, multihost
@@ -22,7 +22,6 @@ from jaxpipe.runtime.mpmd.combine_sends import crosses, ends
 from jaxpipe.runtime.mpmd.compile_work import Executable, Job, compile_jobs
 from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Instruction, Join, Key, Place, Send, Split, Spread
 from jaxpipe.runtime.mpmd.send_between_processes import Transfer, Transfers, of_member
-from jaxpipe.runtime.mpmd.send_within_process import send
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.waiting_thread import Awaited, Results, ended, started
 from jaxpipe.text.stable_text import writer
@@ -49,11 +48,10 @@ Step = tuple[Action | Started, Callable[[Registers], Sequence[Array]], slice | t
 class Dispatch:
     """A list that can be followed."""
 
-    calls: CallList
+    calls: CallList  # with the specs that XLA has chosen
     executables: dict[tuple[int, Place], Executable]  # those of other processes cannot be run
     steps: tuple[Step, ...]  # this process's
     registers: int  # those of the list, and those for actions that have not ended
-    specs: tuple[P, ...]  # by register of the list
 
     def run(self, given: dict[int, Array]) -> dict[Key, Array | None]:
         """Follow the list from its inputs by register; outputs on other processes' devices are None."""
@@ -101,12 +99,13 @@ def compile_list(calls: CallList, devices: StageDevices, call: str) -> Dispatch:
     if len(devices.processes) > 1:
         agreement.agree(call, lambda: _parts(calls))
     executables, specs = _compile_programs(calls, devices)
-    steps = _Steps(calls, devices, executables, specs, call)
+    calls = replace(calls, specs=specs)
+    steps = _Steps(calls, devices, executables, call)
     for instruction, left in zip(calls.instructions, calls.dropped, strict=True):
         steps.add(instruction, left)
     steps.end_all()
     every = {key: program for some in multihost.gathered(_shown(executables)) for key, program in some.items()}
-    return Dispatch(calls, every | executables, tuple(steps.steps), steps.registers, specs)
+    return Dispatch(calls, every | executables, tuple(steps.steps), steps.registers)
 
 
 def _parts(calls: CallList) -> dict[str, Part | str]:
@@ -193,16 +192,13 @@ class _Steps:
         calls: CallList,
         devices: StageDevices,
         executables: dict[tuple[int, Place], Executable],
-        specs: Sequence[P],
         call: str,
     ):
         self.steps: list[Step] = []
         self._call = call
         self.registers = len(calls.avals)
-        self._specs = specs
         self._calls, self._devices, self._executables = calls, devices, executables
-        self._transfers = Transfers(calls.avals, specs)
-        self._waits = devices.platform == "cpu"
+        self._transfers = Transfers(calls.avals, calls.specs)
         self._running: dict[int, tuple[Transfer, tuple[int, ...]]] = {}
 
     def add(self, instruction: Instruction, left: tuple[int, ...]) -> None:
@@ -210,14 +206,17 @@ class _Steps:
         part = self._part(instruction)
         if part is None:
             return
-        donated = self._donated(instruction)
+        programs = self._calls.programs
+        positions = programs[instruction.program].donated if isinstance(instruction, Call) else ()
+        donated = {instruction.reads[k] for k in positions}
         for register, (running, _) in list(self._running.items()):
             if not (donated.isdisjoint(running.reads) and set(part.reads).isdisjoint(running.writes)):
                 self._end(register)
-        if not (self._waits and self._crosses(instruction)):
+        awaited = self._awaited(instruction)
+        if awaited is None:
             self.steps.append(_step(part.run, part.reads, part.writes, left))
             return
-        action = started(part.run, self._awaited(instruction))
+        action = started(part.run, awaited)
         self.steps.append(_step(action, part.reads, (self.registers,), left))
         self._running[self.registers] = part, left
         self.registers += 1
@@ -233,43 +232,38 @@ class _Steps:
         self.steps.append(_step(ended, (register,), running.writes, (register, *unread)))
 
     def _part(self, instruction: Instruction) -> Transfer | None:
-        devices = self._devices
-        if isinstance(instruction, (Send, Exchange)):
-            takes_part = [d for place in ends(instruction) for d in multihost.mine(devices.of(place))]
-            if takes_part and crosses(instruction, devices):
-                return self._transfers.between(instruction, devices)
+        """Return what this process does for an instruction; None for nothing."""
+        devices, action = self._devices, None
         if isinstance(instruction, Spread):
             takes_part = multihost.mine(devices.of_replicas(instruction.replicas))
             return self._transfers.spread(instruction, devices) if takes_part else None
-        action = _action(instruction, self._calls, devices, self._executables, self._specs)
+        if isinstance(instruction, (Send, Exchange)) and crosses(instruction, devices):
+            takes_part = any(multihost.mine(devices.of(place)) for place in ends(instruction))
+            return self._transfers.between(instruction, devices) if takes_part else None
+        if isinstance(instruction, Call):
+            executable = self._executables.get((instruction.program, instruction.place))
+            action = None if executable is None else executable.run
+        elif isinstance(instruction, Send):
+            action = _send(instruction, devices, self._calls.specs)
+        elif isinstance(instruction, (Split, Join)):
+            action = _share(instruction, self._calls, devices)
         return None if action is None else Transfer(action, instruction.reads, instruction.writes)
 
-    def _donated(self, instruction: Instruction) -> set[int]:
-        if not isinstance(instruction, Call):
-            return set()
-        return {instruction.reads[k] for k in self._calls.programs[instruction.program].donated}
-
-    def _awaited(self, instruction: Instruction) -> Awaited:
+    def _awaited(self, instruction: Instruction) -> Awaited | None:
+        """Return what an instruction waits for on CPUs; None if for no other process."""
         devices = self._devices
         if isinstance(instruction, Call):
             what, every = f"work of stage {instruction.place.stage}", devices.of(instruction.place)
         elif isinstance(instruction, Spread):
             what, every = f"values of stage {instruction.source.stage}", devices.of_replicas(instruction.replicas)
-        else:
-            assert isinstance(instruction, (Send, Exchange))
+        elif isinstance(instruction, (Send, Exchange)) and crosses(instruction, devices):
             source, target = ends(instruction)
             what = f"messages of stages {source.stage} and {target.stage}"
             every = (*devices.of(source), *devices.of(target))
+        else:
+            return None
         others = frozenset(d.process_index for d in every) - {jax.process_index()}
-        return Awaited(self._call, what, others)
-
-    def _crosses(self, instruction: Instruction) -> bool:
-        if isinstance(instruction, Call):
-            row = self._devices.of(instruction.place)
-            return len(multihost.mine(row)) < len(row)
-        if isinstance(instruction, Send):
-            return crosses(instruction, self._devices)
-        return isinstance(instruction, (Exchange, Spread))
+        return Awaited(self._call, what, others) if others and devices.platform == "cpu" else None
 
 
 def _runs_elsewhere(*_: Array) -> NoReturn:
@@ -287,46 +281,57 @@ def _reader(reads: Sequence[int]) -> Callable[[Registers], Sequence[Array]]:
     return lambda registers: (registers[register],)
 
 
-def _action(
-    instruction: Instruction,
-    calls: CallList,
-    devices: StageDevices,
-    executables: dict[tuple[int, Place], Executable],
-    specs: Sequence[P],
-) -> Action | None:
-    """Return what this process does for an instruction; None for nothing."""
-    if isinstance(instruction, Call):
-        executable = executables.get((instruction.program, instruction.place))
-        return None if executable is None else executable.run
-    if isinstance(instruction, Send):
-        return send(instruction, devices, specs)
-    if not isinstance(instruction, (Split, Join)):
-        return None
-    whole = Place(instruction.stage)
-    mine = [r for r in devices.members(instruction.stage) if multihost.mine(devices.of(Place(instruction.stage, r)))]
-    if not mine:
-        return None
-    if isinstance(instruction, Split):
-        members = [devices.mesh(Place(instruction.stage, r)) for r in devices.members(instruction.stage)]
-        return _split(members, specs[instruction.reads[0]])
-    (write,) = instruction.writes
-    return _join(instruction, calls.avals[write].shape, NamedSharding(devices.mesh(whole), specs[write]), mine)
+def _share(instruction: Split | Join, calls: CallList, devices: StageDevices) -> Action | None:
+    """Return what this process does to take arrays apart or to put them together; None for nothing."""
+    places = [Place(instruction.stage, r) for r in devices.members(instruction.stage)]
+    mine = [r for r, place in enumerate(places) if multihost.mine(devices.of(place))]
+    meshes, write = [devices.mesh(place) for place in places], instruction.writes[0]
+    sharding = NamedSharding(devices.mesh(Place(instruction.stage)), calls.specs[write])
 
-
-def _split(members: Sequence[Mesh], spec: P) -> Action:
     def split(x: Array) -> list[Array | None]:
         shards = {shard.device: shard.data for shard in x.addressable_shards}
-        return [of_member(x.shape, shards, mesh, spec) for mesh in members]
+        return [of_member(x.shape, shards, mesh, calls.specs[instruction.reads[0]]) for mesh in meshes]
 
-    return split
-
-
-def _join(instruction: Join, shape: tuple[int, ...], sharding: NamedSharding, mine: Sequence[int]) -> Action:
     def join(*parts: Array) -> tuple[Array]:
         members = [parts[r] for r in mine]
-        if instruction.sharded and not members[0].shape:
+        if isinstance(instruction, Join) and instruction.sharded and not members[0].shape:
             members = [x.reshape(1) for x in members]
         local = [shard.data for x in members for shard in x.addressable_shards]
-        return (jax.make_array_from_single_device_arrays(shape, sharding, local),)
+        return (jax.make_array_from_single_device_arrays(calls.avals[write].shape, sharding, local),)
 
-    return join
+    return None if not mine else split if isinstance(instruction, Split) else join
+
+
+def _send(instruction: Send, devices: StageDevices, specs: Sequence[P]) -> Callable[..., Sequence[Array]] | None:
+    """Return what this process does for a message between devices of its own; None if it is not the sender."""
+    source, target = devices.of(instruction.source), devices.of(instruction.target)
+    if not multihost.mine(source):
+        return None
+    kind = None
+    if source == target:  # between the device's memory and its host's
+        kind = "pinned_host" if instruction.to_host else "device"
+    if len(target) > 1:
+        mesh = devices.mesh(instruction.target)
+        shardings = tuple(NamedSharding(mesh, specs[k], memory_kind=kind) for k in instruction.writes)
+        if len(multihost.mine(target)) == len(target):
+            return lambda *arrays: jax.device_put(arrays, shardings)
+        return lambda *arrays: [_moved(x, to) for x, to in zip(arrays, shardings, strict=True)]
+    # A device as the target takes half of the time that a sharding takes.
+    device = devices.at(instruction.target)
+    to = device if kind is None else SingleDeviceSharding(device, memory_kind=kind)
+    if len(instruction.reads) == 1:
+        return lambda x: (jax.device_put(x, to),)
+    return lambda *arrays: jax.device_put(arrays, to)
+
+
+def _moved(x: Array, to: NamedSharding) -> Array:
+    """Copy this process's parts of an array to the devices at their places in another mesh."""
+    assert isinstance(x.sharding, NamedSharding)
+    source, goal = x.sharding.mesh, to.mesh
+    assert isinstance(source, Mesh) and isinstance(goal, Mesh)
+    target = dict(zip(source.devices.flat, goal.devices.flat, strict=True))
+    local = [
+        jax.device_put(shard.data, SingleDeviceSharding(target[shard.device], memory_kind=to.memory_kind))
+        for shard in x.addressable_shards
+    ]
+    return jax.make_array_from_single_device_arrays(x.shape, to, local)

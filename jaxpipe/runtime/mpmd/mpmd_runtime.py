@@ -22,18 +22,15 @@ from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.runtime import check_state
 from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, followed_cuts
 from jaxpipe.runtime.interface import Bytes, ForwardPass, Gradients, Part, StepResults
-from jaxpipe.runtime.mpmd.adopt_state import adopt
 from jaxpipe.runtime.mpmd.call_list import CallList
-from jaxpipe.runtime.mpmd.device_bytes import Peak, peak_bytes
+from jaxpipe.runtime.mpmd.device_bytes import Peak, peak_bytes, predicted_bytes
 from jaxpipe.runtime.mpmd.dispatch import Dispatch, compile_list
-from jaxpipe.runtime.mpmd.estimated_bytes import predicted_bytes
 from jaxpipe.runtime.mpmd.instructions import Key, Place
-from jaxpipe.runtime.mpmd.other_shapes import ShapedStep, as_planned, check_shapes, shaped_for
+from jaxpipe.runtime.mpmd.other_shapes import check_shapes, shaped_for
 from jaxpipe.runtime.mpmd.report_work import COUNTERS
 from jaxpipe.runtime.mpmd.schedule_to_calls import evaluation_list, gradient_list, prediction_list, training_list
-from jaxpipe.runtime.mpmd.stage_devices import StageDevices
-from jaxpipe.runtime.mpmd.stage_placement import Layout
-from jaxpipe.runtime.mpmd.stage_state import Loader, StateLayout
+from jaxpipe.runtime.mpmd.stage_devices import Layout, StageDevices
+from jaxpipe.runtime.mpmd.stage_state import Loader, StateLayout, adopt
 from jaxpipe.runtime.mpmd.stage_work import Context, Name, Role
 from jaxpipe.runtime.mpmd.update_work import NONFINITE, STOPPED, UpdateContext
 from jaxpipe.runtime.recent import recent
@@ -104,20 +101,16 @@ class MpmdRuntime:
 
     def assemble(self, parts: Mapping[int, Part], common: CommonArrays) -> TrainState:
         """Return the state of the parts of this process's stages."""
-        spread, held = self._where.everywhere, {key: x for part in parts.values() for key, x in part.items()}
+        where, held = self._where, {key: x for part in parts.values() for key, x in part.items()}
         groups: dict[str, PyTree] = {
             field: tuple(held[x.key] if x.key in held else _elsewhere(x.aval) for x in arrays)
-            for field, arrays in self._where.arrays.items()
+            for field, arrays in where.arrays.items()
         }
-        state = TrainState(
-            **groups,
-            shared=tuple(multihost.place(x, spread) for x in common.shared),
-            key=multihost.place(common.key, spread),
-            step=multihost.place(jnp.int32(common.step), spread),
-            skipped=multihost.place(jnp.int32(common.skipped), spread),
-            plan=self.planned.plan.identity,
-        )
-        return made_for(self._token, state)
+        groups |= {"shared": tuple(common.shared), "key": common.key}
+        groups |= {"step": jnp.int32(common.step), "skipped": jnp.int32(common.skipped)}
+        for field in ("shared", "key", "step", "skipped"):
+            groups[field] = jax.tree.map(lambda x: multihost.place(x, where.everywhere), groups[field])
+        return made_for(self._token, TrainState(**groups, plan=self.planned.plan.identity))
 
     def check_batch(self, shapes: PyTree) -> None:
         """Raise ``BatchError`` if a batch differs from what was planned for in more than its sizes."""
@@ -160,7 +153,9 @@ class MpmdRuntime:
         rounds = planned.program.stage_replicas.rounds(batching.num_microbatches)
         schedule = forward_only(before.num_devices, rounds, before.num_chunks)
         with self._building():
-            shaped = ShapedStep(shapes, batching, objective, stages, schedule)
+            parts = {"objective": objective, "stages": stages, "schedule": schedule}
+            program = dataclasses.replace(planned.program, **parts, num_microbatches=batching.num_microbatches)
+            shaped = dataclasses.replace(planned, batch=shapes, batching=batching, program=program)
             layout = self._layout_of(shaped, collects=name == "predict")
             calls = evaluation_list(layout) if name == "evaluate" else prediction_list(layout)
             compiled = self._compile(layout, calls, f"Pipeline.{name}")
@@ -234,40 +229,37 @@ class MpmdRuntime:
 
     def bytes(self) -> Bytes:
         """Return the most bytes that each device needs at once in a step."""
-        peaks = peak_bytes(self.compiled_step, self.devices)
-        each = [peaks[d] for d in self._where.all_devices.devices.flat]
-        return Bytes(
-            tuple(peak.total for peak in each),
-            tuple(peak.temporary for peak in each),
-            tuple(peak.host for peak in each),
-        )
+        peaks = self.in_mesh_order(peak_bytes(self.compiled_step, self.devices)).values()
+        rows = zip(*((peak.total, peak.temporary, peak.host) for peak in peaks), strict=True)
+        return Bytes(*rows)
 
     @cached_property
     def _layout(self) -> Layout:
-        return dataclasses.replace(self._layout_of(as_planned(self.planned)), traces=self.planned.traces)
+        return dataclasses.replace(self._layout_of(self.planned), traces=self.planned.traces)
 
-    def _layout_of(self, shaped: ShapedStep, collects: bool = False) -> Layout:
-        leaves = zip(jax.tree.leaves(shaped.batch), shaped.batching.shared, strict=True)
+    def _layout_of(self, planned: ExecutablePlan, collects: bool = False) -> Layout:
+        program, batching = planned.program, planned.batching
+        leaves = zip(jax.tree.leaves(planned.batch), batching.shared, strict=True)
         local = [
             x if shared else jax.ShapeDtypeStruct((x.shape[0] // self.devices.replicas, *x.shape[1:]), x.dtype)
             for x, shared in leaves
         ]
         context = Context(
-            objective=shaped.objective,
-            stages=shaped.stages,
+            objective=program.objective,
+            stages=program.stages,
             batch=tuple(local),
-            shared=shaped.batching.shared,
-            num_microbatches=shaped.batching.num_microbatches,
+            shared=batching.shared,
+            num_microbatches=batching.num_microbatches,
             key=jax.eval_shape(lambda: jax.random.key(0)),
-            gradient_dtype=self.planned.program.gradient_dtype,
-            trains=shaped.schedule.has_backward,
+            gradient_dtype=program.gradient_dtype,
+            trains=program.schedule.has_backward,
             collects=collects,
             members=tuple(map(len, self.devices.rows)),
             counts=self.devices.counts,
-            specs=self.planned.shardings.specs(shaped.objective),
+            specs=planned.shardings.specs(program.objective),
         )
-        homes = dict(zip(shaped.objective.parameters, self.planned.stage_placement.parameters, strict=True))
-        return Layout(context, shaped.schedule, self.devices, homes)
+        homes = dict(zip(program.objective.parameters, planned.stage_placement.parameters, strict=True))
+        return Layout(context, program.schedule, self.devices, homes)
 
     @cached_property
     def _update(self) -> UpdateContext:
@@ -332,7 +324,7 @@ class MpmdRuntime:
         sizes = ", ".join(str(list(x.shape)) for x in jax.tree.leaves(shapes))
         tell(f"A batch of other shapes than were planned for: {sizes}")
         multihost.meet(f"a first batch of shapes {sizes}")
-        return self._layout_of(shaped_for(self.planned, shapes, self.planned.retrace))
+        return self._layout_of(shaped_for(self.planned, shapes))
 
     def _building(self) -> AbstractContextManager[None]:
         return building_for(self.planned.mesh.devices.flat[0].platform)

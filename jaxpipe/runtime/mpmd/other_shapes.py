@@ -5,8 +5,8 @@ sequences is traced anew; where the operators are the same, so are the cuts.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from jaxpipe.array_types import PyTree
 from jaxpipe.errors import BatchError, ScheduleError
@@ -20,23 +20,6 @@ from jaxpipe.schedules import Schedule, schedule_makers
 from jaxpipe.schedules.table import without_backward
 
 
-@dataclass(frozen=True, eq=False)
-class ShapedStep:
-    """A training step for batches of some shapes."""
-
-    batch: PyTree
-    batching: Batching
-    objective: MicrobatchProgram
-    stages: tuple[Stage, ...]
-    schedule: Schedule
-
-
-def as_planned(planned: ExecutablePlan) -> ShapedStep:
-    """Return the step for the shapes that were planned for."""
-    program = planned.program
-    return ShapedStep(planned.batch, planned.batching, program.objective, program.stages, program.schedule)
-
-
 def check_shapes(given: PyTree, planned: PyTree) -> None:
     """Raise ``BatchError`` unless shapes differ from those planned for only in their sizes."""
     for name, x, y in check_batch.paired_leaves(given, planned):
@@ -47,8 +30,8 @@ def check_shapes(given: PyTree, planned: PyTree) -> None:
             )
 
 
-def shaped_for(planned: ExecutablePlan, batch: PyTree, retrace: Callable[[PyTree], MicrobatchProgram]) -> ShapedStep:
-    """Return the step for batches of other shapes; raises ``BatchError`` or ``ScheduleError`` if it has none."""
+def shaped_for(planned: ExecutablePlan, batch: PyTree) -> ExecutablePlan:
+    """Return the plan for batches of other shapes; raises ``BatchError`` or ``ScheduleError`` if it has none."""
     replicas, before = planned.batching.replicas, planned.program
     size = check_batch.batch_size(batch)
     planned.model.check_batch_size(size)
@@ -57,7 +40,7 @@ def shaped_for(planned: ExecutablePlan, batch: PyTree, retrace: Callable[[PyTree
     # A batch that was planned as one micro-batch without examples stays that, whatever its sizes are by chance.
     m = 1 if all(planned.batching.shared) else _microbatches(batch, size, replicas, planned)
     batching = Batching(planned.batching.shared, replicas, m)
-    objective = retrace(with_rows(batch, size // (replicas * m)))
+    objective = planned.retrace(with_rows(batch, size // (replicas * m)))
     schedule = without_backward(_schedule(planned, before.stage_replicas.rounds(m)), before.schedule.frozen)
     if _same_operators(objective, before.objective):
         cuts: Sequence[int] = (0, *(stage.operators[1] for stage in planned.plan.stages))
@@ -69,7 +52,8 @@ def shaped_for(planned: ExecutablePlan, batch: PyTree, retrace: Callable[[PyTree
     )
     if _same_operators(objective, before.objective):
         stages = tuple(map(_stored_alike, stages, before.stages))
-    return ShapedStep(batch, batching, objective, stages, schedule)
+    program = replace(before, objective=objective, stages=stages, schedule=schedule, num_microbatches=m)
+    return replace(planned, batch=batch, batching=batching, program=program)
 
 
 def _microbatches(batch: PyTree, size: int, replicas: int, planned: ExecutablePlan) -> int:

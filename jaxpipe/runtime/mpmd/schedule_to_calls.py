@@ -14,7 +14,7 @@ from jaxpipe.runtime.mpmd.call_list import CallList, ListBuilder
 from jaxpipe.runtime.mpmd.compile_work import TracedWork, trace_work
 from jaxpipe.runtime.mpmd.instructions import Key, Place
 from jaxpipe.runtime.mpmd.report_work import copied_counters, counters_work, results_work, stack_work, weight_work
-from jaxpipe.runtime.mpmd.stage_placement import Layout
+from jaxpipe.runtime.mpmd.stage_devices import Layout
 from jaxpipe.runtime.mpmd.stage_work import INDEX, KEY, OVERFLOWS, STEP, Name, Role, Work, shape_of, stage_work
 from jaxpipe.runtime.mpmd.swap_instructions import StashMover
 from jaxpipe.runtime.mpmd.update_work import (
@@ -42,30 +42,28 @@ def training_list(layout: Layout, update: UpdateContext) -> CallList:
 
     Its outputs are new parameters, state and optimizer state by stage (as the inputs), and reports at ``layout.home``.
     """
-    writer = _Writer(layout)
-    ends = [StageUpdate(update, s) for s in layout.stages]
+    writer = _Writer(layout, update)
     if layout.schedule.versions is not None:
-        writer.run_table(update, ends)
-        writer.write_early_results(update, ends)
-        return writer.finish([*writer.write_ends(update, ends), *writer.reports])
+        writer.run_table(updates=True)
+        writer.write_results(updates=True)
+        return writer.finish([*writer.write_ends(), *writer.reports])
     writer.run_table()
     writer.fold_state()
-    writer.write_results(update, ends)
-    return writer.finish([*writer.write_updates(update, ends), *writer.reports])
+    writer.write_results(updates=True)
+    return writer.finish([*writer.write_updates(), *writer.reports])
 
 
 def gradient_list(layout: Layout, update: UpdateContext) -> CallList:
     """Return the list for loss, metrics and gradients; these are reports of their stages."""
-    writer = _Writer(layout)
-    ends = [StageUpdate(update, s) for s in layout.stages]
+    writer = _Writer(layout, update)
     writer.run_table()
-    writer.write_results(None, ends)
-    writer.return_gradients(update, ends)
+    writer.write_results(updates=False)
+    writer.return_gradients()
     outputs = []
     for s in layout.stages:
         held = layout.context.held(s)
         if held:
-            writer.call_whole(ends[s].mean_gradient(), s)
+            writer.call_whole(writer.ends[s].mean_gradient(), s)
             outputs += [Key(writer.place(s), Name(Role.MEAN, t)) for t in held]
     return writer.finish([*outputs, *writer.reports])
 
@@ -74,7 +72,7 @@ def evaluation_list(layout: Layout) -> CallList:
     """Return the list for loss and metrics of a forward pass."""
     writer = _Writer(layout)
     writer.run_table()
-    writer.write_results(None, ())
+    writer.write_results(updates=False)
     return writer.finish(writer.reports)
 
 
@@ -99,9 +97,11 @@ def prediction_list(layout: Layout) -> CallList:
 class _Writer(ListBuilder):
     """A list that is being written, for a layout."""
 
-    def __init__(self, layout: Layout):
+    def __init__(self, layout: Layout, update: UpdateContext | None = None):
         super().__init__(layout.devices, layout.context)
         self.layout = layout
+        self._update = update
+        self.ends = [] if update is None else [StageUpdate(update, s) for s in layout.stages]
         self.place, self.members = layout.devices.place, layout.devices.members
         self.every_member = [self.place(s, r) for s in layout.stages for r in self.members(s)]
         self.reports: list[Key] = []
@@ -112,6 +112,12 @@ class _Writer(ListBuilder):
         self._weights: dict[StageNumber, list[dict[Key, int]]] = {}
         self._mover = StashMover(self, layout)
         self._give_inputs()
+
+    @property
+    def update(self) -> UpdateContext:
+        """The optimizer, of lists that have one."""
+        assert self._update is not None
+        return self._update
 
     def finish(self, outputs: Iterable[Key]) -> CallList:
         if self.reports and len(self.devices.processes) > 1:
@@ -167,10 +173,10 @@ class _Writer(ListBuilder):
                 for j in range(context.num_microbatches):
                     self.given(place, name, aval, j, keep=True)
 
-    def run_table(self, update: UpdateContext | None = None, ends: Sequence[StageUpdate] = ()) -> None:
-        """Write what the schedule says, tick by tick; with ``update``, weights change during the step."""
-        if update is not None:
-            self._begin_updates(update)
+    def run_table(self, updates: bool = False) -> None:
+        """Write what the schedule says, tick by tick; with ``updates``, weights change during the step."""
+        if updates:
+            self._begin_updates()
         done: set[tuple[StageNumber, int, Kind]] = set()
         schedule = self.layout.schedule
         positions = [itertools.count() for _ in range(schedule.num_devices)]
@@ -187,20 +193,20 @@ class _Writer(ListBuilder):
                     for j in self.layout.dealt(k):
                         for r in self.layout.replicas:
                             self._run(s, r, j, kinds)
-                    if update is not None and Kind.BACKWARD in kinds and (k + 1) % schedule.group == 0:
-                        self._update_early(s, ends[s])
+                    if updates and Kind.BACKWARD in kinds and (k + 1) % schedule.group == 0:
+                        self._update_early(s)
             self._send_messages()
-        for place in self.every_member if update is None else ():  # those that no micro-batch was left for
+        for place in () if updates else self.every_member:  # those that no micro-batch was left for
             for kinds in self._programs[place.stage]:
                 if (place, kinds) not in self._started:
                     self._start(place, kinds, idle=True)
 
-    def _begin_updates(self, update: UpdateContext) -> None:
+    def _begin_updates(self) -> None:
         """Give every stage its optimizer; the first version of its weights is what the step begins with."""
         for s in self.layout.stages:
-            self._give_optimizer(update, s)
+            self._give_optimizer(s)
             self.call_whole(zeros_work(f"stage {s}: zero", value_avals(self.context, [SQUARES])), s)
-            for name in update.renewed_names(s).values():
+            for name in self.ends[s].renewed.values():
                 key = self.key(self.place(s), name)
                 self.now[key._replace(name=older(name))] = self.now[key]
             self._weights[s] = [self._newest_weights(s)]
@@ -220,11 +226,11 @@ class _Writer(ListBuilder):
             weights = self._weights[s]
             self.now |= weights[min(versions[s][j], len(weights) - 1)]  # frozen stages have one version
 
-    def _update_early(self, s: StageNumber, end: StageUpdate) -> None:
+    def _update_early(self, s: StageNumber) -> None:
         """Update a stage, whose gradients are then added up from zero again."""
         whole, places = self.place(s), {self.place(s, r) for r in self.members(s)}
         self.now |= self._weights[s][-1]
-        program = self.call_whole(end.early_update(self.layout.schedule.group), s, consumes=True)
+        program = self.call_whole(self.ends[s].early_update(self.layout.schedule.group), s, consumes=True)
         for name in program.written_names:
             if name.role is Role.PARAMETER:
                 self.split(s, name)
@@ -285,24 +291,18 @@ class _Writer(ListBuilder):
                 self._zeros[key] = self.program(trace_work(work))
             self.call(self._zeros[key], s, place.replica)
 
-    def write_results(self, update: UpdateContext | None, ends: Sequence[StageUpdate]) -> None:
-        """Make loss and metrics of the totals; under ``update`` everything that an update waits for."""
+    def write_results(self, updates: bool) -> None:
+        """Make loss and metrics of the totals; with ``updates`` everything that an update at the end waits for."""
+        for versions in self._weights.values():
+            self.now |= versions[-1]
         self._gather_totals()
-        if update is not None:
+        guarded = updates and self.update.guarded
+        if updates and not self._weights:
             self._weigh()
-            self.return_gradients(update, ends)
-            if update.guarded:
-                self._look([end.look() for end in ends])
-        self._report(update is not None and update.guarded)
-
-    def write_early_results(self, update: UpdateContext, ends: Sequence[StageUpdate]) -> None:
-        """Make loss and metrics of the totals; the weights have been updated."""
-        for s in self.layout.stages:
-            self.now |= self._weights[s][-1]
-        self._gather_totals()
-        if update.guarded:
-            self._look([end.look_at_norm() for end in ends])
-        self._report(update.guarded)
+            self.return_gradients()
+        if guarded:
+            self._look([end.look_at_norm() if self._weights else end.look() for end in self.ends])
+        self._report(guarded)
 
     def _maker(self, k: int) -> StageNumber:
         return next(s for s in self.layout.stages if k in self.context.stages[s].results)
@@ -372,65 +372,63 @@ class _Writer(ListBuilder):
             if target != source:
                 self.send(source, target, [(name, name) for name in names])
 
-    def return_gradients(self, update: UpdateContext, ends: Sequence[StageUpdate]) -> None:
+    def return_gradients(self) -> None:
         """Send gradients of borrowed parameters to the stage that has the parameter."""
         if not self.has(self.place(self.layout.stages[0], 0), WEIGHT):
             self._weigh()
         for s in self.layout.stages:
             for t in self.context.held(s):
-                for k in update.lenders(s, t):
-                    name, sums = update.returned(s, k, t), update.returns_sum(s, k)
+                for k in self.update.lenders(s, t):
+                    name, sums = self.update.returned(s, k, t), self.update.returns_sum(s, k)
                     if sums:
-                        self.call_whole(ends[k].returned_sum(s, t), k)
+                        self.call_whole(self.ends[k].returned_sum(s, t), k)
                         self.split(k, name)
                     pair = name if sums else Name(Role.GRADIENT, t), name
                     for r in self.members(s):
                         self.send(self.place(k, 0 if sums else r), self.place(s, r), [pair])
 
-    def write_updates(self, update: UpdateContext, ends: Sequence[StageUpdate]) -> list[Key]:
+    def write_updates(self) -> list[Key]:
         """Run the optimizer; returns what the next step begins with."""
-        by_stage, stages = update.by_stage, self.layout.stages
+        by_stage, stages = self.update.by_stage, self.layout.stages
         for s in stages:
-            self._give_optimizer(update, s)
-        if update.exchange is not None:
+            self._give_optimizer(s)
+        if self.update.exchange is not None:
             for s in stages:
-                self.call_whole(ends[s].exchange(), s, consumes=True)
-                self.call_whole(ends[s].averages(), s)
+                self.call_whole(self.ends[s].exchange(), s, consumes=True)
+                self.call_whole(self.ends[s].averages(), s)
         for number, exchanged in enumerate(by_stage.exchanged):
             for s in stages:
                 if any(by_stage.stage_of[t] == s for t in exchanged):
-                    for name in self.call_whole(ends[s].share(number), s).written_names:
+                    for name in self.call_whole(self.ends[s].share(number), s).written_names:
                         self._spread_whole(self.place(s), name)
         for s in stages:
-            self.call_whole(ends[s].update(), s, consumes=True)
-        self._count(update, 1)
-        return self._state(update)
+            self.call_whole(self.ends[s].update(), s, consumes=True)
+        self._count(1)
+        return self._state()
 
-    def write_ends(self, update: UpdateContext, ends: Sequence[StageUpdate]) -> list[Key]:
+    def write_ends(self) -> list[Key]:
         """End a step whose updates have been made; returns what the next step begins with."""
         for s in self.layout.stages:
-            self.call_whole(ends[s].end(), s, consumes=True)
-        self._count(update, self.context.num_microbatches // self.layout.schedule.group)
-        return self._state(update)
+            self.call_whole(self.ends[s].end(), s, consumes=True)
+        self._count(self.context.num_microbatches // self.layout.schedule.group)
+        return self._state()
 
-    def _state(self, update: UpdateContext) -> list[Key]:
+    def _state(self) -> list[Key]:
         outputs = []
         for s in self.layout.stages:
             stage, place, counts = self.context.stages[s], self.place(s), self.context.counts[s]
-            names = [name for name in update.renewed_names(s).values() if counts or name.role is not Role.SHARED]
+            names = [name for name in self.ends[s].renewed.values() if counts or name.role is not Role.SHARED]
             names += [STEP, SKIPPED] if counts else []
             names += [Name(Role.PARAMETER, t) for t in stage.parameters]
             names += [Name(Role.STATE, t) for t in stage.state]
             for t in stage.state:
                 if not self.has(place, Name(Role.STATE, t)):
                     self.join(s, Name(Role.STATE, t), self.context.aval(t), own=False)
-            if update.exchange is not None:
-                names += [Name(Role.RESIDUAL, t) for t in self.context.held(s)]
-            outputs += [self.key(place, name) for name in names]
+            outputs += [self.key(place, name) for name in (*names, *self.ends[s].residuals)]
         return list(dict.fromkeys(outputs))
 
-    def _count(self, update: UpdateContext, updates: int) -> None:
-        home = self.layout.home
+    def _count(self, updates: int) -> None:
+        home, update = self.layout.home, self.update
         for s in self.layout.stages:
             names = [SQUARES, *([HAD, UNSENT] if update.exchange is not None else [])]
             for name in names:
@@ -445,19 +443,15 @@ class _Writer(ListBuilder):
         self.call(self.program(traced), home.stage, 0)
         self.reports += [Key(home, name) for name in traced.written_names]
 
-    def _give_optimizer(self, update: UpdateContext, s: StageNumber) -> None:
+    def _give_optimizer(self, s: StageNumber) -> None:
         """Take note of optimizer state, residuals and numbers of steps at the devices of a stage."""
-        by_stage = update.by_stage
-        place, keep = self.place(s), not self.context.counts[s]
-        for k, (t, owner) in enumerate(zip(by_stage.state, by_stage.state_stage, strict=True)):
-            if owner in (s, None):
-                name = Name(Role.OPTIMIZER if owner == s else Role.SHARED, k)
-                self.given(place, name, shape_of(by_stage.graph.tensors[t]), keep=keep and owner is None)
-        for name in (STEP, SKIPPED):
-            self.given(place, name, value_avals(self.context, [name])[name], keep=keep)
-        if update.exchange is not None:
-            for name, aval in update.residual_avals(s).items():
-                self.given(place, name, aval)
+        place, keep, tensors = self.place(s), not self.context.counts[s], self.update.by_stage.graph.tensors
+        for t, name in self.update.state_names(s).items():
+            self.given(place, name, shape_of(tensors[t]), keep=keep and name.role is Role.SHARED)
+        for name, aval in value_avals(self.context, [STEP, SKIPPED]).items():
+            self.given(place, name, aval, keep=keep)
+        for name, aval in self.ends[s].residuals.items():
+            self.given(place, name, aval)
         for t in self.context.renewed_state(s):
             key = self.key(place, Name(Role.STATE, t))
             self.now[self.key(place, Name(Role.STATE, t, 1))] = self.inputs[key]

@@ -326,7 +326,8 @@ def _operands(context: Context, s: StageNumber) -> Avals:
     operands |= {Name(Role.STATE, t): context.aval(t) for t in stage.state}
     operands |= {Name(Role.ACTIVATION, t): context.aval(t) for t in stage.arriving}
     operands |= {name: context.total_aval(name) for name in context.totals(s)}
-    operands |= {} if stage.vjp is None else _stash_avals(stage)
+    for avals in stash_avals(stage).values() if stage.vjp is not None else ():
+        operands |= avals
     operands |= {Name(Role.COTANGENT, t): _tangent(context, t) for t in _following(context, s)}
     operands |= {Name(Role.SAVED, t): _tangent(context, t) for t in stage.saved}
     # The gradients of a single micro-batch are the sums.
@@ -344,7 +345,8 @@ def _results(context: Context, s: StageNumber, kinds: Sequence[Kind]) -> list[Na
         if context.collects:
             writes += [Name(Role.RESULT, k) for k in stage.results]
         if context.trains and stage.vjp is not None and kinds[-1] in (Kind.FORWARD, Kind.BACKWARD_INPUT):
-            writes += [name for name in _stash_avals(stage) if name not in writes]
+            stashed = (name for avals in stash_avals(stage).values() for name in avals)
+            writes += [name for name in stashed if name not in writes]
     if Kind.BACKWARD in kinds or Kind.BACKWARD_INPUT in kinds:
         writes += [Name(Role.COTANGENT, t) for t in stage.returning]
         if Kind.BACKWARD not in kinds and Kind.BACKWARD_WEIGHT not in kinds:
@@ -366,30 +368,17 @@ def _tangent(context: Context, t: TensorNumber) -> jax.ShapeDtypeStruct:
     return shape_of(cast(AbstractArray, context.objective.graph.tensors[t].aval.to_tangent_aval()))
 
 
-def _stash_avals(stage: Stage) -> Avals:
-    """The arrays of a stash. A tensor that is kept as it is goes by its own name, whoever else reads it."""
+def stash_avals(stage: Stage) -> dict[TensorNumber, Avals]:
+    """Return the arrays of a stash by tensor. One that is kept as it is goes by its own name, whoever else reads it."""
     assert stage.vjp is not None
-    plan, kept = stage.vjp.plan, set(stage.stashed)
-    return {
-        name: aval
-        for t, avals in zip(plan.stored, stage.vjp.stash_avals, strict=True)
-        if t in kept
-        for name, aval in zip(_stash_names(stage, t, len(avals)), avals, strict=True)
-    }
-
-
-def stash_names(stage: Stage, t: TensorNumber) -> list[Name]:
-    """Return the arrays that a tensor of a stash is stored as; none if it is not stored."""
-    assert stage.vjp is not None
-    counts = dict(zip(stage.vjp.plan.stored, map(len, stage.vjp.stash_avals), strict=True))
-    return _stash_names(stage, t, counts[t]) if t in counts else []
-
-
-def _stash_names(stage: Stage, t: TensorNumber, count: int) -> list[Name]:
-    assert stage.vjp is not None
-    if stage.vjp.plan.formats[t].format is Format.KEEP:
-        return [Name(Role.ACTIVATION, t)]
-    return [Name(Role.STASH, t, part) for part in range(count)]
+    plan, kept, stash = stage.vjp.plan, set(stage.stashed), {}
+    for t, avals in zip(plan.stored, stage.vjp.stash_avals, strict=True):
+        names = [Name(Role.STASH, t, part) for part in range(len(avals))]
+        if plan.formats[t].format is Format.KEEP:
+            names = [Name(Role.ACTIVATION, t)]
+        if t in kept:
+            stash[t] = dict(zip(names, avals, strict=True))
+    return stash
 
 
 def _available(context: Context, stage: Stage, arrays: Arrays) -> dict[TensorNumber, Array]:
@@ -430,8 +419,8 @@ def _forward(context: Context, s: StageNumber, arrays: Arrays) -> None:
     outputs, stash, overflows = stage_passes.forward(stage, known, context.trains)
     if OVERFLOWS in arrays:
         arrays[OVERFLOWS] = arrays[OVERFLOWS] + overflows
-    for t, parts in stash.items():
-        arrays.update(zip(_stash_names(stage, t, len(parts)), parts, strict=True))
+    for t, avals in stash_avals(stage).items() if stash else ():
+        arrays.update(zip(avals, stash[t], strict=True))
     computed = known | outputs
     arrays.update((Name(Role.ACTIVATION, t), computed[t]) for t in stage.leaving)
     arrays.update((Name(Role.STATE, t), computed[new]) for t, new in zip(stage.state, stage.new_state, strict=True))
@@ -447,7 +436,7 @@ def _backward(context: Context, s: StageNumber, kind: Kind, arrays: Arrays) -> N
     """Go backward through a stage, or the part of it that a kind is."""
     stage = context.stages[s]
     known, sums = _available(context, stage, arrays), _adding_to_sums(context, s, arrays)
-    stash = {t: tuple(arrays[name] for name in stash_names(stage, t)) for t in stage.stashed}
+    stash = {t: tuple(arrays[name] for name in avals) for t, avals in stash_avals(stage).items()}
     if kind is Kind.BACKWARD_WEIGHT:
         received = {t: arrays[Name(Role.SAVED, t)] for t in stage.saved}
     else:

@@ -18,8 +18,8 @@ from jaxpipe.runtime.mpmd.call_list import ListBuilder
 from jaxpipe.runtime.mpmd.compile_work import trace_work
 from jaxpipe.runtime.mpmd.device_bytes import array_bytes
 from jaxpipe.runtime.mpmd.instructions import Key, Place
-from jaxpipe.runtime.mpmd.stage_placement import Layout
-from jaxpipe.runtime.mpmd.stage_work import Arrays, Name, Role, Work, stash_names
+from jaxpipe.runtime.mpmd.stage_devices import Layout
+from jaxpipe.runtime.mpmd.stage_work import Arrays, Name, Role, Work, stash_avals
 from jaxpipe.runtime.stash_swap import SwapTarget
 from jaxpipe.schedules.swap_points import HOST, swap_points
 from jaxpipe.schedules.table import DeviceNumber, StageNumber
@@ -79,10 +79,10 @@ class StashMover:
         s, builder = place.stage, self._builder
         if (s, j) not in self._leaving:
             return
-        swap, stage = self._layout.context.stages[s].swap, self._layout.context.stages[s]
+        stage = self._layout.context.stages[s]
+        swap, stash = stage.swap, stash_avals(stage)
         assert swap is not None
-        names = [name for t in swap.tensors for name in stash_names(stage, t)]
-        names = [name for name in names if builder.has(place, name, j)]
+        names = [name for t in swap.tensors for name in stash.get(t, ()) if builder.has(place, name, j)]
         if s not in self._pieces:
             avals = {name: builder.avals[builder.now[builder.key(place, name, j)]] for name in names}
             self._pieces[s] = dict(zip(names, cut_arrays(list(avals.values()), swap.targets), strict=True))

@@ -98,24 +98,11 @@ class UpdateContext:
         """The sum of a parameter's gradients that stage ``k``, which borrows it, returns: of each member, or of all."""
         return Name(Role.MEAN if self.returns_sum(s, k) else Role.GRADIENT, t, 1 + k)
 
-    def renewed_names(self, s: StageNumber) -> dict[TensorNumber, Name]:
-        """By tensor number in the optimizer, the parameters and the optimizer state that a stage writes."""
-        names = {t: Name(Role.PARAMETER, self.tensor_of[t]) for t in held_by(self.by_stage, s)[0]}
-        return names | self.state_names(s)
-
     def state_names(self, s: StageNumber) -> dict[TensorNumber, Name]:
         """By tensor number in the optimizer, the state of a stage and that which every stage has."""
         roles = {s: Role.OPTIMIZER, None: Role.SHARED}
         owned = enumerate(zip(self.by_stage.state, self.by_stage.state_stage, strict=True))
         return {t: Name(roles[owner], k) for k, (t, owner) in owned if owner in roles}
-
-    def residual_avals(self, s: StageNumber) -> Avals:
-        """Shapes of what all replicas have not sent of a stage's gradients."""
-        avals = {t: self.pipeline.aval(t) for t in self.pipeline.held(s)}
-        wide = {t: jnp.promote_types(aval.dtype, jnp.float32) for t, aval in avals.items()}
-        lead = self.pipeline.lead(s)
-        shapes = {t: jax.ShapeDtypeStruct((*lead, *aval.shape), wide[t]) for t, aval in avals.items()}
-        return {Name(Role.RESIDUAL, t): self.pipeline.of_members(s, aval) for t, aval in shapes.items()}
 
 
 def older(name: Name) -> Name:
@@ -170,12 +157,20 @@ class StageUpdate:
         # Members that share micro-batches have the same state already.
         alike = self._is_alone or self._pipeline.stages[s].fold is not None
         self._state = self._pipeline.renewed_state(s) if context.guarded or not alike else []
-        self._renewed = context.renewed_names(s)
+        #: By tensor number in the optimizer, the parameters and the optimizer state that the stage writes.
+        names = {t: Name(Role.PARAMETER, context.tensor_of[t]) for t in held_by(context.by_stage, s)[0]}
+        self.renewed = names | context.state_names(s)
         plan = context.exchange
         arriving = [] if plan is None else jax.tree.leaves(plan.messages(s))
         self._messages = {Name(Role.EXCHANGED, k, 2): x for k, x in enumerate(arriving)}
-        self._residuals = {} if plan is None else context.residual_avals(s)
+        self.residuals = {} if plan is None else {Name(Role.RESIDUAL, t): self._residual_aval(t) for t in self._held}
         self._operands = self._what_exists()
+
+    def _residual_aval(self, t: TensorNumber) -> jax.ShapeDtypeStruct:
+        """The shape of what all replicas have not sent of a parameter's gradients."""
+        aval, lead = self._pipeline.aval(t), self._pipeline.lead(self._s)
+        wide = jax.ShapeDtypeStruct((*lead, *aval.shape), jnp.promote_types(aval.dtype, jnp.float32))
+        return self._pipeline.of_members(self._s, wide)
 
     def _what_exists(self) -> Avals:
         context, pipeline, s = self._context, self._pipeline, self._s
@@ -187,12 +182,12 @@ class StageUpdate:
             for k in context.lenders(s, t):
                 sum_aval = jax.ShapeDtypeStruct(pipeline.aval(t).shape, total.dtype)
                 operands[context.returned(s, k, t)] = sum_aval if context.returns_sum(s, k) else together(total)
-        operands |= value_avals(pipeline, [WEIGHT, SQUARES]) | self._residuals | self._messages
+        operands |= value_avals(pipeline, [WEIGHT, SQUARES]) | self.residuals | self._messages
         if context.exchange is not None:
             operands |= {Name(Role.EXCHANGED, t, 1): pipeline.aval(t) for t in self._held}
         renewed = {
             name: pipeline.aval(name.tensor) if name.role is Role.PARAMETER else shape_of(tensors[t])
-            for t, name in self._renewed.items()
+            for t, name in self.renewed.items()
         }
         state = {Name(Role.STATE, t): pipeline.aval(t) for t in self._state}
         operands |= renewed | {name: together(aval) for name, aval in state.items()}
@@ -234,9 +229,9 @@ class StageUpdate:
                 out_specs=[*(P() for _ in self._messages), *(P(DATA) for _ in avals), P(), P()],
                 check_vma=False,
             )
-            before = [values[name] for name in self._residuals]
+            before = [values[name] for name in self.residuals]
             results = mapped(shares, before, values[STEP], values.get(STOPPED, False))
-            return dict(zip([*self._messages, *self._residuals, HAD, UNSENT], results, strict=True))
+            return dict(zip([*self._messages, *self.residuals, HAD, UNSENT], results, strict=True))
 
         return self._work("exchange", function)
 
@@ -316,7 +311,7 @@ class StageUpdate:
         """
 
         def function(values: Arrays) -> Arrays:
-            renewed = self._renewed.values() if self._context.guarded else ()
+            renewed = self.renewed.values() if self._context.guarded else ()
             results = {name: _chosen(values.get(STOPPED), values[older(name)], values[name]) for name in renewed}
             return results | self._ends(values)
 
@@ -334,8 +329,8 @@ class StageUpdate:
     def _sum_names(self, t: TensorNumber) -> list[Name]:
         """The arrays that a parameter's gradient is made of."""
         context, pipeline, s = self._context, self._pipeline, self._s
-        own = pipeline.sums(s, [t]) if t in pipeline.trained(s) else ()
-        return [*own, *(context.returned(s, k, t) for k in context.lenders(s, t))]
+        sums = pipeline.sums(s, [t]) if t in pipeline.trained(s) else ()
+        return [*sums, *(context.returned(s, k, t) for k in context.lenders(s, t))]
 
     def _own_sums(self, values: Arrays) -> list[Array]:
         """Sums of each member, with what members of stages that borrow a parameter have returned."""
@@ -407,7 +402,7 @@ class StageUpdate:
     def _new_values(self, values: Arrays, stopped: Array | None, counts: bool) -> tuple[Arrays, Array]:
         """Run the optimizer: parameters and state, shared if it counts, and the squared norm of the gradient."""
         by_stage = self._by_stage
-        names = {t: name for t, name in self._renewed.items() if counts or name.role is not Role.SHARED}
+        names = {t: name for t, name in self.renewed.items() if counts or name.role is not Role.SHARED}
         olds, news = (*by_stage.parameters, *by_stage.state), (*by_stage.new_parameters, *by_stage.new_state)
         new = dict(zip(olds, news, strict=True))
         gradients = self._gradients(values)
@@ -464,9 +459,9 @@ class StageUpdate:
         """Values by tensor number in the optimizer that the stage begins a round with."""
         taken = held_by(self._by_stage, self._s)[1]
         env: dict[TensorNumber, Array] = dict(self._by_stage.graph.constants)
-        env |= {t: values[name] for t, name in self._renewed.items() if name.role is Role.PARAMETER}
+        env |= {t: values[name] for t, name in self.renewed.items() if name.role is Role.PARAMETER}
         env |= {t: gradients[self._context.tensor_of[t]] for t in taken}
-        env |= {t: values[name] for t, name in self._renewed.items() if name.role is not Role.PARAMETER}
+        env |= {t: values[name] for t, name in self.renewed.items() if name.role is not Role.PARAMETER}
         return env | {t: values[Name(Role.EXCHANGED, t)] for ts in self._by_stage.exchanged[:rounds] for t in ts}
 
     def _compute(self, wanted: Sequence[TensorNumber], env: dict[TensorNumber, Array]) -> None:

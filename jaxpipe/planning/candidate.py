@@ -1,8 +1,9 @@
 """``Candidate``: cuts and a schedule as a program with default storage, and how long its step takes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from jaxpipe.planning.cuts.device_mapping import best_mapping
 from jaxpipe.planning.cuts.placed_stages import Partition
@@ -21,10 +22,11 @@ from jaxpipe.sharding.mesh_axes import DATA
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """A traced program, cut; the programs of its stages are built when they are first needed."""
+    """A traced program, cut; the programs of its stages are built when they are first needed, and traced once."""
 
     traced: Traced
     partition: Partition
+    traces: dict[Any, Any] = field(default_factory=dict)  # of the work of its stages, filled while calls are listed
 
     @cached_property
     def replicas(self) -> StageReplicas:

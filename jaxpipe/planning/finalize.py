@@ -164,7 +164,7 @@ def finalize(candidate: Candidate, solving: Solving | None) -> FinalizedCandidat
         layouts = program.gradients, program.sums
         sent = stage_exchange(exchange, traced.model, placement, *layouts, request.replicas)
     update = Update(by_stage, layout, sent, request.options.on_nonfinite)
-    return FinalizedCandidate(candidate, mesh, placement, update, solving, StageLists())
+    return FinalizedCandidate(candidate, mesh, placement, update, solving, StageLists(candidate.cut.traces))
 
 
 def _owned(by_stage: PartitionedUpdate) -> Sequence[tuple[Shaped, int | None]]:

@@ -4,9 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from jaxpipe.planning.storage import integer_program
+from jaxpipe.planning.storage.fastest_choice import choose
 from jaxpipe.planning.storage.greedy import give_up, give_up_all
 from jaxpipe.planning.storage.integer_program import solve
 from jaxpipe.planning.storage.small_items import without_small_items
+from jaxpipe.planning.storage.solver_time import SolverTime
+from jaxpipe.planning.storage.stage_budget import Solving
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Option, Problem, simulate
 
 
@@ -74,3 +78,38 @@ def test_small_items_are_not_swapped():
     reduced = without_small_items(problem)
     assert reduced.items[1].options == (replace(keep, bytes=0),)
     assert reduced.items[0] == large
+
+
+def test_no_solver_is_asked_where_no_more_than_the_slack_can_be_won(monkeypatch):
+    """One of the layers is computed again; storing all of them would take no time."""
+
+    def never(*args, **options):
+        raise AssertionError("a solver was called")
+
+    monkeypatch.setattr(integer_program, "solve", never)
+    problem = equal_layers(LAYERS * INPUT + (LAYERS - 1) * INNER)
+    answer = choose(problem, slack=SECONDS)
+    assert (answer.status, answer.outcome.seconds, answer.bound) == ("gap", SECONDS, 0.0)
+    with pytest.raises(AssertionError, match="a solver was called"):
+        choose(problem, slack=0.9 * SECONDS)
+    assert choose(replace(problem, base=(problem.capacity + 1,) * LAYERS)) is None  # whatever is chosen
+
+
+def test_a_solver_stops_within_the_slack():
+    problem = equal_layers(LAYERS * INPUT + 7 * INNER)
+    best = (LAYERS - 7) * SECONDS
+    solution = solve(problem, slack=4 * SECONDS)
+    assert best <= simulate(problem, solution.choice).seconds <= best + 4 * SECONDS
+    assert best - 4 * SECONDS <= solution.bound <= best + 1e-3  # of equals the smallest stash
+
+
+def test_equal_stages_are_solved_once():
+    """Names do not count; what is the fastest within more bytes is so within fewer, if it still fits."""
+    solving = Solving("HIGHS", SolverTime(60.0), 1.0)
+    problem = equal_layers(LAYERS * INPUT + 7 * INNER + INNER // 2)
+    named = replace(problem, items=tuple(replace(item, name=f"other {item.name}") for item in problem.items))
+    answer, _ = solving.fastest(problem, 0.0)
+    assert answer.outcome.seconds == (LAYERS - 7) * SECONDS
+    assert solving.fastest(replace(named, capacity=LAYERS * INPUT + 7 * INNER), 0.0) == (answer, 0.0)
+    less, _ = solving.fastest(replace(named, capacity=LAYERS * INPUT + 6 * INNER), 0.0)
+    assert less.outcome.seconds == (LAYERS - 6) * SECONDS

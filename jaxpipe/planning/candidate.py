@@ -5,8 +5,9 @@ traced ──list_candidates──▶ Candidate ──default, with_storage(...)
 
 # More than 15 of our modules: the parts of a planned step are put together here.
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -40,10 +41,11 @@ from jaxpipe.sharding.mesh_axes import DATA
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """A traced program, cut; the programs of its stages are built when they are first needed."""
+    """A traced program, cut; the programs of its stages are built when they are first needed, and traced once."""
 
     traced: Traced
     partition: Partition
+    traces: dict[Any, Any] = field(default_factory=dict)  # of the work of its stages, filled while calls are listed
 
     @cached_property
     def replicas(self) -> StageReplicas:
@@ -143,7 +145,7 @@ class Candidate:
     @cached_property
     def lists(self) -> StageLists:
         """The calls of its plans."""
-        return StageLists()
+        return StageLists(self.cut.traces)
 
     @cached_property
     def described(self) -> "PlannedStep":

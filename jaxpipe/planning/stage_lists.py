@@ -21,10 +21,10 @@ _Planned = TypeVar("_Planned", bound=ExecutablePlan)
 class StageLists:
     """The lists of plans with the same cuts. The list of a program, and the work of a stage, is traced once."""
 
-    def __init__(self) -> None:
-        """Nothing is traced yet."""
+    def __init__(self, traces: dict[Any, Any]) -> None:
+        """Nothing is listed yet; ``traces`` are those of other schedules for the same cuts, too."""
         self._calls: dict[int, tuple[Program, Any]] = {}
-        self._traces: dict[Any, Any] = {}
+        self._traces = traces
 
     def with_list(self, planned: _Planned) -> _Planned:
         """Return a plan with its list."""

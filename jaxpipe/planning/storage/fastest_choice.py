@@ -45,27 +45,31 @@ class Answer:
         return (seconds - self.bound) / seconds if seconds > self.bound else 0.0
 
 
-def choose(problem: Problem, *, solver: str = "HIGHS", time_limit: float = 10.0, gap: float = 0.0) -> Answer | None:
+def choose(
+    problem: Problem, *, solver: str = "HIGHS", time_limit: float = 10.0, gap: float = 0.0, slack: float = 0.0
+) -> Answer | None:
     """The fastest choice within the limits, as far as it is found in the time; None if none was found.
 
-    Without any time, the solver is not called.
+    Without any time, the solver is not called, nor where it cannot save more than ``slack`` seconds.
     """
+    if problem.capacity < max(problem.base):
+        return None
     least = least_seconds(problem)
     candidates = []
     greedy = give_up(problem)
     if greedy is not None:
         outcome = simulate(problem, greedy)
         assert outcome is not None
-        if outcome.seconds <= least:
-            return Answer(greedy, outcome, "optimal", outcome.seconds)
+        if outcome.seconds <= least + slack:
+            return Answer(greedy, outcome, "optimal" if outcome.seconds <= least else "gap", least)
         candidates.append((1, greedy))
-    solved = _solve(problem, solver, time_limit, gap)
+    solved = _solve(problem, solver, time_limit, gap, slack)
     if solved.choice is not None:
         outcome = simulate(problem, solved.choice)
         if outcome is not None and not outcome.fits(problem):
             # Once more, with the capacity lowered by what the solver's arithmetic leaves open.
             strict = replace(problem, capacity=problem.capacity * (1 - ACCURACY))
-            solved = _solve(strict, solver, time_limit, gap)
+            solved = _solve(strict, solver, time_limit, gap, slack)
             outcome = None if solved.choice is None else simulate(problem, solved.choice)
         if solved.choice is not None and outcome is not None and outcome.fits(problem):
             candidates.append((0, solved.choice))
@@ -82,7 +86,9 @@ def choose(problem: Problem, *, solver: str = "HIGHS", time_limit: float = 10.0,
     return Answer(choice, outcome, status, bound)
 
 
-def _solve(problem: Problem, solver: str, time_limit: float, gap: float, *, least_peak: bool = False) -> Solution:
+def _solve(
+    problem: Problem, solver: str, time_limit: float, gap: float, slack: float = 0.0, *, least_peak: bool = False
+) -> Solution:
     """Ask a solver, if there is time for it, or take what it found before."""
 
     def solve(*args: Any, **options: Any) -> Solution:
@@ -91,7 +97,8 @@ def _solve(problem: Problem, solver: str, time_limit: float, gap: float, *, leas
         return integer_program.solve(*args, **options)
 
     reduced = without_small_items(problem)
-    return kept_or_solved(solve, reduced, solver=solver, time_limit=time_limit, gap=gap, least_peak=least_peak)
+    limits = {"time_limit": time_limit, "gap": gap, "slack": slack, "least_peak": least_peak}
+    return kept_or_solved(solve, reduced, solver=solver, **limits)
 
 
 def check_solver(solver: str) -> str:

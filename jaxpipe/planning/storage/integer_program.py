@@ -96,7 +96,13 @@ def _program(problem: Problem) -> _Program:
 
 
 def solve(
-    problem: Problem, *, solver: str = "HIGHS", time_limit: float = 10.0, gap: float = 0.0, least_peak: bool = False
+    problem: Problem,
+    *,
+    solver: str = "HIGHS",
+    time_limit: float = 10.0,
+    gap: float = 0.0,
+    slack: float = 0.0,
+    least_peak: bool = False,
 ) -> Solution:
     """Ask a solver.
 
@@ -105,6 +111,7 @@ def solve(
       solver: the name of a mixed-integer solver that cvxpy finds.
       time_limit: seconds, for HiGHS itself and through SciPy; others are not limited.
       gap: relative difference from the bound at which to stop.
+      slack: the same in seconds; HiGHS alone can be told.
       least_peak: make the peak as low as can be, whatever it costs, instead of keeping to the capacity.
     """
     if not any(item.options for item in problem.items):  # nothing to choose, and a solver would refuse
@@ -123,7 +130,7 @@ def solve(
         constraints += limits
         if np.isfinite(problem.capacity):
             constraints.append(memory <= problem.capacity / program.unit)
-    return _solved(program, cp.Problem(cp.Minimize(objective), constraints), scale, solver, time_limit, gap)
+    return _solved(program, cp.Problem(cp.Minimize(objective), constraints), scale, solver, time_limit, gap, slack)
 
 
 def _choices(program: _Program) -> list[cp.Constraint]:
@@ -308,10 +315,11 @@ def _seconds(program: _Program) -> tuple[cp.Expression, float, list[cp.Constrain
 
 
 def _solved(
-    program: _Program, problem: cp.Problem, scale: float, solver: str, time_limit: float, gap: float
+    program: _Program, problem: cp.Problem, scale: float, solver: str, time_limit: float, gap: float, slack: float
 ) -> Solution:
     limits = {"time_limit": time_limit, "mip_rel_gap": gap}
-    options = {"HIGHS": {**limits, "random_seed": 0}, "SCIPY": {"scipy_options": limits}}.get(solver, {})
+    for_highs = {**limits, "mip_abs_gap": max(1e-6, slack / scale), "random_seed": 0}  # 1e-6: as without a slack
+    options = {"HIGHS": for_highs, "SCIPY": {"scipy_options": limits}}.get(solver, {})
     if solver == "HIGHS":
         silence_highs()
     try:

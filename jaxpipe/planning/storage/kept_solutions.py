@@ -20,19 +20,26 @@ PATIENCE = 4
 
 
 def kept_or_solved(
-    solve: Callable[..., Solution], problem: Problem, *, solver: str, time_limit: float, gap: float, least_peak: bool
+    solve: Callable[..., Solution],
+    problem: Problem,
+    *,
+    solver: str,
+    time_limit: float,
+    gap: float,
+    slack: float = 0.0,
+    least_peak: bool,
 ) -> Solution:
     """Return what a solver finds in some time, or what is kept of a call that had about as much.
 
     Without any time, the solver is not called. What is proven is found again without being kept.
     """
-    path = _path(problem, solver, gap, least_peak)
+    path = _path(problem, solver, gap, slack, least_peak)
     kept, seconds = _load(path, problem)
     if kept is not None and PATIENCE * seconds >= time_limit:
         return kept
     if time_limit <= 0:
         return Solution()
-    solution = solve(problem, solver=solver, time_limit=time_limit, gap=gap, least_peak=least_peak)
+    solution = solve(problem, solver=solver, time_limit=time_limit, gap=gap, slack=slack, least_peak=least_peak)
     if solution.optimal or solution.infeasible:
         return solution
     solution = _better(problem, kept, solution, least_peak)

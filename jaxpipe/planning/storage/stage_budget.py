@@ -15,7 +15,7 @@ The last stage may also run its largest product in slices, logits as a rule, whe
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from jaxpipe import _compat, multihost
 from jaxpipe.graph.allowed_codecs import FAST, Policy
@@ -52,8 +52,12 @@ HIGHER_PEAKS = (0.0, 0.25, 0.5, 0.75)
 #: eighths less, and so on.
 RERUN_LEVELS = 8
 
-#: How far from the best a solver may stop.
+#: How far from the best a search may stop: the share of a micro-batch's seconds on the slowest stage that a better
+#: choice could save, or of what codecs and recomputation take.
 GAP = 0.01
+
+#: By what share of a budget predictions may be wrong.
+INEXACT = 0.1
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,21 @@ class Solving:
     solver: str
     time: SolverTime
     for_smallest: float
+    _fronts: dict[Problem, list[tuple[float, Answer]]] = field(default_factory=dict)
+
+    def fastest(self, problem: Problem, slack: float) -> tuple[Answer | None, float]:
+        """Return the fastest choice but for ``slack`` seconds, and the seconds that it took to find.
+
+        Equal stages have one front: what was the fastest within more bytes, and is within these, is so still.
+        """
+        front = self._fronts.setdefault(replace(problem, capacity=math.inf), [])
+        for capacity, answer in front:
+            if answer.outcome.peak_bytes <= problem.capacity <= capacity:
+                return answer, 0.0
+        answer, spent = self.time.solve(choose, problem, solver=self.solver, gap=GAP, slack=slack)
+        if answer is not None:
+            front.append((problem.capacity, answer))
+        return answer, spent
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,25 +179,37 @@ class StageFitter:
         self._rerunning: dict[tuple[StageNumber, int], _Chosen] = {}
 
     def within(self, budget: int) -> tuple[Program, tuple[Fitted, ...]] | None:
-        """Return the program with the fastest storage of predicted bytes within a budget; None if no choice is.
-
-        Some choice is within every budget that is no less than what ``smallest`` needs.
-        """
-        now = default = self._candidate({})
+        """Return the program with the fastest storage of predicted bytes within a budget; None if none is found."""
+        default = self._candidate({})
         over = [d for d in self.program.device_numbers if default.needs[d] > budget]
         self._swaps = self._swap_targets(default, over, budget)
+        best = self._refined(default, over, budget) if over else self._with_fewer_reruns(budget)
+        return None if best is None else (best.program, self._report(best.answers))
+
+    def _refined(self, default: _Candidate, over: Sequence[DeviceNumber], budget: int) -> _Candidate | None:
+        """Return the fastest storage within a budget that is found for devices that are over it by default.
+
+        What a device needs besides what the problems of its stages know is corrected from round to round, until no more
+        than ``GAP`` of a step can be won by it.
+        """
         beyond = {d: self._beyond(default, d) for d in over}
-        best = None if over else self._with_fewer_reruns(budget)
-        for number in range(MOST_ROUNDS if over else 0):
+        if any(self._least_base(d) > budget - beyond[d] + INEXACT * budget for d in over):
+            return None
+        now, best = default, None
+        for number in range(MOST_ROUNDS):
             tell(
                 f"{self.program.schedule.name}: choosing what "
                 f"{sum(len(self._stages_of(d)) for d in over)} stage(s) store "
                 f"within {bytes_text(budget)}, round {number + 1}; solvers took {self._solving.time.spent:.1f} of "
                 f"{self._solving.time.limit:g} s"
             )
-            now = self._candidate({s: a for d in over for s, a in self._solved(d, budget - beyond[d]).items()})
+            answers = {s: a for d in over for s, a in self._solved(d, budget - beyond[d]).items()}
+            slack = GAP * self._period * self.program.num_microbatches
+            if best is not None and self._added(answers) >= self._added(best.answers) - slack:
+                break
+            now = self._candidate(answers)
             fits = max(now.needs) <= budget
-            if fits and (best is None or self._added(now) < self._added(best)):
+            if fits and (best is None or self._added(answers) < self._added(best.answers)):
                 best = now
             needed = {d: self._beyond(now, d) for d in over}
             # What turns out to be needed besides counts; where all fits, it may also be less than was thought.
@@ -186,9 +217,11 @@ class StageFitter:
             if corrected == beyond or (fits and all(needed[d] >= beyond[d] for d in over)):
                 break
             beyond = corrected
-        if best is None:
-            best = self._with_smallest(now, budget)
-        return None if best is None else (best.program, self._report(best.answers))
+        return best or self._with_smallest(now, budget)
+
+    def _least_base(self, d: DeviceNumber) -> int:
+        """Return the bytes that the problems of a device's stages need whatever is chosen."""
+        return sum(min(max(way.items.problem.base) for way in self._ways[s]) for s in self._stages_of(d))
 
     def _with_fewer_reruns(self, budget: int) -> _Candidate:
         """Return default storage within a budget, but that each device runs as few products again as fit.
@@ -241,23 +274,26 @@ class StageFitter:
 
     @functools.cached_property
     def _smallest(self) -> _Candidate:
-        """Every device's stages with as little memory as is found, or with default storage if that needs less.
+        tell(f"{self.program.schedule.name}: looking for the smallest plan")
+        return self._candidate(self._smallest_on(self.program.device_numbers))
+
+    def _smallest_on(self, devices: Sequence[DeviceNumber]) -> Answers:
+        """Return answers for the stages of devices with as little memory as is found; none where default needs less.
 
         Where the lowest peak of a problem does not make the program smaller, of which the problem knows a part, higher
         ones may.
         """
-        tell(f"{self.program.schedule.name}: looking for the smallest plan")
         default = self._candidate({})
         least, answers = list(default.needs), dict[StageNumber, _Chosen]()
         for part in HIGHER_PEAKS:
-            larger = [d for d in self.program.device_numbers if least[d] >= default.needs[d]]
+            larger = [d for d in devices if least[d] >= default.needs[d]]
             small = {s: self._small(s, part) for d in larger for s in self._stages_of(d)}
             candidate = self._candidate({s: chosen for s, chosen in small.items() if chosen is not None})
             for d in larger:
                 if candidate.needs[d] < least[d]:
                     least[d] = candidate.needs[d]
                     answers |= {s: a for s, a in candidate.answers.items() if self.program.device(s) == d}
-        return self._candidate(answers)
+        return answers
 
     @functools.cached_property
     def most_smaller(self) -> int:
@@ -301,18 +337,15 @@ class StageFitter:
         """A candidate with the smallest storage on the devices that are over the budget; None if they still are."""
         over = [d for d in self.program.device_numbers if now.needs[d] > budget]
         kept = {s: a for s, a in now.answers.items() if self.program.device(s) not in over}
-        least = {s: a for s, a in self._smallest.answers.items() if self.program.device(s) in over}
-        mixed = self._candidate({**kept, **least})
-        if max(mixed.needs) <= budget:
-            return mixed
-        return self._smallest if max(self._smallest.needs) <= budget else None
+        mixed = self._candidate({**kept, **self._smallest_on(over)})
+        return mixed if max(mixed.needs) <= budget else None
 
     def _solved(self, d: DeviceNumber, room: float) -> dict[StageNumber, _Chosen]:
         """Answers for the stages of a device, within a room that they share as they would by default."""
         peaks = {s: self._default(s).peak_bytes for s in self._stages_of(d)}
         answers: dict[StageNumber, _Chosen] = {}
         for s, peak in peaks.items():
-            chosen = self._fastest(s, room * peak / max(1, sum(peaks.values()))) or self._smallest.answers.get(s)
+            chosen = self._fastest(s, room * peak / max(1, sum(peaks.values()))) or self._small(s, 0.0)
             if chosen is not None:
                 answers[s] = chosen
         return answers
@@ -324,7 +357,8 @@ class StageFitter:
             problem = self._problem(s, capacity, way.items)
             if best is not None and best.seconds <= way.seconds + least_seconds(problem):
                 continue
-            answer, spent = self._solving.time.solve(choose, problem, solver=self._solving.solver, gap=GAP)
+            slack = GAP * self._period / self._prices.slow[s]
+            answer, spent = self._solving.fastest(problem, slack)
             self._spent[s] = self._spent.get(s, 0.0) + spent
             if answer is not None and (best is None or way.seconds + answer.outcome.seconds < best.seconds):
                 best = _Chosen(way, answer)
@@ -471,10 +505,10 @@ class StageFitter:
             self._programs[choices] = _Candidate(answers, program, self._measure(program))
         return self._programs[choices]
 
-    def _added(self, candidate: _Candidate) -> float:
+    def _added(self, answers: Answers) -> float:
         """Seconds that storage adds to a step: those of the slowest device for all micro-batches."""
         added = [0.0] * self.program.num_devices
-        for s, fitted in zip(self.program.stage_numbers, self._report(candidate.answers), strict=True):
+        for s, fitted in zip(self.program.stage_numbers, self._report(answers), strict=True):
             added[self.program.device(s)] += fitted.added_seconds * self._prices.slow[s]
         return self.program.num_microbatches * max(added)
 

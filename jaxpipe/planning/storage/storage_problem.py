@@ -10,7 +10,7 @@ again from other items when it is first needed, and then kept until it is last r
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
@@ -45,7 +45,7 @@ class Item:
     """A tensor that may be stored.
 
     Attributes:
-      name: for people.
+      name: for people; equal work has equal answers, whatever its names.
       options: the forms it may be stored in; none if it is always computed again.
       uses: the events that read it, ascending.
       bytes: that it takes while it is there without being stored.
@@ -53,7 +53,7 @@ class Item:
       seconds: to compute it again from them; None if that is not possible.
     """
 
-    name: str
+    name: str = field(compare=False)
     options: tuple[Option, ...]
     uses: tuple[int, ...]
     bytes: int
@@ -141,7 +141,7 @@ class Solution:
 
     Attributes:
       choice: by item; None if there was none.
-      optimal: whether it is proven to be the best, within the requested gap.
+      optimal: whether it is proven to be the best, within the requested gap or slack.
       infeasible: whether it is proven that no choice fits.
       bound: no choice has fewer seconds, or a lower peak if that was wanted.
     """

@@ -133,7 +133,7 @@ class _Writer(ListBuilder):
 
         traced: list[tuple[Kinds, TracedWork]] = []
         for kinds in reversed(program_kinds(self.layout.schedule, s)):
-            key = s, kinds, id(self.context.stages[s])
+            key = s, kinds, tuple(later for later, _ in traced), id(self.context.stages[s])
             if key not in self.layout.traces:  # the work holds on to the stage, so that its number stays its own
                 self.layout.traces[key] = trace_work(stage_work(self.context, s, kinds), is_wanted)
             program = self.layout.traces[key]

@@ -8,13 +8,14 @@ import pytest
 from jaxpipe.errors import ScheduleError
 from jaxpipe.plan import Plan, StagePlan, StashPiece, short_modules
 from jaxpipe.planning.memory_report import MemoryReport
+from jaxpipe.runtime.spmd.pair_ticks import pair_ticks
 from jaxpipe.schedules import Kind, gpipe, interleaved, one_f_one_b, zero_bubble
 from jaxpipe.visualize.pictures import draw_memory, draw_timeline
 from tests.support.texts import one_line
 
 
 STASH_BYTES = (3072, 1024)
-SCHEDULE = one_f_one_b(2, 3)
+SCHEDULE = pair_ticks(2, 3)
 
 
 def make_plan(away=0):

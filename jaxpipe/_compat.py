@@ -141,6 +141,14 @@ def literals_as_arguments(closed: jex.ClosedJaxpr, places: Sequence[tuple[int, i
     return jex.ClosedJaxpr(_with_inputs(jaxpr, jaxpr.constvars, inputs, equations), consts)
 
 
+def part_of(closed: AnyJaxpr, inputs: Sequence[Atom], outputs: Sequence[Atom]) -> jex.ClosedJaxpr:
+    """Return a program with those of its inputs and outputs that are named."""
+    jaxpr, consts = open_jaxpr(closed)
+    unnamed = jaxpr.debug_info.with_unknown_names()
+    part = _new_jaxpr(jaxpr.constvars, inputs, outputs, jaxpr.eqns, effects=jaxpr.effects, debug_info=unnamed)
+    return jex.ClosedJaxpr(part, consts)
+
+
 def _with_inputs(
     jaxpr: OpenJaxpr, constants: Sequence[Atom], inputs: Sequence[Atom], equations: Sequence[Equation]
 ) -> jex.Jaxpr:

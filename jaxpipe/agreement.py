@@ -10,6 +10,7 @@ import jax
 from jaxpipe import multihost
 from jaxpipe.errors import PartitionError
 from jaxpipe.text.stable_text import digest
+from jaxpipe.text.value_text import listed
 
 
 _T = TypeVar("_T")
@@ -91,8 +92,7 @@ def _differences(every: Sequence[Mapping[str, Part]]) -> Iterator[str]:
             continue
         kinds = [parts[numbers[0]].places for numbers in alike.values()]
         places = [p for p in dict.fromkeys(itertools.chain.from_iterable(kinds)) if len({x.get(p) for x in kinds}) > 1]
-        more = f" and {len(places) - _MOST_PLACES} more places" if len(places) > _MOST_PLACES else ""
-        where = f", in {', '.join(places[:_MOST_PLACES])}{more}" if places else ""
+        where = f", in {listed(places, _MOST_PLACES)}" if places else ""
         first, *others = map(_processes, alike.values())
         yield f"{name}{where}: not the same in {' and '.join(others)} as in {first}"
 

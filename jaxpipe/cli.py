@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Union
 
 from jaxpipe._version import __version__
 from jaxpipe.errors import JaxpipeError
@@ -111,6 +111,13 @@ class PlanCommand(Job):
 
     output: Path | None = None
 
+    def run(self) -> None:
+        """Print a plan, and write it."""
+        plan = planned(self).plan
+        print(plan)
+        if self.output is not None:
+            self.output.write_text(plan.to_json(), encoding="utf-8")
+
 
 @dataclass(frozen=True)
 class ReportCommand(Job):
@@ -121,6 +128,11 @@ class ReportCommand(Job):
     """
 
     output: Path = Path("report.html")
+
+    def run(self) -> None:
+        """Write the page."""
+        planned(self).report(self.output, compile=self.compile)
+        print(f"wrote {self.output}")
 
 
 @dataclass(frozen=True)
@@ -143,6 +155,20 @@ class ProfileCommand:
     unroll_scans: bool | int = False
     output: Path | None = None
 
+    def run(self) -> None:
+        """Profile a model."""
+        from jaxpipe.costs.device_rates import rates_of_kind
+        from jaxpipe.costs.profile_model import profile_model
+
+        if self.source == "analytic":
+            simulate_devices(1)
+        if self.device is not None:
+            with _command_line():
+                rates_of_kind(self.device)
+        model, batch, loss, _ = load(self.model)
+        options = {name: getattr(self, name) for name in ("source", "device", "num_microbatches", "unroll_scans")}
+        _write(profile_model(model, batch, loss=loss, **options).to_json(), self.output)
+
 
 @dataclass(frozen=True)
 class ConvertProfileCommand:
@@ -156,20 +182,23 @@ class ConvertProfileCommand:
     graph: Annotated[Path, tyro.conf.Positional]
     output: Path | None = None
 
+    def run(self) -> None:
+        """Convert the file."""
+        from jaxpipe.costs.profile import Profile
 
-Command = (
-    Annotated[PlanCommand, tyro.conf.subcommand("plan")]
-    | Annotated[ProfileCommand, tyro.conf.subcommand("profile")]
-    | Annotated[ReportCommand, tyro.conf.subcommand("report")]
-    | Annotated[ConvertProfileCommand, tyro.conf.subcommand("convert-profile")]
-)
+        _write(Profile.from_pipedream(self.graph).to_json(), self.output)
+
+
+COMMANDS = {
+    "plan": PlanCommand,
+    "profile": ProfileCommand,
+    "report": ReportCommand,
+    "convert-profile": ConvertProfileCommand,
+}
 
 
 #: Seconds between lines of progress in logs.
 PROGRESS_SECONDS = 10.0
-
-#: The names of commands.
-NAMES = ("plan", "profile", "report", "convert-profile")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -180,11 +209,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         _check_name(arguments)
-        command = tyro.cli(Command, prog="jaxpipe", description=__doc__, args=arguments)  # type: ignore[arg-type]
+        commands = Union[*(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in COMMANDS.items())]
+        command = tyro.cli(commands, prog="jaxpipe", description=__doc__, args=arguments)  # type: ignore[arg-type]
         from jaxpipe.text.progress import lines_each
 
         with lines_each(PROGRESS_SECONDS):
-            run(command)
+            command.run()
     except (JaxpipeError, OSError, UnicodeDecodeError, ImportError) as error:
         print(f"jaxpipe: {printable(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
@@ -193,11 +223,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check_name(arguments: Sequence[str]) -> None:
     name = next(iter(arguments), "--help")
-    if name in NAMES or name.startswith("-"):
+    if name in COMMANDS or name.startswith("-"):
         return
-    close = difflib.get_close_matches(name, NAMES, 1)
+    close = difflib.get_close_matches(name, COMMANDS, 1)
     meant = f"; did you mean {close[0]}?" if close else ";"
-    raise UsageError(f"There is no command {name!r}{meant} The commands are {', '.join(NAMES)}.")
+    raise UsageError(f"There is no command {name!r}{meant} The commands are {', '.join(COMMANDS)}.")
 
 
 @contextlib.contextmanager
@@ -207,35 +237,6 @@ def _command_line() -> Iterator[None]:
         yield
     except JaxpipeError as error:
         raise UsageError(str(error)) from error
-
-
-def run(command: PlanCommand | ReportCommand | ProfileCommand | ConvertProfileCommand) -> None:
-    """Do what a command says."""
-    if isinstance(command, PlanCommand):
-        pipeline = planned(command)
-        print(pipeline.plan)
-        if command.output is not None:
-            command.output.write_text(pipeline.plan.to_json(), encoding="utf-8")
-    elif isinstance(command, ReportCommand):
-        pipeline = planned(command)
-        pipeline.report(command.output, compile=command.compile)
-        print(f"wrote {command.output}")
-    elif isinstance(command, ProfileCommand):
-        from jaxpipe.costs.device_rates import rates_of_kind
-        from jaxpipe.costs.profile_model import profile_model
-
-        if command.source == "analytic":
-            simulate_devices(1)
-        if command.device is not None:
-            with _command_line():
-                rates_of_kind(command.device)
-        model, batch, loss, _ = load(command.model)
-        options = {name: getattr(command, name) for name in ("source", "device", "num_microbatches", "unroll_scans")}
-        _write(profile_model(model, batch, loss=loss, **options).to_json(), command.output)
-    else:
-        from jaxpipe.costs.profile import Profile
-
-        _write(Profile.from_pipedream(command.graph).to_json(), command.output)
 
 
 def planned(job: Job) -> "Pipeline":
@@ -279,24 +280,14 @@ def planned(job: Job) -> "Pipeline":
     if job.profile is not None:
         given = Profile.from_json(job.profile.read_text(encoding="utf-8"))
     with _command_line():
-        options = PlanOptions(
-            devices_per_stage=job.devices_per_stage,
-            host_memory=job.host_memory,
-            unroll_scans=job.unroll_scans,
-            gradient_dtype=job.gradient_dtype,
-            time_limit=job.time_limit,
-            compile=job.compile,
-            fresh_profile=job.fresh_profile,
-        )
+        options = ("devices_per_stage", "host_memory", "unroll_scans", "gradient_dtype", "time_limit", "compile")
         arguments = {
+            **{name: getattr(job, name) for name in ("memory", "num_microbatches", "schedule")},
             "loss": loss,
             "optimizer": optimizer,
-            "memory": job.memory,
-            "num_microbatches": job.num_microbatches,
-            "schedule": job.schedule,
             "profile": given,
             "network": network,
-            "options": options,
+            "options": PlanOptions(**{name: getattr(job, name) for name in (*options, "fresh_profile")}),
         }
         check_request(Request(model=model, mesh=mesh, **arguments))
     return partition(model, mesh, batch, **arguments)

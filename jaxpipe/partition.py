@@ -97,8 +97,7 @@ def partition(
         shortest within the budget. With a program for each stage these are the textbook's 1F1B, interleaved,
         zero-bubble, GPipe, and, where over 1 % shorter, an order that is searched for with the seconds of the stages
         (``jaxpipe.schedules.list_schedule``); of those within 2 %, the one that keeps the fewest bytes of stashes. In
-        one program they are 1F1B (in pair ticks, the textbook's, interleaved) and zero-bubble. It never chooses an
-        asynchronous schedule.
+        one program they are 1F1B, zero-bubble and interleaved. It never chooses an asynchronous schedule.
       profile: ``"measured"`` (the default) runs operators on one device, once for a program (see
         ``profile_model``); ``"analytic"`` estimates them; or a ``Profile``.
       network: the links between the devices, in the order of ``mesh.devices.flat``. It decides which device runs which

@@ -23,10 +23,10 @@ from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import BatchError, ModelError, PartitionError
 from jaxpipe.graph.sharding_annotations import outside_mesh
 from jaxpipe.models import check_batch, plain_run
+from jaxpipe.models.batch_statistics import warn_if_training
 from jaxpipe.models.bound_model import UserFunction, with_values
 from jaxpipe.models.check_arguments import check_outside_jit, outside_jit, random_key
 from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_loss, trace_prediction, with_rows
-from jaxpipe.models.training_mode import warn_if_training
 from jaxpipe.plan import Plan
 from jaxpipe.planning.candidate import PlannedStep
 from jaxpipe.planning.compare_requests import state_parts
@@ -36,6 +36,7 @@ from jaxpipe.planning.describe_plan import processes_of
 from jaxpipe.planning.make_plan import compiled_plan
 from jaxpipe.planning.memory_report import MemoryReport
 from jaxpipe.planning.plan_timeline import plan_timeline
+from jaxpipe.planning.planned_partition import as_planned
 from jaxpipe.runtime import check_state, nonfinite_origin, shard_batch
 from jaxpipe.runtime.executable_plan import Batching
 from jaxpipe.runtime.hold_signals import hold_signals
@@ -51,7 +52,6 @@ from jaxpipe.schedules import Schedule, Timeline
 from jaxpipe.sharding.submesh import joined_mesh
 from jaxpipe.text.progress import progress
 from jaxpipe.text.units import bytes_text, whole_number
-from jaxpipe.visualize.plain_stash import plain_stash_bytes
 
 
 if TYPE_CHECKING:
@@ -107,12 +107,8 @@ class Pipeline:
 
     @property
     def partition(self) -> Partition:
-        """Cuts and devices, with the profile and the network they were chosen for, and how good they are.
-
-        Raises:
-          PartitionError: as ``plan``.
-        """
-        return self._planned.partition
+        """The plan's stages, with the profile and the network they were chosen for. Raises as ``plan``."""
+        return as_planned(self._planned.partition, self.plan)
 
     @property
     def schedule(self) -> Schedule:
@@ -121,7 +117,7 @@ class Pipeline:
 
     @outside_mesh()
     def timeline(self, *, measured: bool = False) -> Timeline:
-        """Return who computes what when in a training step, as its runtime walks through the schedule.
+        """Return who computes what when in a training step, as its runtime runs it. Raises as ``plan``.
 
         Args:
           measured: compile each stage's forward and backward work by itself, run it on the stage's own device while
@@ -130,9 +126,6 @@ class Pipeline:
 
         Returns:
           What ``jaxpipe.traces.write_trace`` writes and ``jaxpipe.pictures.draw_timeline`` draws.
-
-        Raises:
-          PartitionError: as ``plan``.
         """
         planned = self._planned
         if measured:
@@ -159,17 +152,17 @@ class Pipeline:
           OSError: if the page cannot be written there.
           PartitionError, MemoryBudgetError: as ``plan`` and ``memory_report``; or if ``path`` has another suffix.
         """
-        from jaxpipe.visualize.html_report import Contents, check_path, write_page
+        from jaxpipe.visualize.html_report import check_path, page
         from jaxpipe.visualize.pictures import load_figure_class
 
         check_path(path)  # before anything is compiled
         load_figure_class("Pipeline.report")
         memory = self.memory_report() if compile else None
-        timelines = {f"predicted from the {self.plan.profile} profile": self.timeline()}
+        timelines = {"": self.timeline()}
         if measure:
             timelines["measured, stage by stage, without sending"] = self.timeline(measured=True)
-        plain = plain_stash_bytes(self._planned.program)
-        write_page(path, Contents(self.plan, self.partition, self.schedule, timelines, plain, memory))
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(page(self.plan, self.partition, self._planned.program, timelines, memory))
 
     def __repr__(self) -> str:
         """The plan in a line; ``print(pipeline.plan)`` has all of it."""

@@ -296,7 +296,7 @@ def test_what_is_not_there_is_said(saved_mlp, tmp_path):
 
 
 def test_formats_of_later_versions_are_refused(saved_mlp, tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxpipe.checkpoint.orbax_files.FORMAT", 2)
+    monkeypatch.setattr("jaxpipe.checkpoint.contents.FORMAT", 2)
     mlp_pipeline().save(mlp_pipeline().restore(saved_mlp), tmp_path)
     monkeypatch.undo()
     with pytest.raises(jaxpipe.CheckpointError, match=r"has the format 2, written by jaxpipe .* reads formats up to 1"):

@@ -290,7 +290,7 @@ def test_a_table_without_the_backward_work_of_its_first_stages(maker):
     broken = jax.tree_util.Partial(
         type(table), **{f.name: getattr(table, f.name) for f in dataclasses.fields(table)} | {"frozen": 1}
     )
-    with pytest.raises(ScheduleError, match=r"stage 1 does [BI] of micro-batches \[\]; it must do each of 0..5 once"):
+    with pytest.raises(ScheduleError, match=r"device 1 does [BI] of micro-batches \[\]; it must do each of 0..5 once"):
         broken().validate()
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import jaxpipe
 from jaxpipe import PartitionError
-from jaxpipe.visualize.html_report import Contents, page
+from jaxpipe.visualize.html_report import page
 from jaxpipe.visualize.plain_stash import plain_stash_bytes
 from tests.support.pipeline_models import cnn_linen
 
@@ -99,7 +99,7 @@ def test_names_cannot_break_out(pipeline):
     hostile = '</script><script>alert(1)</script>$x_{<img src=x onerror=alert(1)>&"'
     stages = tuple(dataclasses.replace(stage, modules=(hostile,)) for stage in pipeline.plan.stages)
     plan = dataclasses.replace(pipeline.plan, stages=stages, schedule=hostile)
-    text = page(Contents(plan, pipeline.partition, pipeline.schedule, {hostile: pipeline.timeline()}, (1, 1)))
+    text = page(plan, pipeline.partition, pipeline._planned.program, {hostile: pipeline.timeline()})
     outline = Outline(text)
     assert outline.open == []
     assert [attributes for tag, attributes in outline.elements if tag == "script"] == [
@@ -145,4 +145,4 @@ def test_notebooks_show_the_plan(pipeline):
     assert pipeline.plan._repr_html_() == pipeline._repr_html_()
     schedule = Outline(pipeline.schedule._repr_html_())
     cells = [text for tag, text in schedule.texts if tag in ("th", "td")]
-    assert not schedule.open and cells[:2] == ["tick", "0"] and "stage 1" in cells and "F0" in cells
+    assert not schedule.open and cells[:2] == ["tick", "0"] and "device 1" in cells and "F0" in cells

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import functools
 import itertools
 import os
 import re
@@ -15,13 +16,13 @@ import optax
 import pytest
 
 import jaxpipe
-from jaxpipe.costs import measured_seconds
+from jaxpipe.costs import measured_seconds, timing
 from jaxpipe.costs.device_rates import OTHER
-from jaxpipe.costs.operator_groups import cut_groups, group_programs, group_vjp
+from jaxpipe.costs.operator_groups import cut_groups, equal_operators, group_programs, group_vjp
 from jaxpipe.costs.profile import NUMBERS
 from jaxpipe.costs.profile_cache import cache_folder, cache_key
 from jaxpipe.costs.roofline import analytic
-from jaxpipe.costs.timing import Timing, time_runs
+from jaxpipe.costs.timing import time_in_rounds
 from jaxpipe.graph.graph import trace
 from jaxpipe.models.bind import bind
 from jaxpipe.models.microbatch_program import trace_loss
@@ -30,8 +31,12 @@ from tests.support.pipeline_models import CASES, cnn_linen, mlp, transformer
 
 
 def backward_graph_of(function, *shapes):
-    graph = trace(lambda *a: [function(*a)], *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
+    graph = trace(lambda *a: [function(*a)], *(shape(*s) for s in shapes))
     return build_backward_graph(graph, graph.inputs)
+
+
+def shape(*lengths):
+    return jax.ShapeDtypeStruct(lengths, jnp.float32)
 
 
 @pytest.fixture
@@ -45,11 +50,12 @@ def stopwatch(monkeypatch):
     """Nothing is run: the first program takes no time, the next ones 1, 2, 3 ... seconds, a tenth of it the spread."""
     times = []
 
-    def time_program(lowered, arguments, device):
-        times.append(float(len(times)))
-        return Timing(times[-1], times[-1] / 10)
+    def time_in_rounds(prepared):
+        measured = [float(len(times) + k) for k in range(len(prepared))]
+        times.extend(measured)
+        return np.outer([0.8, 1.1, 1.0, 0.9, 1.2], measured)
 
-    monkeypatch.setattr(measured_seconds, "time_program", time_program)
+    monkeypatch.setattr(timing, "time_in_rounds", time_in_rounds)
     return times
 
 
@@ -112,13 +118,13 @@ def test_the_programs_of_groups_compute_the_gradient():
         ran.append((stage, backward, encoded_values))
     cotangents = {graph.outputs[0]: jnp.ones(())}
     for stage, backward, encoded_values in reversed(ran):
-        parameters, shared, encoded, seeds = backward.arguments
-        assert jax.tree.map(jnp.shape, encoded_values) == jax.tree.map(jnp.shape, encoded)
-        boundary = {*stage.graph.inputs, *stage.graph.outputs}
-        known = [env[t] for t in stage.plan.stored if t in boundary]
-        assert len(known) == len(shared) and not parameters and len(seeds) == 1
+        parameters, stash, seeds = backward.arguments
+        boundary, written = {*stage.graph.inputs, *stage.graph.outputs}, iter(encoded_values)
+        stored = [(env[t],) if t in boundary else next(written) for t in stage.plan.stored]
+        assert jax.tree.map(jnp.shape, stored) == jax.tree.map(jnp.shape, stash) and not [*written]
+        assert not parameters and len(seeds) == 1
         (seed,) = (cotangents[t] for t in stage.backward_graph.source.outputs)
-        input_cotangents = jax.jit(backward.function)([], known, encoded_values, [seed])
+        input_cotangents = jax.jit(backward.function)([], stored, [seed])
         for t, value in zip(stage.backward_graph.wrt, input_cotangents, strict=True):
             cotangents[t] = value
     for got, wanted in zip([cotangents[t] for t in graph.inputs], jax.grad(network, (0, 1, 2))(*values), strict=True):
@@ -128,52 +134,138 @@ def test_the_programs_of_groups_compute_the_gradient():
 # Measuring
 
 
-def test_median_and_spread_without_warm_up():
-    # Starts and ends of runs that take 50 and 1 s (not counted), then 4, 1, 2, 5, 3; between them the clock is
-    # looked at once at the start of counting, and once more when there are enough.
-    ticks = []
-    for seconds in (50, 1):
-        ticks += [0, seconds]
-    ticks += [0]
-    for seconds in (4, 1, 2, 5, 3):
-        ticks += [100, 100 + seconds]
-    ticks += [1000]
-    clock = iter(map(float, ticks))
-    counts = []
-    assert time_runs(counts.append, lambda: next(clock)) == Timing(median=3.0, spread=1.0)
-    assert counts == [1] * 7
+def test_rounds_without_warm_up():
+    """Two things that take seconds run twice each, which does not count, and then in turns."""
+    took = iter([50, 1, 70, 1, 4, 8, 1, 7, 2, 6, 5, 5, 3, 4])
+    now, ran = [0.0], []
+
+    def run(name, count):
+        ran.append((name, count))
+        now[0] += next(took)
+
+    prepared = [lambda name=name: functools.partial(run, name) for name in "ab"]
+    assert time_in_rounds(prepared, lambda: now[0]).tolist() == [[4, 8], [1, 7], [2, 6], [5, 5], [3, 4]]
+    assert ran == [("a", 1)] * 2 + [("b", 1)] * 2 + [("a", 1), ("b", 1)] * 5
 
 
-def test_short_programs_run_until_they_last():
-    now = [0.0]
+def test_short_programs_run_until_they_last_and_the_fastest_run_counts():
+    now, longer = [0.0], itertools.cycle([1, 3, 4, 2, 3])
 
     def run(count):
         counts.append(count)
-        now[0] += count * 1e-5
+        now[0] += count * 0.99e-5 * next(longer)
 
     counts = []
-    timing = time_runs(run, lambda: now[0])
-    assert timing.median == pytest.approx(1e-5)
-    assert counts[:2] == [1, 1] and set(counts[2:]) <= {200, 201}
+    seconds = time_in_rounds([lambda: run], lambda: now[0])
+    assert seconds.tolist() == [[pytest.approx(0.99e-5)]] * len(seconds) and len(seconds) >= 5
+    assert set(counts) == {1, 51} and counts.count(51) >= 4 * len(seconds)
+
+
+def chain(x, *weights):
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return x.sum()
 
 
 def test_equal_groups_are_timed_once(stopwatch):
-    def network(x, *weights):
-        for w in weights:
-            x = jnp.tanh(x @ w)
-        return x.sum()
-
-    backward_graph = backward_graph_of(network, (2, 4), *[(4, 4)] * 6)
+    backward_graph = backward_graph_of(chain, (2, 4), *[(4, 4)] * 6)
     names = [op.name for op in backward_graph.source.operators]
     profile = measured_seconds.measure(backward_graph, jax.devices()[0])
     # What starts a program; then forward and backward of: the first product, a tanh with a product, tanh and the sum.
     assert len(stopwatch) == 1 + 3 * 2
-    by_layer = [
-        (forward, backward)
-        for name, forward, backward in zip(names, profile.forward_seconds, profile.backward_seconds, strict=True)
-        if name == "dot_general"
-    ]
-    assert len(set(by_layer[1:])) == 1 and by_layer[0] != by_layer[1]
+    # Products of the first group and of others have the same seconds, and so have tanh beside products or a sum.
+    for name in ("dot_general", "tanh"):
+        assert len({t for t, other in zip(profile.forward_seconds, names, strict=True) if other == name}) == 1
+        assert len({t for t, other in zip(profile.backward_seconds, names, strict=True) if other == name}) == 1
+    # The total of what was measured, groups that are run once counted as often as they are there.
+    first, between, last = ((stopwatch[k], stopwatch[k + 1]) for k in (1, 3, 5))
+    for direction, column in enumerate((profile.forward_seconds, profile.backward_seconds)):
+        assert sum(column) == pytest.approx(first[direction] + 5 * between[direction] + last[direction])
+
+
+def test_operators_are_equal_if_their_work_is(stopwatch):
+    """The first product has no derivative by its input; another shape and another precision are other work."""
+
+    def network(x, a, b, c, d):
+        y = jnp.dot(x @ a @ b, c, precision="highest")
+        return (y @ d).sum()
+
+    graph = trace(lambda *v: [network(*v)], *[shape(4, 4)] * 4, shape(4, 8))
+    backward_graph = build_backward_graph(graph.with_parameters([False, *[True] * 4]), graph.inputs[1:])
+    assert [op.name for op in graph.operators] == ["dot_general"] * 4 + ["reduce_sum"]
+    assert equal_operators(backward_graph) == ([[0, 1], [2], [3], [4]], [[0], [1], [2], [3], [4]])
+
+
+class BusyMachine:
+    """A machine whose clock stands still but for runs, which take longer while other programs work.
+
+    They begin to, and end, at times that a generator of random numbers draws.
+    """
+
+    def __init__(self, seed):
+        random = np.random.default_rng(seed)
+        self.now, lengths = 0.0, random.exponential([2.0, 0.5], (1000, 2))
+        self._changes = lengths.reshape(-1).cumsum()
+        self._slower = random.uniform(2, 6, 1000)
+
+    def perf_counter(self):
+        return self.now
+
+    def ready_to_run(self, compiled, arguments, device):
+        bytes_read = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(arguments))
+
+        def run(count):
+            interval = int(np.searchsorted(self._changes, self.now))
+            busy = self._slower[interval // 2] if interval % 2 else 1.0
+            self.now += count * busy * (1e-3 + 1e-6 * bytes_read)
+
+        return run
+
+
+class NotCompiled:
+    """A program that is not compiled: its text is its function and the shapes of its operands."""
+
+    def __init__(self, function):
+        self._text = function.__qualname__
+
+    def lower(self, *arguments):
+        self._text += str(arguments)
+        return self
+
+    def as_text(self):
+        return self._text
+
+    def compile(self):
+        return None
+
+
+def blocks(x, *weights):
+    for up, down in zip(weights[::2], weights[1::2], strict=True):
+        x = x + jnp.tanh(x @ up) @ down
+    return x
+
+
+def test_equal_blocks_are_equal_stages_while_bursts_of_load_come_and_go(monkeypatch):
+    """Eight blocks of a product up and a product down, on four devices, measured twenty times."""
+    backward_graph = backward_graph_of(lambda x, *w: blocks(x, *w).sum(), (4, 8), *[(8, 32), (32, 8)] * 8)
+    programs = functools.cache(lambda start, stop: [*group_programs(group_vjp(backward_graph, range(start, stop)))])
+    monkeypatch.setattr(measured_seconds, "group_vjp", lambda _, group, held: group)
+    monkeypatch.setattr(measured_seconds, "group_programs", lambda group: programs(group.start, group.stop))
+    monkeypatch.setattr(timing.jax, "jit", NotCompiled)
+    network, cuts = jaxpipe.Network.uniform(4, 1e9), set()
+    for seed in range(20):
+        machine = BusyMachine(seed)
+        monkeypatch.setattr(timing, "ready_to_run", machine.ready_to_run)
+        monkeypatch.setattr(timing.time, "perf_counter", machine.perf_counter)
+        profile = measured_seconds.measure(backward_graph, jax.devices()[0])
+        products = [k for k, name in enumerate(profile.names) if name.endswith("dot_general")]
+        for column in (profile.forward_seconds, profile.backward_seconds):
+            assert len({column[k] for k in products[2::2]}) == len({column[k] for k in products[3::2]}) == 1
+        placed = jaxpipe.planning.partition_layers(
+            profile, network, num_stages=4, replicate=False, num_microbatches=8, reorder=False
+        )
+        cuts.add(tuple(sum(k in stage.operators for k in products) for stage in placed.stages))
+    assert cuts == {(4, 4, 4, 4)}
 
 
 def test_layers_that_draw_other_random_numbers_are_equal(stopwatch):
@@ -243,7 +335,7 @@ def test_residuals_belong_to_the_operator_that_makes_them():
     def network(x, a, b):
         return (jax.nn.relu(x @ a) @ b).sum()
 
-    graph = trace(lambda *v: [network(*v)], *(jax.ShapeDtypeStruct(s, jnp.float32) for s in [(16, 4), (4, 8), (8, 2)]))
+    graph = trace(lambda *v: [network(*v)], shape(16, 4), shape(4, 8), shape(8, 2))
     backward_graph = build_backward_graph(graph.with_parameters([False, True, True]), graph.inputs[1:])
     profile = analytic(backward_graph, OTHER, held=graph.inputs[:1])
     assert profile.names == ("dot_general", "relu", "dot_general", "reduce_sum")

@@ -5,7 +5,7 @@ import pytest
 from flax import nnx
 
 from jaxpipe import memory_encoded
-from jaxpipe.models.purify_nnx import Role, purify
+from jaxpipe.models.purify_nnx import purify
 from tests.support.compare import assert_same_bits, relative_l2
 
 
@@ -31,20 +31,19 @@ def model():
 
 
 @pytest.mark.core
-def test_roles_and_names_in_the_models_own_layout(model):
+def test_parameters_and_names_in_the_models_own_layout(model):
     call = purify(model, jnp.arange(3))
-    roles = dict(zip(call.names, call.roles, strict=True))
-    assert roles == {
-        "blocks/0/bias": Role.PARAMETER,
-        "blocks/0/kernel": Role.PARAMETER,
-        "dropout/rngs/count": Role.KEY,
-        "dropout/rngs/key": Role.KEY,
-        "embed/embedding": Role.PARAMETER,
-        "norm/bias": Role.PARAMETER,
-        "norm/mean": Role.STATE,
-        "norm/scale": Role.PARAMETER,
-        "norm/var": Role.STATE,
-        "1": Role.INPUT,
+    assert dict(zip(call.names, zip(call.parameters, call.held, strict=True), strict=True)) == {
+        "blocks/0/bias": (True, True),
+        "blocks/0/kernel": (True, True),
+        "dropout/rngs/count": (False, True),
+        "dropout/rngs/key": (False, True),
+        "embed/embedding": (True, True),
+        "norm/bias": (True, True),
+        "norm/mean": (False, True),
+        "norm/scale": (True, True),
+        "norm/var": (False, True),
+        "1": (False, False),
     }
     leaves = dict(zip(call.names, call.leaves, strict=True))
     assert np.array_equal(leaves["embed/embedding"], model.embed.embedding[...])  # under the first name that it has
@@ -89,7 +88,7 @@ def test_two_modules_that_share_a_part():
 
     first, second = Part(shared), Part(shared)
     call = purify(lambda a, b, x: a.linear(b.linear(x)), first, second, jnp.ones((1, 2)))
-    assert sum(role is Role.PARAMETER for role in call.roles) == 2
+    assert sum(call.parameters) == 2
     assert call.names[:2] == ("0/linear/bias", "0/linear/kernel")
 
 

@@ -402,7 +402,7 @@ def test_layers_may_call_python(replicas):
 def test_gradients_of_a_single_micro_batch_are_not_added_to_zeros(m):
     pipeline = stages_of("mlp", 2, m, None, schedule=one_f_one_b)
     zeros = [program for program in pipeline._runtime.calls.programs if program.traced.work.label.endswith("zeros")]
-    roles = {name.role for program in zeros for name in program.traced.work.writes}
+    roles = {name.role for program in zeros for name in program.traced.written_names}
     assert roles == ({Role.TOTAL} if m == 1 else {Role.TOTAL, Role.GRADIENT})
     case, state = case_of("mlp"), pipeline.init(jax.random.key(3))
     _, gradients = pipeline.value_and_grad(state, case.batch)

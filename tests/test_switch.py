@@ -199,7 +199,7 @@ def test_sharing_branches_changes_no_bit(schedule, monkeypatch):
         return arrays(pipeline.parameters(state)), count_products(lowered(pipeline))
 
     shared, few = trained()
-    for name in ("spmd.tick_loop", "optimizer_by_stage", "spmd.shared_parameters"):
+    for name in ("spmd.stage_branches", "optimizer_by_stage", "spmd.shared_parameters"):
         monkeypatch.setattr(f"jaxpipe.runtime.{name}.switch", lax.switch)
     apart, many = trained()
     assert few < many / 2

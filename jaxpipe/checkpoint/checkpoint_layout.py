@@ -6,8 +6,7 @@ rows of their own stage, and a host reads one stage at a time. Of several proces
 
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,28 +14,19 @@ import numpy as np
 
 from jaxpipe import multihost
 from jaxpipe.array_types import ArrayLike, DType
-from jaxpipe.checkpoint.arrays_by_path import Path, leaf_paths
-from jaxpipe.checkpoint.contents import OPTIMIZER, RESIDUALS, VARIABLES, Contents, Leaf, differences, expected, is_key
+from jaxpipe.checkpoint.contents import OPTIMIZER, RESIDUALS, VARIABLES, Contents, check, contents, leaf_paths
 from jaxpipe.checkpoint.orbax_files import Saved, read
 from jaxpipe.errors import CheckpointError
 from jaxpipe.graph.stacked_layers import Stacks, side_by_side
+from jaxpipe.models.variable_trees import Path
 from jaxpipe.runtime.executable_plan import ExecutablePlan
 from jaxpipe.runtime.initialize_state import Sources, Values, place_state
 from jaxpipe.runtime.select_runtime import Runtime
 from jaxpipe.runtime.train_state import TrainState
 
 
-#: Paths of parameters, state variables and optimizer state, by leaf as the model and optax have them.
-_Paths: TypeAlias = tuple[Sequence[Path], Sequence[Path], Sequence[Path]]
-
-
-def _paths(planned: ExecutablePlan) -> _Paths:
-    model = planned.model.original
-    count, total = len(model.parameters), len(model.parameters) + len(model.state)
-    numbered = model.variable_tree(list(range(count)), list(range(count, total)))
-    path_of = dict(zip(jax.tree.leaves(numbered), leaf_paths(jax.tree.structure(numbered)), strict=True))
-    variables = [path_of[k] for k in range(total)]
-    return variables[:count], variables[count:], leaf_paths(jax.tree.structure(planned.update.by_stage.state_shape))
+def _optimizer_paths(planned: ExecutablePlan) -> list[Path]:
+    return leaf_paths(jax.tree.structure(planned.update.by_stage.state_shape))
 
 
 def take(runtime: Runtime, state: TrainState, data: object = None) -> Contents | None:
@@ -46,27 +36,18 @@ def take(runtime: Runtime, state: TrainState, data: object = None) -> Contents |
     """
     data = multihost.from_first(lambda: _as_json(data))
     planned = runtime.planned
-    names, arrays = _paths(planned), runtime.to_host(state, multihost.is_first())
+    arrays = runtime.to_host(state, multihost.is_first())
     if not multihost.is_first():
         return None
-    of_parameters, of_state = planned.model.stacks
-    parameters, variables = of_parameters.join(arrays.parameters), of_state.join(arrays.variables)
+    model, stacks = planned.model.original, side_by_side(planned.model.stacks)
+    variables = stacks.join([*arrays.parameters, *arrays.variables])
     optimizer = planned.update.by_stage.state_stacks.join(arrays.optimizer)
-    return Contents(
-        step=int(state.step),
-        skipped=int(state.skipped),
-        key=np.array(jax.random.key_data(state.key)),
-        key_impl=str(jax.random.key_impl(state.key)),
-        arrays={
-            VARIABLES: {
-                p: np.asarray(x) for p, x in zip((*names[0], *names[1]), (*parameters, *variables), strict=True)
-            },
-            OPTIMIZER: {p: _data(x) for p, x in zip(names[2], optimizer, strict=True)},
-            RESIDUALS: dict(zip(names[0], arrays.residuals, strict=False)),
-        },
-        types={(OPTIMIZER, p): str(x.dtype) for p, x in zip(names[2], optimizer, strict=True) if is_key(x)},
-        data=data,
-    )
+    groups = {
+        VARIABLES: dict(zip(model.paths, variables, strict=True)),
+        OPTIMIZER: dict(zip(_optimizer_paths(planned), optimizer, strict=True)),
+        RESIDUALS: dict(zip(model.paths[: len(model.parameters)], arrays.residuals, strict=False)),
+    }
+    return contents(groups, int(state.step), int(state.skipped), state.key, data)
 
 
 def _as_json(data: object) -> object:
@@ -78,10 +59,6 @@ def _as_json(data: object) -> object:
         ) from error
 
 
-def _data(x: ArrayLike) -> np.ndarray:
-    return np.array(jax.random.key_data(x) if is_key(x) else x)
-
-
 def put(runtime: Runtime, saved: Saved) -> TrainState:
     """A training state from a checkpoint, stage by stage; every process reads what its own devices hold.
 
@@ -89,10 +66,11 @@ def put(runtime: Runtime, saved: Saved) -> TrainState:
     replicas, which is what is still to be added to the parameters, stays the same.
     """
     planned = runtime.planned
-    names, by_stage, exchange = _paths(planned), planned.update.by_stage, planned.update.exchange
-    avals = [v.aval for v in (*planned.model.original.parameters, *planned.model.original.state)]
-    check(saved, VARIABLES, expected((*names[0], *names[1]), avals), "the model")
-    check(saved, OPTIMIZER, expected(names[2], jax.tree.leaves(by_stage.state_shape)), "the optimizer")
+    model, by_stage, exchange = planned.model.original, planned.update.by_stage, planned.update.exchange
+    paths, slots = _optimizer_paths(planned), jax.tree.leaves(by_stage.state_shape)
+    avals = [v.aval for v in (*model.parameters, *model.state)]
+    check(saved.folder, saved.leaves[VARIABLES], model.paths, avals, "the model")
+    check(saved.folder, saved.leaves[OPTIMIZER], paths, slots, "the optimizer")
     has_residuals = bool(saved.leaves[RESIDUALS])
     if has_residuals and exchange is None:
         warnings.warn(
@@ -100,13 +78,16 @@ def put(runtime: Runtime, saved: Saved) -> TrainState:
             "exchanges gradients whole: what had not been sent is lost.",
             stacklevel=4,
         )
-    state_types = [aval.dtype for aval in jax.tree.leaves(by_stage.state_shape)]
+
+    def residuals(positions: Sequence[int]) -> list[np.ndarray]:
+        return read(saved, RESIDUALS, [model.paths[k] for k in positions])
+
     sources = Sources(
-        variables=_values(saved, VARIABLES, (*names[0], *names[1]), side_by_side(planned.model.stacks)),
-        optimizer=_values(saved, OPTIMIZER, names[2], by_stage.state_stacks, state_types),
-        residuals=_residuals(saved, names[0]) if has_residuals and exchange is not None else None,
+        variables=_values(saved, VARIABLES, model.paths, side_by_side(planned.model.stacks)),
+        optimizer=_values(saved, OPTIMIZER, paths, by_stage.state_stacks, [x.dtype for x in slots]),
+        residuals=None if exchange is None or not has_residuals else residuals,
     )
-    return place_state(runtime, sources, saved.key, saved.step, saved.skipped)
+    return place_state(runtime, sources, saved.key, saved.about.step, saved.about.skipped)
 
 
 def _values(
@@ -116,25 +97,11 @@ def _values(
 
     def values(positions: Sequence[int]) -> list[ArrayLike]:
         leaves = list(dict.fromkeys(stacks.leaf_of[k] for k in positions))
-        arrays = dict(zip(leaves, read(saved, {group: [names[n] for n in leaves]})[group], strict=True))
+        arrays = dict(zip(leaves, read(saved, group, [names[n] for n in leaves]), strict=True))
         pieces = [(stacks.leaf_of[k], stacks.cut(k, arrays[stacks.leaf_of[k]])) for k in positions]
         return [x if types is None else typed(x, types[n]) for n, x in pieces]
 
     return values
-
-
-def _residuals(saved: Saved, names: Sequence[Path]) -> Callable[[Sequence[int]], list[np.ndarray]]:
-    return lambda positions: read(saved, {RESIDUALS: [names[k] for k in positions]})[RESIDUALS]
-
-
-def check(saved: Saved, group: str, wanted: Mapping[Path, Leaf], owner: str) -> None:
-    """Raise ``CheckpointError`` unless a checkpoint has the arrays that its reader expects."""
-    what = differences(saved.leaves.get(group, {}), wanted, owner)
-    if what is not None:
-        raise CheckpointError(
-            f"The checkpoint {saved.folder} does not fit {owner}: {what}. Restore it with {owner} that it was saved "
-            "with; jaxpipe.checkpoint.load(directory) gives what is in it."
-        )
 
 
 def typed(x: np.ndarray, dtype: DType) -> ArrayLike:

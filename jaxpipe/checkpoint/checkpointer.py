@@ -107,8 +107,8 @@ class Checkpointer:
             return None
         saved = multihost.on_all(lambda: open_checkpoint(self._writer.directory, steps[-1] if step is None else step))
         state = put(self._pipeline._runtime, saved)
-        self._step = self._saved = saved.step
-        return state, saved.data
+        self._step = self._saved = saved.about.step
+        return state, saved.about.data
 
     def after_step(self, state: TrainState, data: object = None) -> None:
         """Save if it is time to; if SIGTERM has come, save and raise ``SystemExit``.

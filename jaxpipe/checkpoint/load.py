@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from flax import nnx
+from flax import nnx, traverse_util
 
 from jaxpipe.array_types import Array, PyTree
-from jaxpipe.checkpoint.arrays_by_path import leaf_paths, nest
-from jaxpipe.checkpoint.checkpoint_layout import check, typed
-from jaxpipe.checkpoint.contents import OPTIMIZER, VARIABLES, expected
+from jaxpipe.checkpoint.checkpoint_layout import typed
+from jaxpipe.checkpoint.contents import OPTIMIZER, VARIABLES, check, leaf_paths
 from jaxpipe.checkpoint.orbax_files import Directory, Saved, open_checkpoint, read
 
 
@@ -67,20 +66,20 @@ def load(
     if isinstance(variables, nnx.State):
         variables = nnx.filter_state(variables, nnx.Not(nnx.RngState))
     return Checkpoint(
-        step=saved.step,
+        step=saved.about.step,
         key=saved.key,
         variables=_tree(saved, VARIABLES, variables, "variables"),
         optimizer_state=_tree(saved, OPTIMIZER, optimizer_state, "optimizer_state"),
-        data=saved.data,
+        data=saved.about.data,
     )
 
 
 def _tree(saved: Saved, group: str, like: PyTree, name: str) -> PyTree:
-    if like is None:
-        paths = list(saved.leaves[group])
-        return nest(dict(zip(paths, read(saved, {group: paths})[group], strict=True)))
     leaves, structure = jax.tree.flatten(like)
-    paths = leaf_paths(structure)
-    check(saved, group, expected(paths, leaves), name)
-    arrays = read(saved, {group: paths})[group]
+    paths = list(saved.leaves[group]) if like is None else leaf_paths(structure)
+    if like is not None:
+        check(saved.folder, saved.leaves[group], paths, leaves, name)
+    arrays = read(saved, group, paths)
+    if like is None:
+        return arrays[0] if paths == [()] else traverse_util.unflatten_dict(dict(zip(paths, arrays, strict=True)))
     return jax.tree.unflatten(structure, [typed(x, leaf.dtype) for x, leaf in zip(arrays, leaves, strict=True)])

@@ -17,22 +17,24 @@ import shutil
 import threading
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
+from flax import traverse_util
 
 from jaxpipe import multihost
 from jaxpipe._version import __version__
 from jaxpipe.array_types import Array
-from jaxpipe.checkpoint.arrays_by_path import Path, nest, pick
-from jaxpipe.checkpoint.contents import OPTIMIZER, RESIDUALS, VARIABLES, Contents, Leaf, checksum, describe
+from jaxpipe.checkpoint.contents import FORMAT, OPTIMIZER, RESIDUALS, VARIABLES, About, Contents, Leaf, checksum
 from jaxpipe.errors import CheckpointError
+from jaxpipe.models.variable_trees import Path
+from jaxpipe.text.value_text import listed
 
 
 if TYPE_CHECKING:
@@ -41,9 +43,6 @@ if TYPE_CHECKING:
 #: A folder of checkpoints.
 Directory: TypeAlias = str | os.PathLike[str]
 
-
-#: Number of the format that is written; higher ones are not read.
-FORMAT = 1
 
 _ARRAYS, _ABOUT = "arrays", "about"
 _DELETED = ".deleted"
@@ -54,10 +53,8 @@ class Saved:
     """A checkpoint on disk, of which no array has been read yet."""
 
     folder: FilePath
-    step: int
-    skipped: int
+    about: About
     key: Array
-    data: Any
     leaves: dict[str, dict[Path, Leaf]]  # by group and path
 
 
@@ -168,25 +165,26 @@ class Writer:
         except CheckpointError as error:
             failure = error
         last = max(steps(self.directory), default=-1)
-        if contents.step <= last:
+        step = contents.about.step
+        if step <= last:
             raise CheckpointError(
-                f"directory={str(self.directory)!r} has a checkpoint of step {last}, so that step {contents.step} "
+                f"directory={str(self.directory)!r} has a checkpoint of step {last}, so that step {step} "
                 "cannot be saved: checkpoints of one run follow each other. Save into another directory, or remove the "
-                f"steps from {contents.step} on if they are not wanted."
+                f"steps from {step} on if they are not wanted."
             )
-        arrays = nest({(g, *path): x for g, group in contents.arrays.items() for path, x in group.items() if x.size})
-        about = _about(contents)
+        arrays = traverse_util.unflatten_dict({path: x for path, x in contents.arrays.items() if x.size})
+        about = msgspec.to_builtins(contents.about)
         # orbax is given one array at least.
         saved = self._args.Composite(
             **{
-                _ARRAYS: self._args.PyTreeSave({**arrays, "step": np.asarray(contents.step)}),
-                _ABOUT: self._args.JsonSave({"about": about, "crc32": _crc_of_json(json.loads(json.dumps(about)))}),
+                _ARRAYS: self._args.PyTreeSave({**arrays, "step": np.asarray(step)}),
+                _ABOUT: self._args.JsonSave({"about": about, "crc32": _crc_of_json(about)}),
             }
         )
-        self._begun = contents.step
+        self._begun = step
         try:
             with self._told_as_checkpoint_error():
-                self._manager.save(contents.step, args=saved, force=True)
+                self._manager.save(step, args=saved, force=True)
         except BaseException as error:
             if not isinstance(error, Exception):  # Ctrl-C: orbax would wait for minutes for what it has not begun
                 self._forget()
@@ -214,11 +212,10 @@ class Writer:
             yield
         except Exception as error:  # whatever orbax and tensorstore say of a disk
             step, self._begun = self._begun, None
-            reason = str(error).splitlines()[0][:300] if str(error) else ""
             complete = _listed(steps(self.directory)) or "none"
             raise CheckpointError(
                 f"The checkpoint of step {step} could not be written to directory={str(self.directory)!r} "
-                f"({type(error).__name__}: {reason}). Complete are those of: {complete}. Training can go on: make "
+                f"({_reason(error)}). Complete are those of: {complete}. Training can go on: make "
                 "room, or save somewhere else."
             ) from error
 
@@ -256,21 +253,23 @@ def open_checkpoint(directory: Directory, step: int | None = None) -> Saved:
         )
     folder = FilePath(directory).absolute() / str(saved_steps[-1] if step is None else step)
     try:
-        about = _unsealed(json.loads((folder / _ABOUT / "metadata").read_text()))
+        sealed = json.loads((folder / _ABOUT / "metadata").read_text())
+        about = sealed["about"]
+        if _crc_of_json(about) != sealed["crc32"]:
+            raise ValueError("its checksum is another")
         if about["format"] > FORMAT:
             raise CheckpointError(
                 f"The checkpoint {folder} has the format {about['format']}, written by jaxpipe {about['jaxpipe']}; "
                 f"this is jaxpipe {__version__}, which reads formats up to {FORMAT}. Install a newer one."
             )
-        rows = msgspec.convert(about["leaves"], dict[str, tuple[_Row, ...]])
-        leaves = {group: _leaves(rows[group]) for group in (VARIABLES, OPTIMIZER, RESIDUALS)}
-        key = jax.random.wrap_key_data(jnp.array(about["key"], jnp.uint32), impl=str(about["key_impl"]))
-        taken, skipped = (msgspec.convert(about[name], int) for name in ("step", "skipped"))
-        if taken != int(folder.name):
-            raise damaged(folder, f"it holds step {taken}, so it was copied or renamed")
-        if not 0 <= skipped <= taken < 2**31:
-            raise ValueError(f"{skipped} of {taken} steps were skipped")
-        return Saved(folder, taken, skipped, key, about["data"], leaves)
+        about = msgspec.convert(about, About)
+        leaves = {group: _by_path(about.leaves[group]) for group in (VARIABLES, OPTIMIZER, RESIDUALS)}
+        key = jax.random.wrap_key_data(jnp.array(about.key, jnp.uint32), impl=about.key_impl)
+        if about.step != int(folder.name):
+            raise damaged(folder, f"it holds step {about.step}, so it was copied or renamed")
+        if not 0 <= about.skipped <= about.step < 2**31:
+            raise ValueError(f"{about.skipped} of {about.step} steps were skipped")
+        return Saved(folder, about, key, leaves)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{folder} is not a checkpoint of jaxpipe, or files of it were removed: {error.filename} is missing."
@@ -282,34 +281,30 @@ def open_checkpoint(directory: Directory, step: int | None = None) -> Saved:
         raise damaged(folder, f"{_ABOUT}/metadata cannot be read ({type(error).__name__}: {error})") from error
 
 
-def read(saved: Saved, wanted: Mapping[str, Sequence[Path]]) -> dict[str, list[np.ndarray]]:
-    """Some arrays of a checkpoint, by group."""
+def read(saved: Saved, group: str, paths: Sequence[Path]) -> list[np.ndarray]:
+    """Some arrays of a checkpoint, of one group."""
     import orbax.checkpoint as ocp  # see Writer
 
-    leaves: dict[Path, Leaf] = {(g, *path): saved.leaves[g][path] for g, paths in wanted.items() for path in paths}
-    stored = {path: leaf for path, leaf in leaves.items() if math.prod(leaf.shape)}
+    leaves = {(group, *path): saved.leaves[group][path] for path in paths}
+    stored = [path for path, leaf in leaves.items() if 0 not in leaf.shape]
     # What has no bytes is not on disk.
-    arrays = {path: np.zeros(leaf.shape, _dtype(leaf)) for path, leaf in leaves.items() if path not in stored}
+    arrays = {path: np.zeros(leaf.shape, leaf.stored_dtype) for path, leaf in leaves.items() if 0 in leaf.shape}
     if stored:
-        tree = nest(dict.fromkeys(stored, 0))
-        asked = nest(dict.fromkeys(stored, ocp.RestoreArgs(restore_type=np.ndarray)))
+        tree = traverse_util.unflatten_dict(dict.fromkeys(stored, 0))
+        asked = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
         args = ocp.args.PyTreeRestore(item=tree, restore_args=asked, partial_restore=True)
         try:
             alone = _alone()
             handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
             with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
-                restored = reader.restore(saved.folder / _ARRAYS, args=args)
-            arrays |= zip(stored, map(np.asarray, pick(restored, list(stored))), strict=True)
+                restored = traverse_util.flatten_dict(reader.restore(saved.folder / _ARRAYS, args=args))
+            arrays |= {path: np.asarray(restored[path]) for path in stored}
         except Exception as error:  # whatever orbax and tensorstore say of files that are not theirs
-            reason = str(error).splitlines()[0][:300] if str(error) else ""
-            raise damaged(saved.folder, f"its arrays cannot be read ({type(error).__name__}: {reason})") from error
+            raise damaged(saved.folder, f"its arrays cannot be read ({_reason(error)})") from error
     wrong = [path for path, x in arrays.items() if not _is_written(x, leaves[path])]
     if wrong:
-        names = ", ".join("/".join(path) for path in wrong[:4])
-        more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-        raise damaged(saved.folder, f"{names}{more} do not have the values that were saved")
-    whole = nest(arrays)
-    return {g: pick(whole.get(g), paths) for g, paths in wanted.items()}
+        raise damaged(saved.folder, f"{listed(list(map('/'.join, wrong)))} do not have the values that were saved")
+    return [arrays[group, *path] for path in paths]
 
 
 def _alone() -> "ocp.options.MultiprocessingOptions":
@@ -325,8 +320,11 @@ def _alone() -> "ocp.options.MultiprocessingOptions":
 
 
 def _is_written(x: np.ndarray, leaf: Leaf) -> bool:
-    is_key = leaf.dtype.startswith("key<")
-    return x.shape == leaf.shape and (is_key or x.dtype.name == leaf.dtype) and checksum(x) == leaf.crc32
+    return (x.shape, x.dtype) == (leaf.shape, leaf.stored_dtype) and checksum(x) == leaf.crc32
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:300]}"
 
 
 def damaged(folder: FilePath, what: str) -> CheckpointError:
@@ -334,58 +332,22 @@ def damaged(folder: FilePath, what: str) -> CheckpointError:
     return CheckpointError(f"The checkpoint {folder} is damaged: {what}.{_others(folder)}")
 
 
-def _about(contents: Contents) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "jaxpipe": __version__,
-        "step": contents.step,
-        "skipped": contents.skipped,
-        "key": contents.key.tolist(),
-        "key_impl": contents.key_impl,
-        "data": contents.data,
-        "leaves": {
-            group: [[path, leaf.shape, leaf.dtype, leaf.crc32] for path, leaf in leaves.items()]
-            for group, leaves in describe(contents).items()
-        },
-    }
-
-
-def _unsealed(sealed: dict[str, Any]) -> dict[str, Any]:
-    if _crc_of_json(sealed["about"]) != sealed["crc32"]:
-        raise ValueError("its checksum is another")
-    return sealed["about"]
-
-
 def _crc_of_json(about: object) -> int:
     return zlib.crc32(json.dumps(about, sort_keys=True).encode())
 
 
-class _Row(NamedTuple):
-    """An array as ``about`` has it."""
-
-    path: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    crc32: int | None
-
-
-def _leaves(rows: Sequence[_Row]) -> dict[Path, Leaf]:
+def _by_path(rows: Sequence[Leaf]) -> dict[Path, Leaf]:
     """Return the arrays by path; raise ``ValueError`` if they cannot form a tree."""
-    leaves = {row.path: Leaf(row.shape, row.dtype, row.crc32) for row in rows}
+    leaves = {leaf.path: leaf for leaf in rows}
     inner = {path[:k] for path in leaves for k in range(len(path))}
     if len(leaves) < len(rows) or not inner.isdisjoint(leaves):
         raise ValueError("two arrays have one path, or one is inside another")
     for path, leaf in leaves.items():
-        dtype = _dtype(leaf)
+        dtype = leaf.stored_dtype
         is_number = jax.dtypes.issubdtype(dtype, np.number) or dtype == np.bool_
         if not is_number or min(leaf.shape, default=0) < 0 or dtype.itemsize * math.prod(leaf.shape) >= 2**63:
             raise ValueError(f"{'/'.join(path)[:80]} is {leaf}")
     return leaves
-
-
-def _dtype(leaf: Leaf) -> np.dtype:
-    """The dtype of an array on disk, where random keys are words."""
-    return np.dtype(np.uint32 if leaf.dtype.startswith("key<") else leaf.dtype)
 
 
 def _others(folder: FilePath) -> str:

@@ -12,6 +12,7 @@ once.
 
 import enum
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -42,9 +43,8 @@ TINY = 2**17
 
 
 class Kind(enum.Enum):
-    """Ways to run an operator: a name for its operand, inside kernels, as the end of one, as a kernel by itself."""
+    """Ways to run an operator: inside kernels, as the end of one, as a kernel by itself."""
 
-    VIEW = "view"
     FUSED = "fused"
     REDUCTION = "reduction"
     ALONE = "alone"
@@ -74,19 +74,22 @@ class Part:
 class Body:
     """A program to be cut into kernels, of operators of one or several graphs. Mutable.
 
-    ``sizes`` are the bytes of its values. Those that no part makes are in memory.
+    ``sizes`` are the bytes of its values, ``base`` the values of which they are views: themselves, if of none. Those
+    that no part makes are in memory.
     """
 
     def __init__(self, rates: Rates):
         self.rates = rates
         self.sizes: list[float] = []
+        self.base: list[int] = []
         self.parts: list[Part] = []
-        self._views: dict[int, Part] = {}
+        self._views: dict[int, tuple[float, int]] = {}  # by value: the bytes that the view is of, and its owner
 
     def value(self, size: float) -> int:
         """A new value's number."""
         self.sizes.append(size)
-        return len(self.sizes) - 1
+        self.base.append(len(self.base))
+        return self.base[-1]
 
     def add(self, op: Operator, graph: Graph | GraphBuilder, number: dict[TensorNumber, int], owner: int) -> None:
         """Append an operator for an owner.
@@ -98,16 +101,16 @@ class Body:
         outputs = tuple(self.value(tensors[t].bytes) for t in op.outputs)
         number.update(zip(op.outputs, outputs, strict=True))
         elements = sum(tensors[t].size for t in op.outputs)
-        cost, rate = weight(op), self.rates.element_flops
-        if op.equation is None or (cost == 0 and len(inputs) == 1 and self.size(outputs) <= self.size(inputs)):
-            self.parts.append(Part(Kind.VIEW, inputs, outputs, owner))
-            self._views.update(dict.fromkeys(outputs, self.parts[-1]))
-        elif op.name in RANDOM:
-            seconds = RANDOM_WORK * elements / rate
-            self.parts.append(Part(Kind.FUSED, inputs, outputs, owner, seconds, random=True))
+        cost, rate, whole = elementwise_work(op), self.rates.element_flops, self.size(inputs)
+        if op.equation is None or (cost == 0 and len(inputs) == 1 and self.size(outputs) <= whole):
+            sources = inputs if len(inputs) == len(outputs) else inputs[:1] * len(outputs)
+            for v, source in zip(outputs, sources, strict=True):
+                self.base[v], self._views[v] = self.base[source], (whole, owner)
         elif cost is not None:
-            joins = op.name in ("add", "add_any") and len(inputs) == 2
-            self.parts.append(Part(Kind.FUSED, inputs, outputs, owner, cost * elements / rate, joins=joins))
+            joins, random = op.name in ("add", "add_any") and len(inputs) == 2, op.name in RANDOM
+            self.parts.append(
+                Part(Kind.FUSED, inputs, outputs, owner, cost * elements / rate, random=random, joins=joins)
+            )
         elif op.name in REDUCTIONS:
             seconds = sum(tensors[t].size for t in op.inputs) / rate
             self.parts.append(Part(Kind.REDUCTION, inputs, outputs, owner, seconds))
@@ -128,10 +131,8 @@ class Body:
 
     def whole(self, v: int) -> int:
         """Return the value, or a copy of it if it is a part of another."""
-        part = self._views.get(v)
-        if part is None or self.sizes[v] >= self.size(part.inputs):
-            return v
-        return self.convert(v, self.sizes[v], part.owner)
+        whole, owner = self._views.get(v, (0.0, 0))
+        return v if self.sizes[v] >= whole else self.convert(v, self.sizes[v], owner)
 
     def known(self, t: TensorNumber, tensors: Sequence[Tensor], number: dict[TensorNumber, int]) -> int:
         """Return the value of a tensor, which is in memory if it has none yet."""
@@ -166,6 +167,11 @@ class Body:
         else:
             moved = self.size((*inputs, *outputs))
         return Part(Kind.ALONE, inputs, outputs, owner, min(arithmetic, moved / self.rates.element_flops), moved)
+
+
+def elementwise_work(op: Operator) -> int | None:
+    """Operations for each element that an operator writes; None if it is no cheap arithmetic."""
+    return RANDOM_WORK if op.name in RANDOM else weight(op)
 
 
 def _is_turned_around(op: Operator, operand: int) -> bool:
@@ -232,24 +238,19 @@ class Kernel:
 
     def shares(self, body: Body) -> dict[int, float]:
         """Seconds, by owner."""
-        rates, last = body.rates, self.parts[-1]
-        total = {last.owner: rates.kernel_seconds + last.seconds}
-
-        def count(owner: int, seconds: float) -> None:
-            total[owner] = total.get(owner, 0.0) + seconds
-
-        if last.kind is Kind.ALONE:
-            count(last.owner, max(last.arithmetic, last.moved / rates.bytes))
-            return total
+        rates, last, total = body.rates, self.parts[-1], defaultdict[int, float](float)
+        total[last.owner] = rates.kernel_seconds + last.seconds
         moved = sum(self.reads.values()) + sum(body.sizes[v] for v in self.roots)
-        if sum(part.arithmetic for part in self.parts) > moved / rates.bytes:
+        if last.kind is Kind.ALONE:
+            total[last.owner] += max(last.arithmetic, last.moved / rates.bytes)
+        elif sum(part.arithmetic for part in self.parts) > moved / rates.bytes:
             for part in self.parts:
-                count(part.owner, part.arithmetic)
-            return total
-        unread, roots = dict(self.reads), set(self.roots)
-        for part in self.parts:
-            size = sum(unread.pop(v, 0.0) for v in part.inputs) + sum(body.sizes[v] for v in roots & {*part.outputs})
-            count(part.owner, size / rates.bytes)
+                total[part.owner] += part.arithmetic
+        else:
+            unread, roots = dict(self.reads), set(self.roots)
+            for part in self.parts:
+                read = sum(unread.pop(v, 0.0) for v in part.inputs)
+                total[part.owner] += (read + sum(body.sizes[v] for v in roots & {*part.outputs})) / rates.bytes
         return total
 
 
@@ -257,25 +258,14 @@ class _Cutter:
     """Finds roots, and the parts that lead to each."""
 
     def __init__(self, body: Body, results: Iterable[int]):
-        self._body = body
-        self._alias: dict[int, int] = {}
-        self._maker: dict[int, Part] = {}
+        self._body, self._base = body, body.base.copy()
         self._order = {id(part): k for k, part in enumerate(body.parts)}
-        for part in body.parts:
-            if part.kind is Kind.VIEW:
-                sources = part.inputs if len(part.inputs) == len(part.outputs) else part.inputs[:1] * len(part.outputs)
-                self._alias.update((o, self._alias.get(v, v)) for o, v in zip(part.outputs, sources, strict=True))
-            elif part.kind is Kind.FUSED:
-                self._maker.update(dict.fromkeys(part.outputs, part))
+        self._maker = {v: part for part in body.parts if part.kind is Kind.FUSED for v in part.outputs}
         self._products = {v for part in body.parts if part.product for v in part.outputs}
         whole = [v for part in body.parts if part.kind is Kind.ALONE for v in part.inputs]
-        self._roots = {self._base(v) for v in (*results, *whole)} & self._maker.keys()
+        self._roots = {self._base[v] for v in (*results, *whole)} & self._maker.keys()
         self._reads: dict[int, dict[int, float]] = {}
         self._write_what_is_costly_to_compute_again()
-
-    def _base(self, v: int) -> int:
-        """The value that a view is a view of."""
-        return self._alias.get(v, v)
 
     def _inside(self, v: int) -> bool:
         """Tell whether a value is only ever inside kernels."""
@@ -289,10 +279,11 @@ class _Cutter:
                 continue
             if (product := self._product_before(part, readers)) is not None:
                 self._roots -= {*part.outputs}
-                self._alias.update(dict.fromkeys(part.outputs, product))
+                for v in part.outputs:
+                    self._base[v] = product
                 continue
             reads = self._read_by(part)
-            drawn = part.random or any(self._base(v) in random for v in part.inputs)
+            drawn = part.random or any(self._base[v] in random for v in part.inputs)
             for v in part.outputs:
                 if v in self._roots:
                     continue
@@ -308,9 +299,8 @@ class _Cutter:
         """The parts that read each value."""
         readers: dict[int, list[Part]] = {}
         for part in self._body.parts:
-            if part.kind is not Kind.VIEW:
-                for v in {self._base(v) for v in part.inputs}:
-                    readers.setdefault(v, []).append(part)
+            for v in {self._base[v] for v in part.inputs}:
+                readers.setdefault(v, []).append(part)
         return readers
 
     def _is_handed_on(self, v: int, readers: Mapping[int, Sequence[Part]]) -> bool:
@@ -325,7 +315,7 @@ class _Cutter:
             return None
         sizes = self._body.sizes
         for left, right in (part.inputs, part.inputs[::-1]):
-            source, bias = self._base(left), self._base(right)
+            source, bias = self._base[left], self._base[right]
             if source in self._products and len(readers[source]) == 1 and sizes[source] == sizes[part.outputs[0]]:
                 small = self._reads.get(bias, {}) if self._inside(bias) else {right: sizes[right]}
                 if sum(small.values()) <= sizes[source] * SMALL:
@@ -345,15 +335,15 @@ class _Cutter:
             else:
                 continue
             for v in part.inputs:
-                merged = sinks.get(self._base(v), frozenset()) | ends
-                sinks[self._base(v)] = frozenset(sorted(merged)[:2])
+                merged = sinks.get(self._base[v], frozenset()) | ends
+                sinks[self._base[v]] = frozenset(sorted(merged)[:2])
         return sinks
 
     def _read_by(self, part: Part) -> dict[int, float]:
         """Return the bytes of each value that a kernel which ends with a part reads from memory."""
         reads: dict[int, float] = {}
         for v in part.inputs:
-            source = self._base(v)
+            source = self._base[v]
             if self._inside(source):
                 reads.update(self._reads.get(source, {}))
             else:
@@ -368,7 +358,7 @@ class _Cutter:
         last_to_read: dict[int, int] = {}
         drawn: list[Part] = []
         for part in self._body.parts:
-            if part.kind is Kind.VIEW or (part.kind is Kind.FUSED and self._roots.isdisjoint(part.outputs)):
+            if part.kind is Kind.FUSED and self._roots.isdisjoint(part.outputs):
                 continue
             alone = part.kind is Kind.ALONE
             reads = dict.fromkeys(part.inputs, 0.0) if alone else self._read_by(part)
@@ -376,7 +366,7 @@ class _Cutter:
                 drawn.append(part)
                 continue
             needed = 0
-            for k in {made_by[self._base(v)] for v in reads if self._base(v) in made_by}:
+            for k in {made_by[self._base[v]] for v in reads if self._base[v] in made_by}:
                 needed |= before[k] | 1 << k
             shared = [] if alone else self._large(reads)
             mates = [last_to_read[v] for v in shared if v in last_to_read and not needed >> last_to_read[v] & 1]
@@ -396,7 +386,7 @@ class _Cutter:
         """The arrays that are most of what a kernel reads; -1 if it reads next to nothing."""
         if sum(reads.values()) <= TINY:
             return [-1]
-        return [self._base(v) for v, size in reads.items() if 2 * size >= max(reads.values())]
+        return [self._base[v] for v, size in reads.items() if 2 * size >= max(reads.values())]
 
     def _with_drawn(self, kernels: Sequence[Kernel], drawn: Iterable[Part]) -> list[Kernel]:
         """Values that are made from next to nothing (random masks) are written by the first kernel that uses them.
@@ -407,14 +397,13 @@ class _Cutter:
         for part in drawn:
             user = next((k for k, kernel in enumerate(kernels) if self._uses(kernel, part)), -1)
             ends.setdefault(user, []).append(part)
-        result = [self._kernel([part]) for part in ends.pop(-1, [])]
-        for k, kernel in enumerate(kernels):
-            result.append(self._kernel([*ends[k], *kernel.ends]) if k in ends else kernel)
-        return result
+        alone = [self._kernel([part]) for part in ends.pop(-1, [])]
+        joined = (self._kernel([*ends[k], *kernel.ends]) if k in ends else kernel for k, kernel in enumerate(kernels))
+        return [*alone, *joined]
 
     def _uses(self, kernel: Kernel, part: Part) -> bool:
         """Tell whether a kernel that fuses reads what a part makes, and more of something else."""
-        shared = [v for v in kernel.reads if self._base(v) in part.outputs]
+        shared = [v for v in kernel.reads if self._base[v] in part.outputs]
         return bool(shared) and sum(kernel.reads.values()) > 2 * sum(kernel.reads[v] for v in shared)
 
     def _kernel(self, ends: Sequence[Part]) -> Kernel:
@@ -430,12 +419,12 @@ class _Cutter:
                 continue
             inside[id(part)] = part
             for v in part.inputs:
-                source = self._base(v)
+                source = self._base[v]
                 if self._inside(source):
                     pending.append(self._maker[source])
                 else:
                     reads[v] = min(self._body.sizes[v], self._body.sizes[source])
         roots = [v for part in ends for v in part.outputs if part.kind is Kind.REDUCTION or v in self._roots]
         parts = sorted(inside.values(), key=lambda part: self._order[id(part)])
-        reads = {v: size for v, size in reads.items() if self._base(v) not in roots}
+        reads = {v: size for v, size in reads.items() if self._base[v] not in roots}
         return Kernel(tuple(parts), tuple(ends), reads, tuple(roots))

@@ -5,17 +5,21 @@ a product or a loop, whose operand is in memory anyway; what leads from the one 
 normalization, an activation) is in the same group, where its backward pass recomputes it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from jaxpipe import _compat
-from jaxpipe.array_types import Array, PyTree, TensorNumber
+from jaxpipe.array_types import Array, TensorNumber
+from jaxpipe.costs.timing import Program
 from jaxpipe.graph.graph import Graph
 from jaxpipe.graph.op_cost import is_product, weight
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.backward_graph import BackwardGraph
 from jaxpipe.residuals.stored_formats import Format
 from jaxpipe.residuals.vjp_program import VJPProgram
+from jaxpipe.text.stable_text import writer
 
 
 #: A group takes at least this share of the estimated time, so that there are not more than about as many.
@@ -42,12 +46,23 @@ def cut_groups(graph: Graph, estimates: Sequence[float]) -> list[range]:
     return groups
 
 
-@dataclass(frozen=True, eq=False)
-class Program:
-    """A function of flat arrays, to be compiled."""
+def equal_operators(backward_graph: BackwardGraph) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the operators of a program by kind: those of equal work in its forward pass, and in its backward pass.
 
-    function: Callable[..., PyTree]
-    arguments: tuple[PyTree, ...]
+    Equal are the primitive, its parameters, the shapes and types of its operands, and for the backward pass also which
+    operands and results have a cotangent. Numbers in the program's text may differ, as do those that random keys are
+    folded with.
+    """
+    graph, write = backward_graph.source, writer(values=False)
+    differentiated = {t for step in backward_graph.steps for t in (*step.cotangents_in, *step.cotangents_out)}
+    forward, backward = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
+    for k, op in enumerate(graph.operators):
+        atoms = op.inputs if op.equation is None else op.equation.invars
+        operands = [graph.tensors[a].aval if isinstance(a, int) else a.aval for a in atoms]
+        key = f"{op.name} {write(op.params)} {write(operands)}"
+        forward[key].append(k)
+        backward[f"{key} {[t in differentiated for t in (*op.inputs, *op.outputs)]}"].append(k)
+    return list(forward.values()), list(backward.values())
 
 
 def group_vjp(backward_graph: BackwardGraph, operators: range, held: Sequence[TensorNumber] = ()) -> VJPProgram:
@@ -78,13 +93,11 @@ def group_programs(vjp: VJPProgram) -> Iterator[Program]:
     """
     graph, source, stored = vjp.graph, vjp.backward_graph.source, vjp.plan.stored
     boundary = {*graph.inputs, *graph.outputs}
-    shared = [t for t in stored if t in boundary and vjp.plan.formats[t].format is Format.KEEP]
-    encoded_tensors = [t for t in stored if t not in shared]
+    written = [t not in boundary or vjp.plan.formats[t].format is not Format.KEEP for t in stored]
 
     def forward(*inputs: Array) -> tuple[list[Array], list[tuple[Array, ...]]]:
         outputs, stash = vjp_program.forward(vjp, inputs)
-        parts = dict(zip(stored, stash, strict=True))
-        return outputs, [parts[t] for t in encoded_tensors]
+        return outputs, list(itertools.compress(stash, written))
 
     yield Program(forward, tuple(graph.tensors[t].aval for t in graph.inputs))
     if not vjp.backward_graph.steps:
@@ -93,25 +106,18 @@ def group_programs(vjp: VJPProgram) -> Iterator[Program]:
     seeds = [k for k, t in enumerate(source.outputs) if t in received]
 
     def backward(
-        parameters: Sequence[Array],
-        values: Sequence[Array],
-        encoded: Sequence[tuple[Array, ...]],
-        cotangents: Sequence[Array],
+        parameters: Sequence[Array], stash: Sequence[tuple[Array, ...]], cotangents: Sequence[Array]
     ) -> list[Array | None]:
-        parts: dict[TensorNumber, tuple[Array, ...]] = {t: (value,) for t, value in zip(shared, values, strict=True)}
-        parts.update(zip(encoded_tensors, encoded, strict=True))
         given: list[Array | None] = [None] * len(source.outputs)
         for k, cotangent in zip(seeds, cotangents, strict=True):
             given[k] = cotangent
-        return vjp_program.backward(vjp, parameters, [parts[t] for t in stored], given, barriers=True)
+        return vjp_program.backward(vjp, parameters, stash, given, barriers=True)
 
-    avals = dict(zip(stored, vjp.stash_avals, strict=True))
     yield Program(
         backward,
         (
             [graph.tensors[t].aval for t in vjp.parameters],
-            [graph.tensors[t].aval for t in shared],
-            [avals[t] for t in encoded_tensors],
+            list(vjp.stash_avals),
             [source.tensors[source.outputs[k]].aval.to_tangent_aval() for k in seeds],
         ),
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from jaxpipe import _compat
 from jaxpipe.array_types import Equation, TensorNumber
 from jaxpipe.costs.device_rates import Rates
-from jaxpipe.costs.kernels import RANDOM, RANDOM_WORK, Body, owner_seconds, product_flops, product_rate
+from jaxpipe.costs.kernels import Body, elementwise_work, owner_seconds, product_flops, product_rate
 from jaxpipe.costs.profile import Edge, Profile
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.op_cost import is_product, weight
@@ -108,7 +108,7 @@ def seconds(operators: Sequence[Operator], graph: Graph, rates: Rates) -> float:
 
 def flops(op: Operator, graph: Graph) -> float:
     """Floating-point operations of one operator; of cheap arithmetic, those for each element it writes."""
-    cost = RANDOM_WORK if op.name in RANDOM else weight(op)
+    cost = elementwise_work(op)
     if cost is None:
         return equation_flops(op.equation)
     return float(cost * sum(graph.tensors[t].size for t in op.outputs))

@@ -1,79 +1,127 @@
-"""Seconds of one compiled program on one device: repeated, warm-up dropped, median and spread."""
+"""Seconds of compiled programs on devices, measured in rounds that all programs share."""
 
+import functools
 import math
+import re
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import jax
 import numpy as np
 
 from jaxpipe.array_types import Array, Device, PyTree
-from jaxpipe.costs.profile import WIDE
+from jaxpipe.text.progress import tell, track
 
 
-#: One measurement runs a program as often as it takes to last this long.
-SHORTEST_SECONDS = 2e-3
+#: One run does something as often as it takes to last this long.
+SHORTEST_SECONDS = 5e-4
 
-#: Measurements of a program: at least so many, and more until ``ENOUGH_SECONDS`` have passed.
+#: In a round it is run ``RUNS`` times and until ``VISIT_SECONDS`` have passed, or once if that takes ``LONG_SECONDS``.
+#: The fastest run counts: what else a machine does can only make one longer.
+RUNS = 4
+VISIT_SECONDS = 2e-3
+LONG_SECONDS = 0.05
+
+#: Rounds of measurements: at least so many, and more until ``ENOUGH_SECONDS`` for each program have passed.
 FEWEST, MOST = 5, 25
 ENOUGH_SECONDS = 0.1
 
-#: What has a wide spread is measured again, so often in all.
-TRIES = 3
+#: Random keys are folded with a hash of the module path, so that equal layers differ in these constants.
+_KEY_NUMBER = re.compile(r"(?<=dense<)\d+(?=> : tensor<ui32>)")
 
 
-class Timing(NamedTuple):
-    """Median of repeated measurements, and half the range between their quartiles; seconds."""
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A function of flat arrays, to be compiled."""
 
-    median: float
-    spread: float
+    function: Callable[..., PyTree]
+    arguments: tuple[PyTree, ...]
 
 
-def time_runs(run: Callable[[int], object], clock: Callable[[], float] = time.perf_counter) -> Timing:
-    """Measure ``run(count)``, which does something ``count`` times and waits for the end; seconds for once.
+#: The time that it takes is that of starting any program.
+_EMPTY = Program(lambda x: x + 1, (jax.ShapeDtypeStruct((), "float32"),))
 
-    The first two runs, with which memory and caches fill and the count is chosen, are not counted.
+
+def time_programs(programs: Sequence[tuple[Program, Device]]) -> np.ndarray:
+    """Compile programs, run each on its device, and measure; programs that are equal are run once.
+
+    Operands are random, and those of one program at a time are on a device.
+
+    Returns:
+      Seconds ``[rounds, programs]``, less the median of what it takes to start any program.
+    """
+    known: dict[tuple[str, Device], int] = {}
+    prepared: list[Callable[[], Callable[[int], object]]] = []
+
+    def number(program: Program, device: Device) -> int:
+        arguments = on_device(program.arguments, device)
+        lowered = jax.jit(program.function).lower(*arguments)
+        key = _KEY_NUMBER.sub("", lowered.as_text()), device
+        if key not in known:
+            known[key] = len(known)
+            prepared.append(functools.partial(ready_to_run, lowered.compile(), arguments, device))
+        return known[key]
+
+    starts = {device: number(_EMPTY, device) for _, device in programs}
+    numbers = [number(*each) for each in track(programs, "Compiling what is measured")]
+    tell("Measuring")
+    seconds = time_in_rounds(prepared)
+    start = np.median(seconds, axis=0)[[starts[device] for _, device in programs]]
+    return np.maximum(0.0, seconds[:, numbers] - start)
+
+
+def time_in_rounds(
+    prepared: Sequence[Callable[[], Callable[[int], object]]], clock: Callable[[], float] | None = None
+) -> np.ndarray:
+    """Measure all of some things once in each of several rounds.
+
+    A burst of load from other programs lengthens a few rounds of everything then, which a median passes over, and not
+    all measurements of one thing.
+
+    Args:
+      prepared: for each thing a function that prepares it and returns ``run(count)``, which does it ``count`` times and
+        waits for the end. To prepare is not measured, nor are two first runs, by which the count is chosen.
+      clock: gives seconds; left out, ``time.perf_counter``.
+
+    Returns:
+      Seconds ``[rounds, things]`` for each thing done once.
 
     Example:
-      >>> import itertools
       >>> ticks = itertools.count()
-      >>> time_runs(lambda count: None, lambda: float(next(ticks)))
-      Timing(median=1.0, spread=0.0)
+      >>> time_in_rounds([lambda: lambda count: None], lambda: float(next(ticks))).tolist()
+      [[1.0], [1.0], [1.0], [1.0], [1.0]]
     """
+    clock = clock or time.perf_counter
 
-    def measured(count: int) -> float:
-        begin = clock()
-        run(count)
-        return (clock() - begin) / count
+    def fastest(run: Callable[[int], object], count: int) -> float:
+        seconds: list[float] = []
+        first = clock()
+        while not seconds or clock() - first < (VISIT_SECONDS if len(seconds) >= RUNS else LONG_SECONDS):
+            begin = clock()
+            run(count)
+            seconds.append((clock() - begin) / count)
+        return min(seconds)
 
-    measured(1)
-    count = math.ceil(SHORTEST_SECONDS / max(measured(1), SHORTEST_SECONDS / 1000))
-    seconds: list[float] = []
-    begin = clock()
-    while len(seconds) < FEWEST or (len(seconds) < MOST and clock() - begin < ENOUGH_SECONDS):
-        seconds.append(measured(count))
-    low, median, high = np.quantile(seconds, (0.25, 0.5, 0.75)).tolist()
-    return Timing(median, (high - low) / 2)
-
-
-def steadiest(measure: Callable[[], Timing]) -> Timing:
-    """Measure until the spread is not wide, a few times at most; returns the steadiest.
-
-    Example:
-      >>> tries = iter([Timing(4.0, 2.0), Timing(1.0, 0.25), Timing(2.0, 0.75), Timing(1.0, 0.0)])
-      >>> steadiest(lambda: next(tries))
-      Timing(median=1.0, spread=0.25)
-    """
-    timings = [measure()]
-    while len(timings) < TRIES and timings[-1].spread > WIDE * timings[-1].median:
-        timings.append(measure())
-    return min(timings, key=lambda timing: timing.spread / max(timing.median, 1e-12))
+    counts = []
+    for prepare in prepared:
+        run = prepare()
+        run(1)
+        counts.append(math.ceil(SHORTEST_SECONDS / max(fastest(run, 1), SHORTEST_SECONDS / 1000)))
+    rounds: list[list[float]] = []
+    begin, enough = clock(), ENOUGH_SECONDS * len(prepared)
+    while len(rounds) < FEWEST or (len(rounds) < MOST and clock() - begin < enough):
+        rounds.append([])
+        for prepare, count in zip(prepared, counts, strict=True):
+            run = prepare()
+            if count > 1:  # what is short depends on what is in caches
+                run(1)
+            rounds[-1].append(fastest(run, count))
+    return np.array(rounds)
 
 
-def time_program(lowered: jax.stages.Lowered, arguments: PyTree, device: Device) -> Timing:
-    """Compile and measure a program for arguments of some shapes; compiling is not counted."""
-    compiled = lowered.compile()
+def ready_to_run(compiled: jax.stages.Compiled, arguments: PyTree, device: Device) -> Callable[[int], object]:
+    """Put operands of a compiled program onto its device, and return what runs it so many times."""
     values = examples(arguments, device)
 
     def run(count: int) -> None:
@@ -82,7 +130,7 @@ def time_program(lowered: jax.stages.Lowered, arguments: PyTree, device: Device)
             results = compiled(*values)
         jax.block_until_ready(results)
 
-    return steadiest(lambda: time_runs(run))
+    return run
 
 
 def on_device(arguments: PyTree, device: Device) -> PyTree:

@@ -128,7 +128,17 @@ def block_sparse(
       >>> updates[:, 0].sum() == 0, updates[:, 2].tolist()
       (Array(True, dtype=bool), [-0.2..., -0.5, -0.8..., -1.1...])
     """
-    settings = _check(axis_name, k, norm, dense_1d, mode, blocks, warmup)
+    if norm not in ("l1", "l2"):
+        raise PartitionError(f"norm={norm!r}; it must be 'l1' or 'l2'.")
+    if mode not in ("own", "consensus"):
+        raise PartitionError(f"mode={mode!r}; it must be 'own' or 'consensus'.")
+    if axis_name is not None and not isinstance(axis_name, str):
+        raise PartitionError(f"axis_name={axis_name!r}; it must be the name of one mesh axis, or None.")
+    for phase in warmup:
+        if not isinstance(phase, (tuple, list)) or len(phase) != 2 or not isinstance(phase[0], int) or phase[0] < 1:
+            raise PartitionError(f"warmup: {phase!r}; each entry must be (steps, k) with 1 or more steps.")
+    phases = (*((steps, count) for steps, count in warmup), (None, k))
+    settings = Settings(axis_name, phases, dense_1d, dict(blocks or {}), Rule(mode, norm))
 
     def init(params: optax.Params) -> BlockSparseState:
         plans = settings.plans(params)
@@ -202,28 +212,6 @@ def state_specs(state: optax.OptState, axis_name: str) -> optax.OptState:
         return P()
 
     return jax.tree.map(specs, state, is_leaf=lambda part: isinstance(part, BlockSparseState))
-
-
-def _check(
-    axis_name: str | None,
-    k: Count,
-    norm: Literal["l1", "l2"],
-    dense_1d: bool,
-    mode: Literal["own", "consensus"],
-    blocks: BlockRules | None,
-    warmup: Sequence[tuple[int, Count]],
-) -> Settings:
-    if norm not in ("l1", "l2"):
-        raise PartitionError(f"norm={norm!r}; it must be 'l1' or 'l2'.")
-    if mode not in ("own", "consensus"):
-        raise PartitionError(f"mode={mode!r}; it must be 'own' or 'consensus'.")
-    if axis_name is not None and not isinstance(axis_name, str):
-        raise PartitionError(f"axis_name={axis_name!r}; it must be the name of one mesh axis, or None.")
-    for phase in warmup:
-        if not isinstance(phase, (tuple, list)) or len(phase) != 2 or not isinstance(phase[0], int) or phase[0] < 1:
-            raise PartitionError(f"warmup: {phase!r}; each entry must be (steps, k) with 1 or more steps.")
-    phases = (*((steps, count) for steps, count in warmup), (None, k))
-    return Settings(axis_name, phases, dense_1d, dict(blocks or {}), Rule(mode, norm))
 
 
 def _check_local(gradients: Sequence[Array], axis_name: str | None) -> None:

@@ -34,8 +34,12 @@ class TracedProgram:
 def trace_program(function: Callable[..., PyTree], operands: Sequence[PyTree]) -> TracedProgram:
     """Trace a function of operands that returns a tree of arrays."""
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*operands)
+    return traced_program(closed, jax.tree.structure(shapes))
+
+
+def traced_program(closed: ClosedJaxpr, tree: PyTreeDef) -> TracedProgram:
+    """Return a traced function, given the tree of what it returns."""
     jaxpr, consts = _compat.open_jaxpr(closed)
-    tree = jax.tree.structure(shapes)
     folds = {k: int(value) for k, eqn in enumerate(jaxpr.eqns) if (value := _folded(eqn)) is not None}
     return TracedProgram(closed, tree, (tree, _form(jaxpr, consts, folds)), tuple(folds.items()))
 

@@ -6,6 +6,7 @@
 
 A loss sums over the examples too, but nothing of single examples comes after that sum. The axes of examples are those
 that grow with the micro-batch: the program is traced for two sizes, if the sums over first axes in it leave it open.
+New running statistics and random draws are signs that an evaluation or a prediction runs in training mode.
 """
 
 from collections.abc import Callable
@@ -13,10 +14,13 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from jaxpipe import _compat
-from jaxpipe.array_types import AnyJaxpr, TensorNumber
-from jaxpipe.graph.graph import Graph, Operator, live, read_graph
+from jaxpipe.array_types import AnyJaxpr, Equation, TensorNumber
+from jaxpipe.errors import TrainingModeWarning, warn
+from jaxpipe.graph.graph import Graph, Operator, dependents, live, read_graph
 from jaxpipe.graph.split_scan import scan_operands
+from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.microbatch_program import MicrobatchProgram
+from jaxpipe.text.value_text import listed
 
 
 #: Fewer examples than this are too few for their mean and variance to say anything of the batch.
@@ -219,3 +223,44 @@ def _grown_axes(graph: Graph, larger: Graph) -> Axes | None:
         return frozenset(k for k, (a, b) in enumerate(zip(*shapes, strict=True)) if a != b)
 
     return axes
+
+
+#: Primitives that make random numbers; others only make keys.
+_DRAWS = frozenset(("random_bits", "random_gamma", "rng_bit_generator", "threefry2x32"))
+
+
+def warn_if_training(
+    objective: MicrobatchProgram, model: BoundModel, name: str, rows: int, trace: Callable[[int], MicrobatchProgram]
+) -> None:
+    """Give a ``TrainingModeWarning`` if a function draws from the model's random streams, or updates statistics."""
+    drawn = random_draws(objective)
+    updated = [model.state[k].name for k in find_statistics(objective, rows, trace).state]
+    if not drawn and not updated:
+        return
+    signs = [
+        f"{verb} {listed(items, 3)}"
+        for verb, items in (("draws random numbers in", drawn), ("computes new batch statistics for", updated))
+        if items
+    ]
+    warn(
+        f"{name} {' and '.join(signs)}, as a model in training mode does. Switch the mode in {name}: model.eval() for "
+        "NNX, the module's own argument for Linen, such as model(x, train=False) or deterministic=True. If it is meant "
+        "so, as for samples, silence this with warnings.simplefilter('ignore', jaxpipe.TrainingModeWarning).",
+        TrainingModeWarning,
+    )
+
+
+def random_draws(objective: MicrobatchProgram) -> list[str]:
+    """Return the paths of the modules that draw random numbers which follow from the micro-batch's key."""
+    operators = objective.graph.operators
+    seeded = dependents(operators, [objective.key])
+    reading = [op for op in operators if op.equation is not None and not seeded.isdisjoint(op.inputs)]
+    return list(dict.fromkeys(op.path or op.label for op in reading if _draws(op.equation)))
+
+
+def _draws(equation: Equation) -> bool:
+    if equation.primitive.name in _DRAWS:
+        return True
+    return any(
+        _draws(inner) for program in _compat.inner_programs(equation) for inner in _compat.open_jaxpr(program)[0].eqns
+    )

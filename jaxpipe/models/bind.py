@@ -16,12 +16,12 @@ from jaxpipe.graph.graph import is_differentiable
 from jaxpipe.graph.sharding_annotations import with_axes
 from jaxpipe.models.bind_linen import bind_linen
 from jaxpipe.models.bind_nnx import bind_nnx, check_factory, nnx_factory
-from jaxpipe.models.bound_model import BoundModel, Flat, Model, UserFunction, Variable, with_values
+from jaxpipe.models.bound_model import BoundModel, Called, Model, UserFunction, Variable, with_values
 from jaxpipe.models.call_function import call_function
 from jaxpipe.models.check_batch import batch_size, shape_of
 from jaxpipe.models.example_state import Axes, example_axes
 from jaxpipe.models.microbatch_program import with_rows
-from jaxpipe.models.variable_trees import by_path, common_level, is_train_state, key_name, plain_tree, select
+from jaxpipe.models.variable_trees import by_path, common_level, is_train_state, key_name, plain_tree
 from jaxpipe.options import AxisRules
 from jaxpipe.text.value_text import shown
 
@@ -90,17 +90,9 @@ def bind(
     """
     check_model(model)
     batch = microbatch if batch is None else batch
-    with _naming(axis_rules):
+    with nn.logical_axis_rules(axis_rules) if axis_rules else contextlib.nullcontext():
         bound = _bind(model, function, microbatch, batch, variables)
-    own_run = bound.run
-
-    def run(
-        function: UserFunction, parameters: Sequence[Array], state: Sequence[Array], key: Array, batch: PyTree
-    ) -> tuple[PyTree, list[Array]]:
-        with _naming(axis_rules):
-            return own_run(function, parameters, state, key, batch)
-
-    bound = replace(bound, run=run, stage_shape=stage_shape or {})
+    bound = replace(bound, axis_rules=axis_rules, stage_shape=stage_shape or {})
     if variables is not None or not isinstance(model, nn.Module):
         bound = replace(bound, examples=_example_axes(bound, function, microbatch, batch))
     return bound if variables is None else with_values(bound, variables)
@@ -118,11 +110,6 @@ def _example_axes(bound: BoundModel, function: UserFunction, microbatch: PyTree,
 
     names, avals = [v.name for v in bound.state], [v.aval for v in bound.state]
     return example_axes(names, avals, batch_size(microbatch), batch_size(batch), call)
-
-
-def _naming(axis_rules: AxisRules) -> contextlib.AbstractContextManager[None]:
-    """A context in which logical axes stand for those of a mesh; without rules of its own, the caller's."""
-    return nn.logical_axis_rules(axis_rules) if axis_rules else contextlib.nullcontext()
 
 
 def _bind(model: Model, function: UserFunction, microbatch: PyTree, batch: PyTree, variables: PyTree) -> BoundModel:
@@ -160,31 +147,25 @@ def _bind_tree(tree: PyTree, model_of: Callable[[PyTree], Callable[..., PyTree]]
             )
     trained = [is_differentiable(x) for _, x in flat]
     named = [Variable(_path_name(path), shape_of(x)) for path, x in flat]
+    paths = list(by_path(tree))
 
     def build(parameters: Sequence[PyTree], state: Sequence[PyTree]) -> PyTree:
         sources = {True: iter(parameters), False: iter(state)}
         return jax.tree.unflatten(treedef, [next(sources[flag]) for flag in trained])
 
-    expected = {path: v.aval for path, v in zip(by_path(tree), named, strict=True)}
-    level = common_level(expected)
+    def call(function: UserFunction, variables: PyTree, key: Array, batch: PyTree) -> Called:
+        after = dict(zip(paths, jax.tree.leaves(variables), strict=True))  # whatever the function does to boxes
+        result = call_function(function, model_of(variables), batch, key)
+        return Called(result, after, lambda _: call(function, variables, key, batch))
 
-    def flatten(tree: PyTree) -> Flat:
-        leaves = select(by_path(tree), expected, [level])
-        pairs = list(zip(leaves, trained, strict=True))
-        return [x for x, flag in pairs if flag], [x for x, flag in pairs if not flag]
-
-    def run(
-        function: UserFunction, parameters: Sequence[Array], state: Sequence[Array], key: Array, batch: PyTree
-    ) -> tuple[PyTree, list[Array]]:
-        return call_function(function, model_of(build(parameters, state)), batch, key), list(state)
-
-    return BoundModel(
+    fixed = tuple(v for v, flag in zip(named, trained, strict=True) if not flag)
+    bound = BoundModel(
         parameters=tuple(v for v, flag in zip(named, trained, strict=True) if flag),
-        state=tuple(v for v, flag in zip(named, trained, strict=True) if not flag),
-        run=run,
-        parameter_tree=lambda values: build(values, [None] * (len(trained) - sum(trained))),
+        state=fixed,
+        call=call,
+        parameter_tree=lambda values: build(values, [None] * len(fixed)),
         variable_tree=build,
-        flatten=flatten,
-        values=flatten(tree),
-        examples=(None,) * (len(trained) - sum(trained)),
+        levels=(common_level(paths),),
+        examples=(None,) * len(fixed),
     )
+    return replace(bound, values=bound.flatten(tree))

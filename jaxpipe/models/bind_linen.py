@@ -1,6 +1,6 @@
 """The variables of a Linen module, and how to run a user's function on it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import flax.linen as nn
@@ -8,17 +8,17 @@ import jax
 from flax.core import unfreeze
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.array_types import Array, PyTree
+from jaxpipe.array_types import Array, ArrayLike, PyTree
 from jaxpipe.errors import ModelError
 from jaxpipe.graph.sharding_annotations import with_axes
-from jaxpipe.models.bound_model import BoundModel, Flat, UserFunction, check_new_state, named
+from jaxpipe.models.bound_model import BoundModel, Called, UserFunction, named
 from jaxpipe.models.call_function import call_function
 from jaxpipe.models.check_batch import batch_size, shape_of
 from jaxpipe.models.example_state import Axes, changed_axes
-from jaxpipe.models.linen_facade import TRAINED, Calls, LinenModel, handed_on, without_sown
+from jaxpipe.models.linen_facade import TRAINED, LinenModel, handed_on, without_sown
 from jaxpipe.models.linen_variables import make_variables
-from jaxpipe.models.new_variables import check_unread
-from jaxpipe.models.variable_trees import by_path, is_train_state, merged, path_text, plain_tree, select
+from jaxpipe.models.observed_calls import Observed
+from jaxpipe.models.variable_trees import Path, by_path, is_train_state, path_text, plain_tree
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +32,7 @@ class _Search:
     """
 
     variables: PyTree
-    calls: Calls
+    calls: Observed
     batch: PyTree
     examples: Axes | None = None
 
@@ -63,64 +63,45 @@ def bind_linen(
     overwritten = {name: search.variables[name] for name in TRAINED[1:] if name in search.variables}
     params_def, overwritten_def, state_def = map(jax.tree.structure, (params, overwritten, state))
     count, trained = params_def.num_leaves, params_def.num_leaves + overwritten_def.num_leaves
-    expected = by_path({"params": params}) | by_path(overwritten) | by_path(state)
 
-    def flatten(tree: PyTree) -> Flat:
+    def arrays(tree: PyTree) -> dict[Path, ArrayLike]:
         tree = unfreeze(plain_tree(tree, [*overwritten, *state]))
-        tree = without_sown(tree, search.calls) if isinstance(tree, dict) else tree
-        leaves = select(by_path(tree), expected, [("params",)])
-        return leaves[:trained], leaves[trained:]
+        return by_path(without_sown(tree, search.calls) if isinstance(tree, dict) else tree)
 
-    def build(parameters: Sequence[PyTree], state: Sequence[PyTree]) -> PyTree:
+    def variable_tree(parameters: Sequence[PyTree], state: Sequence[PyTree]) -> PyTree:
         return {
             "params": jax.tree.unflatten(params_def, parameters[:count]),
             **jax.tree.unflatten(overwritten_def, parameters[count:]),
             **jax.tree.unflatten(state_def, state),
         }
 
-    def run(
-        function: UserFunction, parameters: Sequence[Array], state: Sequence[Array], key: Array, batch: PyTree
-    ) -> tuple[PyTree, list[Array]]:
-        def call(variables: PyTree) -> tuple[PyTree, PyTree]:
-            model = LinenModel(module, variables, key, search.calls)
-            with handed_on():
-                result = call_function(function, model, batch, key)
-            return result, model.state
+    def call(function: UserFunction, variables: PyTree, key: Array, batch: PyTree) -> Called:
+        model = LinenModel(module, variables, key, search.calls)
+        with handed_on():
+            result = call_function(function, model, batch, key)
+        left = {**variables, **model.state}
+        after = by_path(left)
 
-        return _run(call, build(parameters, state), jax.tree.unflatten(state_def, state))
+        def again(values: Mapping[Path, Array]) -> Called:
+            other = jax.tree.unflatten(jax.tree.structure(left), [values[path] for path in after])
+            return call(function, other, key, batch)
+
+        return Called(result, after, again)
 
     return BoundModel(
         parameters=(*named(params), *named(overwritten)),
         state=named(state),
-        run=run,
+        call=call,
         parameter_tree=lambda values: jax.tree.unflatten(params_def, values[:count]),
-        variable_tree=build,
-        flatten=flatten,
-        initialize=lambda key, batch: flatten(make_variables(module, function, key, batch)[0]),
+        variable_tree=variable_tree,
+        arrays=arrays,
+        levels=(("params",),),
+        make=lambda key, batch: make_variables(module, function, key, batch)[0],
         batch=search.batch,
         annotated=((*_annotated(params), *_annotated(overwritten)), _annotated(state)),
         overwritten=frozenset(range(count, trained)),
         examples=search.examples or (None,) * state_def.num_leaves,
     )
-
-
-def _run(
-    call: Callable[[PyTree], tuple[PyTree, PyTree]], variables: PyTree, state: PyTree
-) -> tuple[PyTree, list[Array]]:
-    """Return the result of ``call(variables) -> (result, state after it)``, and new values of the state before it."""
-    result, after = call(variables)
-    before, leaves = by_path(state), by_path(after)
-    check_new_state(before, leaves)
-    new = {path: x for path, x in leaves.items() if path not in before}
-    if new:
-
-        def call_again(values: Sequence[Array]) -> PyTree:
-            known = leaves | dict(zip(new, values, strict=True))
-            result, again = call(merged(jax.tree.unflatten(jax.tree.structure(after), known.values()), variables))
-            return result, [by_path(again)[path] for path in before]
-
-        check_unread(new, call_again)
-    return result, [leaves[path] for path in before]
 
 
 def _initial(module: nn.Module, function: UserFunction, microbatch: PyTree, batch: PyTree) -> _Search:
@@ -152,12 +133,14 @@ def _given(module: nn.Module, function: UserFunction, microbatch: PyTree, batch:
         except Exception:  # whatever the model raises is raised again where the loss is traced
             continue
         return _Search(without_sown(shapes, calls), calls, batch)
-    return _Search(shapes, Calls(), batch)
+    return _Search(shapes, Observed(), batch)
 
 
-def _shapes(module: nn.Module, function: UserFunction, batch: PyTree, variables: PyTree = None) -> tuple[PyTree, Calls]:
+def _shapes(
+    module: nn.Module, function: UserFunction, batch: PyTree, variables: PyTree = None
+) -> tuple[PyTree, Observed]:
     """Return the shapes of a module's variables, and what a loss's calls do, without computing anything."""
-    calls = Calls()
+    calls = Observed()
 
     def make(key: Array, batch: PyTree, variables: PyTree) -> PyTree:
         nonlocal calls

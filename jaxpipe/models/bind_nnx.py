@@ -4,7 +4,7 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,15 +14,14 @@ from flax import nnx
 from jax import core
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.array_types import Array, PyTree, Shaped
+from jaxpipe.array_types import Array, ArrayLike, PyTree, Shaped
 from jaxpipe.errors import ModelError
-from jaxpipe.models.bound_model import BoundModel, Flat, Model, UserFunction, check_new_state, named
+from jaxpipe.models.bound_model import BoundModel, Called, Model, UserFunction, named
 from jaxpipe.models.call_function import call_function
 from jaxpipe.models.check_batch import shape_of
-from jaxpipe.models.new_variables import check_unread
-from jaxpipe.models.observed_calls import observed_calls
+from jaxpipe.models.observed_calls import Observed, observed_calls
 from jaxpipe.models.purify_nnx import module_scopes
-from jaxpipe.models.variable_trees import Path, by_path, paths_of, select
+from jaxpipe.models.variable_trees import Path, by_path, paths_of
 from jaxpipe.text.units import bytes_text
 
 
@@ -127,59 +126,45 @@ def bind_nnx(model: nnx.Module, factory: Callable[..., nnx.Module] | None) -> Bo
     keys, shapes = key_shapes(streams), jax.tree.map(shape_of, streams)
     leaves = jax.tree.leaves((params, rest))
     concrete = factory is None and not any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+    random, known = paths_of(streams, nnx.RngState), by_path(params) | by_path(rest)
 
-    expected = by_path(params) | by_path(rest)
-    random = paths_of(streams, nnx.RngState)
+    def arrays(tree: PyTree) -> dict[Path, ArrayLike]:
+        others = random | paths_of(tree, (nnx.RngState, nnx.Intermediate))
+        return {path: x for path, x in by_path(tree).items() if path in known or path not in others}
 
-    def flatten(tree: PyTree) -> Flat:
-        others = paths_of(tree, (nnx.RngState, nnx.Intermediate))
-        leaves = select(by_path(tree), expected, ignored=random | others)
-        return leaves[: params_def.num_leaves], leaves[params_def.num_leaves :]
+    def call(function: UserFunction, variables: PyTree, key: Array, batch: PyTree) -> Called:
+        streams, state = reseed(shapes, key, keys), nnx.filter_state(variables, nnx.Not(nnx.Param))
 
-    def given(parameters: Sequence[Array], state: Sequence[Array], key: Array) -> tuple[nnx.State, ...]:
-        return (
-            jax.tree.unflatten(params_def, parameters),
-            reseed(shapes, key, keys),
-            jax.tree.unflatten(rest_def, state),
-        )
+        def run(graphdef: nnx.GraphDef, variables: nnx.State) -> Called:
+            make = functools.partial(nnx.merge, graphdef, variables, streams, copy=True)
+            model, result, after = _call(function, batch, key, state, make)
 
-    def run(
-        function: UserFunction, parameters: Sequence[Array], state: Sequence[Array], key: Array, batch: PyTree
-    ) -> tuple[PyTree, list[Array]]:
-        variables = given(parameters, state, key)
-        before, call = by_path(variables[2]), functools.partial(_call, function, batch, key, variables[2])
-        model, result, after = call(lambda: nnx.merge(graphdef, *variables, copy=True))
-        check_new_state(before, after)
-        known = before | by_path(variables[0]) | by_path(variables[1])
-        new = {path: x for path, x in after.items() if path not in known}
-        if new:
-            structure, left = nnx.split(model)
+            def again(values: Mapping[Path, Array]) -> Called:
+                structure, left = nnx.split(model)
+                leaves = by_path(left)
+                given = {**leaves, **by_path(streams), **values}
+                return run(structure, jax.tree.unflatten(jax.tree.structure(left), [given[p] for p in leaves]))
 
-            def call_again(values: Sequence[Array]) -> PyTree:
-                leaves = by_path(left) | known | dict(zip(new, values, strict=True))
-                again = jax.tree.unflatten(jax.tree.structure(left), leaves.values())
-                _, result, after = call(lambda: nnx.merge(structure, again, copy=True))
-                return result, [after[path] for path in before]
+            return Called(result, {path: x for path, x in after.items() if path not in random}, again)
 
-            check_unread(new, call_again)
-        return result, [after[path] for path in before]
+        return run(graphdef, variables)
 
-    def initialize(key: Array, batch: PyTree) -> Flat:
+    def make(key: Array, batch: PyTree) -> nnx.Module:
         if factory is None:
             raise ModelError(
                 "The NNX module is abstract, so how to initialize it is not known. Give partition its class (or "
                 "functools.partial of it), or pass pipeline.init(key, variables=...)."
             )
-        return flatten(factory(rngs=nnx.Rngs(key)))
+        return factory(rngs=nnx.Rngs(key))
 
     return BoundModel(
-        parameters=named(nnx.to_pure_dict(params)),
-        state=named(nnx.to_pure_dict(rest)),
-        run=run,
+        parameters=named(params),
+        state=named(rest),
+        call=call,
         parameter_tree=lambda values: jax.tree.unflatten(params_def, values),
         variable_tree=lambda p, s: nnx.merge_state(jax.tree.unflatten(params_def, p), jax.tree.unflatten(rest_def, s)),
-        flatten=flatten,
-        initialize=None if concrete else initialize,
+        arrays=arrays,
+        make=None if concrete else make,
         annotated=(_nnx_annotated(params), _nnx_annotated(rest)),
         values=(jax.tree.leaves(params), jax.tree.leaves(rest)) if concrete else None,
         examples=(None,) * rest_def.num_leaves,
@@ -199,7 +184,8 @@ def _call(
     while True:
         model = make()
         nnx.pop(model, _of_kinds(sown))
-        with module_scopes([model]), observed_calls() as observed:
+        observed = Observed()
+        with module_scopes([model]), observed_calls(observed):
             result = call_function(function, model, batch, key)
         if observed.sown_variables & kinds <= sown:
             break

@@ -6,9 +6,11 @@ A bound model holds no array: it knows the name, shape and place of every variab
 ``function(model, batch)`` from flat variables, and how plain initialization makes them.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -17,11 +19,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.array_types import Array, ArrayLike, PyTree
 from jaxpipe.errors import ModelError
+from jaxpipe.graph.graph import live, read_graph
 from jaxpipe.graph.stacked_layers import Stacks, uncut
 from jaxpipe.models.check_batch import shape_of
 from jaxpipe.models.example_state import check_size
 from jaxpipe.models.joined_replicas import ReplicaAxis
-from jaxpipe.models.variable_trees import Path, by_path, path_text
+from jaxpipe.models.variable_trees import Path, by_path, path_text, select
+from jaxpipe.options import AxisRules
+from jaxpipe.text.value_text import listed
 
 
 #: ``function(model, batch)``: a loss, an evaluation or a prediction.
@@ -33,8 +38,13 @@ Model = nn.Module | nnx.Module | Callable[..., PyTree]
 #: Parameters and state, as lists.
 Flat = tuple[list[ArrayLike], list[ArrayLike]]
 
-#: ``(function, parameters, state, key, batch) -> (result, new state)``.
-Run = Callable[[UserFunction, Sequence[Array], Sequence[Array], Array, PyTree], tuple[PyTree, list[Array]]]
+
+class Called(NamedTuple):
+    """The result of a call of a user's function, the variables after it by path, and the same call with others."""
+
+    result: PyTree
+    after: Mapping[Path, Array]
+    again: Callable[[Mapping[Path, Array]], "Called"]
 
 
 @dataclass(frozen=True)
@@ -51,11 +61,12 @@ class BoundModel:
 
     Attributes:
       state: what calls change or read besides (batch statistics), random streams excluded.
+      call: ``(function, variables, key, batch)``, of variables in the model's own layout.
       parameter_tree: flat parameters -> the tree that plain training would hand to optax.
       variable_tree: flat parameters and state -> the model's own variables.
-      flatten: a tree of the model's variables (``jaxpipe.models.variable_trees.select``) -> flat parameters and state.
-      initialize: ``(key, batch) -> (parameters, state)`` as plain initialization would make them; None if values are
-        given.
+      arrays: a caller's tree of variables -> its arrays by path, without those that are none of a training state.
+      levels: keys that a caller's paths may lack, or have where they are not expected.
+      make: ``(key, batch) -> variables`` as plain initialization would make them; None if values are given.
       batch: the shapes of the batch that it is initialized with.
       values: given parameters and state, or None.
       annotated: by parameter and by state variable, the axes that its dimensions are annotated with: of a mesh, or
@@ -63,28 +74,78 @@ class BoundModel:
       overwritten: positions of the parameters whose new value is their gradient, as with the scales of FP8; they are no
         part of ``parameter_tree``.
       examples: by state variable, the axis that has a row for each example of a batch, or None.
+      axis_rules: the mesh axes of logical ones; without any, the caller's.
       replica_axis: what collectives over the user's name of replicas mix, in the model's own layout.
-      uncut: of a model whose stacked variables are cut (``unstack``), the model in its own layout. All above is about
-        the pieces then, and ``initialize`` and ``values`` are those of the model in its own layout.
+      uncut: of a model whose stacked variables are cut (``unstack``), the model in its own layout, to which calls,
+        values and annotations belong.
       cuts: how its parameters and its state are cut.
     """
 
     parameters: tuple[Variable, ...]
     state: tuple[Variable, ...]
-    run: Run
+    call: Callable[[UserFunction, PyTree, Array, PyTree], Called]
     parameter_tree: Callable[[Sequence[PyTree]], PyTree]
     variable_tree: Callable[[Sequence[PyTree], Sequence[PyTree]], PyTree]
-    flatten: Callable[[PyTree], Flat]
-    initialize: Callable[[Array, PyTree], Flat] | None = None
+    arrays: Callable[[PyTree], Mapping[Path, ArrayLike]] = by_path
+    levels: tuple[Path, ...] = ()
+    make: Callable[[Array, PyTree], PyTree] | None = None
     batch: PyTree = None
     values: Flat | None = None
     annotated: tuple[tuple[P, ...], tuple[P, ...]] = ((), ())
     overwritten: frozenset[int] = frozenset()
     examples: tuple[int | None, ...] = ()
     stage_shape: Mapping[str, int] = field(default_factory=dict)
+    axis_rules: AxisRules = ()
     replica_axis: ReplicaAxis | None = None
     uncut: "BoundModel | None" = None
     cuts: tuple[Stacks, Stacks] | None = None
+
+    @cached_property
+    def paths(self) -> tuple[Path, ...]:
+        """By parameter, then by state variable, its path in ``variable_tree``."""
+        count, total = len(self.parameters), len(self.parameters) + len(self.state)
+        numbered = self.variable_tree(list(range(count)), list(range(count, total)))
+        path_of = dict(zip(jax.tree.leaves(numbered), by_path(numbered), strict=True))
+        return tuple(path_of[k] for k in range(total))
+
+    def flatten(self, tree: PyTree) -> Flat:
+        """Return parameters and state from a caller's tree of them (``jaxpipe.models.variable_trees.select``)."""
+        avals, count = [v.aval for v in (*self.parameters, *self.state)], len(self.parameters)
+        leaves = select(self.arrays(tree), dict(zip(self.paths, avals, strict=True)), self.levels)
+        return leaves[:count], leaves[count:]
+
+    @property
+    def initialize(self) -> Callable[[Array, PyTree], Flat] | None:
+        """Return ``(key, batch) -> (parameters, state)``; None if values are given."""
+        make = self.make
+        return None if make is None else lambda key, batch: self.flatten(make(key, batch))
+
+    def naming(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which logical axes stand for those of a mesh."""
+        return nn.logical_axis_rules(self.axis_rules) if self.axis_rules else contextlib.nullcontext()
+
+    def run(
+        self, function: UserFunction, parameters: Sequence[Array], state: Sequence[Array], key: Array, batch: PyTree
+    ) -> tuple[PyTree, list[Array]]:
+        """Call ``function(model, batch)``: its result, and the new state.
+
+        Raises:
+          ModelError: if the call changes the structure of the state in a way that the next call would see.
+        """
+        variables, paths = self.variable_tree(parameters, state), self.paths[len(parameters) :]
+        with self.naming():
+            result, after, again = self.call(function, variables, key, batch)
+            _check_new_state(dict(zip(paths, state, strict=True)), after)
+            before = by_path(variables)
+            new = {path: x for path, x in after.items() if path not in before}
+            if new:
+
+                def call_again(values: Sequence[Array]) -> PyTree:
+                    called = again({**before, **dict(zip(new, values, strict=True))})
+                    return called.result, [called.after[path] for path in paths]
+
+                _check_unread(new, call_again)
+        return result, [after[path] for path in paths]
 
     @property
     def original(self) -> "BoundModel":
@@ -113,25 +174,12 @@ class BoundModel:
 
 def unstack(model: BoundModel, parameters: Stacks, state: Stacks) -> BoundModel:
     """Return a model with some stacked variables ``[layers, ...]`` cut into several, each with some of the rows."""
-
-    def flatten(tree: PyTree) -> Flat:
-        p, s = model.flatten(tree)
-        return parameters.split(p), state.split(s)
-
-    def run(
-        function: UserFunction, p: Sequence[Array], s: Sequence[Array], key: Array, batch: PyTree
-    ) -> tuple[PyTree, list[Array]]:
-        result, new = model.run(function, parameters.join(p), state.join(s), key, batch)
-        return result, state.split(new)
-
-    return BoundModel(
+    return replace(
+        model,
         parameters=_pieces(model.parameters, parameters),
         state=_pieces(model.state, state),
-        run=run,
         parameter_tree=lambda values: model.parameter_tree(parameters.join(values)),
         variable_tree=lambda p, s: model.variable_tree(parameters.join(p), state.join(s)),
-        flatten=flatten,
-        stage_shape=model.stage_shape,
         overwritten=frozenset(k for k, leaf in enumerate(parameters.leaf_of) if leaf in model.overwritten),
         examples=tuple(model.examples[leaf] for leaf in state.leaf_of),
         uncut=model,
@@ -153,7 +201,7 @@ def named(tree: PyTree) -> tuple[Variable, ...]:
     return tuple(Variable("/".join(path), shape_of(x)) for path, x in by_path(tree).items())
 
 
-def check_new_state(before: Mapping[Path, ArrayLike], after: Mapping[Path, ArrayLike]) -> None:
+def _check_new_state(before: Mapping[Path, ArrayLike], after: Mapping[Path, ArrayLike]) -> None:
     """Raise ``ModelError`` unless a call has left each state variable with the shape and type that it had."""
     for path, old in before.items():
         new = after.get(path)
@@ -171,8 +219,30 @@ def check_new_state(before: Mapping[Path, ArrayLike], after: Mapping[Path, Array
             )
 
 
+def _check_unread(new: Mapping[Path, ArrayLike], call_again: Callable[[Sequence[Array]], PyTree]) -> None:
+    """Raise ``ModelError`` if the next call would read variables that a call has made.
+
+    What a micro-batch makes is gone after it, as what ``sow`` collects. That changes nothing where no later call reads
+    it.
+
+    Args:
+      new: the variables that it has made.
+      call_again: the results of the same call, of a model that has these variables from the beginning.
+    """
+    graph = read_graph(jax.make_jaxpr(call_again)([shape_of(x) for x in new.values()]))
+    read = {t for op in live(graph.operators, graph.outputs) for t in op.inputs} | set(graph.outputs)
+    names = [path_text(path) for path, t in zip(new, graph.inputs, strict=True) if t in read]
+    if names:
+        raise ModelError(
+            f"A call makes the state variable{'s' if len(names) > 1 else ''} {listed(names, 3)}, "
+            "which the model does not have before, and the next call reads "
+            "it. A step is compiled once, for a structure of variables that no call changes: make the variable when "
+            "the model is initialized (Linen: before `if self.is_initializing()`; NNX: in __init__)."
+        )
+
+
 def with_values(bound: BoundModel, variables: PyTree) -> BoundModel:
     """Return the same model with given values, checked against its variables."""
     if bound.cuts is not None:
         return unstack(with_values(bound.original, variables), *bound.stacks)
-    return replace(bound, values=bound.flatten(variables), initialize=None)
+    return replace(bound, values=bound.flatten(variables), make=None)

@@ -132,22 +132,25 @@ def outside_jit(method: Callable[_P, _T]) -> Callable[_P, _T]:
     return checked
 
 
-def check_returned(returned: PyTree, name: str) -> None:
-    """Raise ``PartitionError`` unless a loss, or an evaluation, returned one of the forms that it may return."""
-    alone = "" if name == "loss" else ", or a dictionary of metrics"
-    rule = f"it must return {_FORMS}{alone}."
+def returned_parts(returned: PyTree, name: str) -> tuple[PyTree, PyTree, PyTree]:
+    """Return loss, weight and metrics of what a loss, or an evaluation, returned; None for a loss or weight left out.
+
+    Raises:
+      PartitionError: if it is none of the forms that it may return.
+    """
+    alone = name != "loss" and isinstance(returned, Mapping)
+    rule = f"it must return {_FORMS}{'' if name == 'loss' else ', or a dictionary of metrics'}."
     if returned is None:
         raise PartitionError(f"{name} returned None; {rule} Does it end without `return`?")
-    if isinstance(returned, Mapping) and name == "loss":
+    if isinstance(returned, Mapping) and not alone:
         keys = ", ".join(map(str, returned))
         raise PartitionError(f"loss returned a dictionary ({keys}); {rule} Return (loss, metrics).")
     if isinstance(returned, list) or (isinstance(returned, tuple) and len(returned) not in (2, 3)):
         kind = type(returned).__name__
         raise PartitionError(f"{name} returned a {kind} of length {len(returned)}; {rule} Return a tuple of 2 or 3.")
-    *scalars, metrics = returned if isinstance(returned, tuple) else (returned, {})
-    if isinstance(returned, Mapping):
-        scalars, metrics = [], returned
-    for what, value in zip(("loss", "weight"), scalars, strict=False):
+    *scalars, metrics = returned if isinstance(returned, tuple) else (returned,) if alone else (returned, {})
+    named: dict[str, Any] = dict(zip(("loss", "weight"), scalars, strict=False))
+    for what, value in named.items():
         if not _is_array(value):
             raise PartitionError(f"{name} returned {shown(value)} as its {what}; {rule}")
     for path, value in jax.tree_util.tree_leaves_with_path(metrics):
@@ -156,6 +159,15 @@ def check_returned(returned: PyTree, name: str) -> None:
                 f"{name} returned {shown(value)} as the metric {jax.tree_util.keystr(path)}; metrics are numbers or "
                 "arrays. Leave it out."
             )
+    for what, value in named.items():
+        shape, dtype = jnp.shape(value), jnp.result_type(value)
+        if shape != () or (what == "loss" and not jnp.issubdtype(dtype, jnp.floating)):
+            raise PartitionError(
+                f"{name} returned a {what} of shape {shape} and dtype {dtype}; it must be one floating-point number. "
+                "Return a scalar, (scalar, metrics), or (loss_sum, weight, metrics): take the mean, or the sum, over "
+                "the examples."
+            )
+    return named.get("loss"), named.get("weight"), metrics
 
 
 def check_predicted(returned: PyTree, name: str) -> None:

@@ -2,26 +2,30 @@
 
 A call is ``module.apply``. What ``sow`` collects in it belongs to this call: it can be read from ``model.variables``
 until the next one. All other collections but the parameters are state, which the next call gets.
+``with_linen_model`` makes the same model for reports of a loss, outside of a pipeline.
 """
 
 import contextlib
+import functools
 import inspect
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import NoReturn
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import flax.linen as nn
 import jax
+from flax.core import unfreeze
 from flax.errors import ApplyScopeInvalidVariablesTypeError
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, PyTree
 from jaxpipe.errors import ModelError
+from jaxpipe.models.call_function import RNGS, call_function, takes_rngs
 from jaxpipe.models.observed_calls import Observed, observed_calls
-from jaxpipe.models.variable_trees import Path, by_path, merged, path_text
+from jaxpipe.models.variable_trees import Path, by_path, merged, path_text, plain_tree
+from jaxpipe.text.value_text import listed
 
 
 #: Collections that calls do not change: their gradients do.
@@ -32,23 +36,6 @@ class MissingAttributeError(ModelError, AttributeError):
     """An attribute that the model of a loss does not have; ``hasattr`` and ``getattr`` take it as any other."""
 
 
-@dataclass(frozen=True)
-class Calls:
-    """Facts about a loss's calls of its model.
-
-    Attributes:
-      sown: collection and path of the values that ``sow`` collects.
-      streams: random streams that a lifted transformation names beside "params", which it may split otherwise.
-    """
-
-    sown: frozenset[Path] = frozenset()
-    streams: tuple[str, ...] = ()
-
-    def with_observed(self, observed: Observed) -> "Calls":
-        """Return these facts and those of another trace."""
-        return Calls(self.sown | observed.sown, tuple(sorted({*self.streams, *observed.split})))
-
-
 class LinenModel:
     """The ``model`` of a loss, for a Linen module: ``model(*args)`` is ``module.apply`` with state threaded.
 
@@ -56,14 +43,14 @@ class LinenModel:
     first the micro-batch's key itself.
     """
 
-    def __init__(self, module: nn.Module, variables: PyTree, key: Array, calls: Calls | None = None):
+    def __init__(self, module: nn.Module, variables: PyTree, key: Array, observed: Observed | None = None):
         self.module = module
         self._variables = variables
         self._sown: PyTree = {}
         self._key = key
         self._number = 0
         self._draws: Counter[str] = Counter()
-        self._found = calls or Calls()
+        self.observed = Observed() if observed is None else observed.copy()
         self._trace = _compat.current_trace()
 
     @property
@@ -105,16 +92,15 @@ class LinenModel:
 
     def _apply(self, variables: PyTree, key: Array, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
         """Call ``module.apply``: the result, and the new state; keep what is sown."""
-        with observed_calls() as observed:
+        with observed_calls(self.observed):
             result, new = self.module.apply(
                 variables, *args, rngs=self._rngs(key), mutable=nn.DenyList(TRAINED), **kwargs
             )
-        self._found = self._found.with_observed(observed)
-        self._sown, new = _separated(new, self._found.sown)
+        self._sown, new = _separated(new, self.observed.sown)
         return result, new
 
     def _rngs(self, key: Array) -> dict[str, Array]:
-        streams = enumerate(self._found.streams)
+        streams = enumerate(sorted(self.observed.split))
         return {"params": key} | {name: jax.random.fold_in(key, n) if n else key for n, name in streams}
 
     def _keep(self, new: PyTree, before: PyTree) -> None:
@@ -157,9 +143,9 @@ def _is_empty(tree: PyTree) -> bool:
     return isinstance(tree, Mapping) and not tree
 
 
-def without_sown(variables: PyTree, calls: Calls) -> PyTree:
+def without_sown(variables: PyTree, observed: Observed) -> PyTree:
     """Return variables without what calls collect."""
-    return _separated(variables, calls.sown)[1]
+    return _separated(variables, observed.sown)[1]
 
 
 def _changed(new: PyTree, before: PyTree) -> PyTree:
@@ -178,7 +164,7 @@ def _check_within(tree: PyTree, trace: object, does: str, are: str) -> None:
     if lost:
         raise ModelError(
             f"The loss calls its model inside jax.jit, jax.checkpoint, jax.vmap, lax.scan, lax.cond or the like, and "
-            f"{does} {', '.join(lost[:3])}{' and others' if len(lost) > 3 else ''}, which {are} in there: JAX does not "
+            f"{does} {listed(lost, 3)}, which {are} in there: JAX does not "
             "return them from it. Call the model outside of it, use Flax's own nn.jit, nn.remat, nn.vmap or nn.scan "
             "inside the module, or, if that is meant, call it in a mode that leaves them as they are."
         )
@@ -236,3 +222,46 @@ def handed_on() -> Iterator[None]:
             "The loss hands its model to jax.jit, jax.grad or another function of arrays, and the model is none. Leave "
             "them out: a step is compiled and differentiated as a whole. Or use the model inside without passing it."
         ) from error
+
+
+def is_unbound(value: object) -> bool:
+    """Return whether a value is a Linen module without variables."""
+    return isinstance(value, nn.Module) and value.scope is None
+
+
+def with_linen_model(
+    function: Callable[..., PyTree], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]]:
+    """Return a loss as a function of variables and a key, if its arguments are a Linen module, variables and a batch.
+
+    ``loss(model, batch)`` then gets the model that it gets in a pipeline. Another function, such as one of ``(module,
+    variables, batch)``, is returned as it is.
+    """
+    if len(args) < 2 or not is_unbound(args[0]) or not _takes(function, (args[0], *args[2:]), kwargs):
+        return function, tuple(args)
+    module, variables, *rest = args
+    tree = unfreeze(plain_tree(variables))
+    if isinstance(tree, dict) and "params" not in tree:
+        tree = {"params": tree}
+
+    def loss(variables: PyTree, key: Array, *rest: PyTree, **named: PyTree) -> tuple[PyTree, PyTree]:
+        @functools.wraps(function)  # whose signature may have rngs
+        def call(model: LinenModel, batch: tuple[PyTree, ...], **streams: PyTree) -> PyTree:
+            return function(model, *batch, **named, **streams)
+
+        model = LinenModel(module, variables, key)
+        with handed_on():
+            result = call_function(call, model, rest, key)
+        return result, model.state
+
+    return loss, (tree, jax.random.key(0), *rest)
+
+
+def _takes(function: Callable[..., PyTree], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function takes these arguments, and not any number of them."""
+    try:
+        signature = inspect.signature(function)
+        signature.bind(*args, **kwargs, **({RNGS: None} if takes_rngs(function) and RNGS not in kwargs else {}))
+    except (TypeError, ValueError):
+        return False
+    return all(parameter.kind is not parameter.VAR_POSITIONAL for parameter in signature.parameters.values())

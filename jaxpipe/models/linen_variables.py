@@ -6,7 +6,6 @@ a call inside ``jit``, ``vmap``, ``scan`` and the like, whose arguments do not l
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import flax.linen as nn
@@ -18,18 +17,15 @@ from jaxpipe import _compat
 from jaxpipe.array_types import Array, PyTree
 from jaxpipe.errors import ModelError
 from jaxpipe.models.call_function import call_function
-from jaxpipe.models.linen_facade import Calls, LinenModel, handed_on, without_sown
-from jaxpipe.models.observed_calls import observed_calls
+from jaxpipe.models.check_batch import shape_of
+from jaxpipe.models.linen_facade import LinenModel, handed_on, without_sown
+from jaxpipe.models.observed_calls import Observed, observed_calls
 from jaxpipe.models.variable_trees import by_path, merged, path_text
+from jaxpipe.text.value_text import listed
 
 
-@dataclass(frozen=True, eq=False)
-class _InnerCall:
-    """A call inside a transformation: the initialization of its variables, from a key and array arguments."""
-
-    initialize: Callable[[Array, list[Array]], PyTree]
-    number: int
-    arguments: list[jax.ShapeDtypeStruct]
+#: Makes the variables of a call from a key and the arrays among its arguments.
+_Initialize = Callable[[Array, list[Array]], PyTree]
 
 
 def make_variables(
@@ -38,7 +34,7 @@ def make_variables(
     key: Array,
     batch: PyTree,
     variables: PyTree = None,
-) -> tuple[dict[str, PyTree], Calls]:
+) -> tuple[dict[str, PyTree], Observed]:
     """Return the variables that the calls of ``function(model, batch)`` need, made with ``key``, and what calls do.
 
     Args:
@@ -50,7 +46,7 @@ def make_variables(
     model = _InitializingLinenModel(module, key, variables)
     with handed_on():
         call_function(function, model, batch, key)
-    return model.made(), model._found
+    return model.made(), model.observed
 
 
 class _InitializingLinenModel(LinenModel):
@@ -59,7 +55,7 @@ class _InitializingLinenModel(LinenModel):
     def __init__(self, module: nn.Module, key: Array, variables: PyTree = None):
         super().__init__(module, variables or {}, key)
         self._given = variables is not None
-        self._made: list[PyTree | _InnerCall] = []
+        self._made: list[Callable[[PyTree], PyTree]] = []  # of the variables of the calls before
 
     @property
     def variables(self) -> PyTree:
@@ -74,24 +70,23 @@ class _InitializingLinenModel(LinenModel):
     def made(self) -> dict[str, PyTree]:
         """Return the variables that the calls have made, of each the value of the first call."""
         variables = self._variables if self._given else {}
-        for call in self._made:
-            new = _made_inside(call, self._key_of(call.number), variables) if isinstance(call, _InnerCall) else call
-            variables = merged(new, variables)
-        return dict(without_sown(variables, self._found))
+        for make in self._made:
+            variables = merged(make(variables), variables)
+        return dict(without_sown(variables, self.observed))
 
     def _call(self, key: Array, *args: PyTree, **kwargs: PyTree) -> PyTree:
         while True:
-            known = self._found
+            known = self.observed.copy()
             try:
                 variables = self._variables if self._given else self._with_initial(key, args, kwargs)
                 result, new = self._apply(without_sown(variables, known), key, *args, **kwargs)
             except InvalidRngError as error:
                 missing = re.search(r'needs PRNG for "(\w+)"', str(error))
-                if missing is None or missing[1] in known.streams:
+                if missing is None or missing[1] in known.split:
                     raise
-                self._found = replace(self._found, streams=tuple(sorted((*known.streams, missing[1]))))
+                self.observed.split.add(missing[1])
             else:
-                if self._found == known:  # else the variables may hold what calls before have sown
+                if self.observed == known:  # else the variables may hold what calls before have sown
                     self._keep(new, variables)
                     return result
 
@@ -100,16 +95,16 @@ class _InitializingLinenModel(LinenModel):
         initialize, arguments = self._initialization(args, kwargs)
         if _compat.current_trace() is self._trace:
             new = initialize(key, arguments)
-            self._made.append(new)
+            self._made.append(lambda _: new)
             self._variables = merged(new, self._variables)
             return self._variables
         shapes = jax.eval_shape(initialize, key, arguments)
-        self._made.append(_InnerCall(initialize, self._number - 1, [_shape_of(x) for x in arguments]))
+        number, avals = self._number - 1, [shape_of(x) for x in arguments]
+        # The key is made outside of the transformation.
+        self._made.append(lambda known: _made_inside(initialize, self._key_of(number), avals, known))
         return merged(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), self._variables)
 
-    def _initialization(
-        self, args: PyTree, kwargs: PyTree
-    ) -> tuple[Callable[[Array, list[Array]], PyTree], list[Array]]:
+    def _initialization(self, args: PyTree, kwargs: PyTree) -> tuple[_Initialize, list[Array]]:
         """Return how variables are made from a key and the arrays among the arguments, and these."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         places = [k for k, x in enumerate(leaves) if isinstance(x, jax.Array)]
@@ -117,28 +112,23 @@ class _InitializingLinenModel(LinenModel):
         def initialize(key: Array, arrays: list[Array]) -> PyTree:
             given = dict(zip(places, arrays, strict=True))
             args, kwargs = jax.tree.unflatten(tree, [given.get(k, x) for k, x in enumerate(leaves)])
-            with observed_calls(has_streams=False) as observed:
+            with observed_calls(self.observed, has_streams=False):
                 variables = self.module.init(self._rngs(key), *args, **kwargs)
-            self._found = self._found.with_observed(observed)
-            return without_sown(variables, self._found)
+            return without_sown(variables, self.observed)
 
         return initialize, [leaves[k] for k in places]
 
 
-def _shape_of(x: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-def _made_inside(call: _InnerCall, key: Array, known: PyTree) -> PyTree:
+def _made_inside(initialize: _Initialize, key: Array, arguments: list[jax.ShapeDtypeStruct], known: PyTree) -> PyTree:
     """Return the variables that a call inside a transformation makes besides those that are known."""
     tree: Any = None
 
-    def initialize(key: Array, arguments: list[Array]) -> list[Array]:
+    def leaves_of(key: Array, arguments: list[Array]) -> list[Array]:
         nonlocal tree
-        leaves, tree = jax.tree.flatten(call.initialize(key, arguments))
+        leaves, tree = jax.tree.flatten(initialize(key, arguments))
         return leaves
 
-    closed = _compat.trace_without_scope(initialize, _shape_of(key), call.arguments)
+    closed = _compat.trace_without_scope(leaves_of, shape_of(key), arguments)
     count, before = tree.num_leaves, by_path(known)
     new = {path: k for path, k in by_path(jax.tree.unflatten(tree, range(count))).items() if path not in before}
     reads = {path: _compat.inputs_read(closed, [k == n for n in range(count)])[1:] for path, k in new.items()}
@@ -146,9 +136,9 @@ def _made_inside(call: _InnerCall, key: Array, known: PyTree) -> PyTree:
     if names:
         raise ModelError(
             f"The loss calls its model inside jax.jit, jax.vmap, lax.scan or the like, and the initial values of "
-            f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''} depend on the arguments of that call, "
+            f"{listed(names, 3)} depend on the arguments of that call, "
             "which are known in there only. Call the model outside of it, or pass pipeline.init(key, variables="
             "module.init(key, ...))."
         )
-    zeros = [jnp.zeros(x.shape, x.dtype) for x in call.arguments]
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in arguments]
     return jax.tree.unflatten(tree, _compat.evaluate_jaxpr(closed, key, *zeros))

@@ -1,7 +1,7 @@
 """A user's function of one micro-batch, as a graph."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from jaxpipe.graph.stacked_layers import Stacks
 from jaxpipe.graph.stacked_scans import with_layer_paths
 from jaxpipe.models import joined_replicas
 from jaxpipe.models.bound_model import BoundModel, UserFunction
-from jaxpipe.models.check_arguments import check_predicted, check_returned
+from jaxpipe.models.check_arguments import check_predicted, returned_parts
 from jaxpipe.models.check_batch import batch_size, has_examples
 from jaxpipe.models.combine_metrics import Metric, addable, check_reduced, flatten_metrics
 from jaxpipe.models.example_state import Axes, rows_of, with_rows_of
@@ -115,16 +115,15 @@ def trace_results(
     shapes: list[tuple[str, tuple[int, ...]]] = []
 
     def results(returned: PyTree) -> list[Array]:
-        check_returned(returned, name)
-        alone = name != "loss" and isinstance(returned, Mapping)
-        weighted = isinstance(returned, tuple) and len(returned) == 3
-        loss, weight, rest = _parts((0.0, returned) if alone else returned, name)
+        loss, weight, rest = returned_parts(returned, name)
+        weighted = weight is not None
         metrics, tree = flatten_metrics(rest, name, weighted)
         shapes[:] = [(x.name, x.value.shape) for x in metrics]
-        weight = addable(jnp.asarray(weight)) if weighted else jnp.asarray(weight, jnp.float32)
+        weight = addable(jnp.asarray(weight)) if weighted else jnp.asarray(1.0, jnp.float32)
         metrics += [Metric("weight", True, weight)] if weighted else []
-        seen.update(tree=tree, metrics_only=alone, weighted=weighted, summed=tuple(x.summed for x in metrics))
-        return [addable(jnp.asarray(loss)), weight, *(x.value for x in metrics)]
+        summed = tuple(x.summed for x in metrics)
+        seen.update(tree=tree, metrics_only=loss is None, weighted=weighted, summed=summed)
+        return [addable(jnp.asarray(0.0 if loss is None else loss)), weight, *(x.value for x in metrics)]
 
     def join(values: Sequence[Array]) -> list[Array]:
         added = [seen["weighted"] or summed for summed in (False, False, *seen["summed"])]
@@ -183,20 +182,6 @@ def _check_trained(objective: MicrobatchProgram, model: BoundModel) -> None:
         "...), so every gradient would be zero. Compute it with the model that the loss is given as its first "
         "argument, loss(model, batch), not with a module or variables from outside."
     )
-
-
-def _parts(returned: PyTree, name: str) -> tuple[PyTree, PyTree, PyTree]:
-    loss, *weights, metrics = returned if isinstance(returned, tuple) else (returned, {})
-    weight: PyTree = weights[0] if weights else 1.0
-    for what, value in (("loss", loss), ("weight", weight)):
-        shape, dtype = jnp.shape(value), jnp.result_type(value)
-        if shape != () or (what == "loss" and not jnp.issubdtype(dtype, jnp.floating)):
-            raise PartitionError(
-                f"{name} returned a {what} of shape {shape} and dtype {dtype}; it must be one floating-point number. "
-                "Return a scalar, (scalar, metrics), or (loss_sum, weight, metrics): take the mean, or the sum, over "
-                "the examples."
-            )
-    return loss, weight, metrics
 
 
 def _trace(

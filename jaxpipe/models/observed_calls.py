@@ -22,22 +22,26 @@ from jaxpipe.models.variable_trees import Path
 
 @dataclass
 class Observed:
-    """The calls of one trace.
+    """Facts about the calls of some traces.
 
     Attributes:
-      has_streams: whether ``has_rng`` is true for every stream, as it would be if ``rngs=`` named all of them.
       sown: of Linen, collection and path of every value that ``sow`` has collected.
       split: of Linen, the streams beside "params" that a lifted transformation names, to split them or not.
       sown_variables: of NNX, type and name of every variable that ``sow`` has made or changed.
     """
 
-    has_streams: bool = True
     sown: set[Path] = field(default_factory=set)
     split: set[str] = field(default_factory=set)
     sown_variables: set[tuple[type[nnx.Variable], str]] = field(default_factory=set)
 
+    def copy(self) -> "Observed":
+        """Return the same facts, to which others may be added."""
+        return Observed(set(self.sown), set(self.split), set(self.sown_variables))
+
 
 _observed: contextvars.ContextVar[Observed | None] = contextvars.ContextVar("observed", default=None)
+#: Whether ``has_rng`` is true for every stream, as it would be if ``rngs=`` named all of them.
+_has_streams: contextvars.ContextVar[bool] = contextvars.ContextVar("has_streams", default=False)
 _lock = threading.Lock()
 _users = 0
 
@@ -54,9 +58,8 @@ def _observed_sow(self: nn.Module, col: str, name: str, *args: PyTree, **kwargs:
 
 @functools.wraps(_has_rng)
 def _observed_has_rng(self: nn.Module, name: str) -> bool:
-    observed = _observed.get()
     # A stream that was not given is made of "params", as make_rng does.
-    others = observed is not None and observed.has_streams and self.scope is not None and self.scope.has_rng("params")
+    others = _has_streams.get() and self.scope is not None and self.scope.has_rng("params")
     return others or _has_rng(self, name)
 
 
@@ -71,13 +74,11 @@ def _observed_pack(
 ) -> Callable[..., PyTree]:
     observed = _observed.get()
     if observed is not None:
-        names = (x for part in streams for x in ((part,) if isinstance(part, str) else part if _lists(part) else ()))
-        observed.split.update(x for x in names if x != "params")
+        lists = [
+            (x,) if isinstance(x, str) else x for x in streams if isinstance(x, str | list | tuple | set | frozenset)
+        ]
+        observed.split.update(name for names in lists for name in names if name != "params")
     return _pack(fn, inputs, outputs, streams, *args, **kwargs)
-
-
-def _lists(streams: object) -> bool:
-    return isinstance(streams, (list, tuple, set, frozenset))
 
 
 @functools.wraps(_nnx_sow)
@@ -103,20 +104,20 @@ _REPLACED: list[tuple[object, str, Callable[..., PyTree], Callable[..., PyTree]]
 
 
 @contextlib.contextmanager
-def observed_calls(has_streams: bool = True) -> Iterator[Observed]:
-    """Observe the calls of Flax in a context."""
+def observed_calls(observed: Observed, has_streams: bool = True) -> Iterator[None]:
+    """Add the calls of Flax in a context to what is known of others."""
     global _users
     with _lock:
         _users += 1
         if _users == 1:
             for owner, name, replacement, _ in _REPLACED:
                 setattr(owner, name, replacement)
-    observed = Observed(has_streams=has_streams)
-    token = _observed.set(observed)
+    tokens = _observed.set(observed), _has_streams.set(has_streams)
     try:
-        yield observed
+        yield
     finally:
-        _observed.reset(token)
+        _observed.reset(tokens[0])
+        _has_streams.reset(tokens[1])
         with _lock:
             _users -= 1
             if not _users:

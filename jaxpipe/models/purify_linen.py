@@ -12,7 +12,7 @@ from flax.linen import transforms
 
 from jaxpipe.array_types import Array, PyTree
 from jaxpipe.models.decorated_class import twin_class
-from jaxpipe.models.purify_nnx import Leaves, PureCall, Result, Role, is_array
+from jaxpipe.models.purify_nnx import Leaves, PureCall, Result, is_array
 
 
 #: ``PureCall -> result``; what a decorator does with the call.
@@ -80,19 +80,13 @@ def _lift(method: Callable[..., PyTree], *, runner: Runner) -> Callable[..., PyT
             output = method(scopes, *new[2], **new[3])
             return result.take((output, repack_fn(scopes)))
 
-        roles = tuple(_role(path) for path, value in flat if is_array(value))
-        held = tuple(role is not Role.INPUT for role in roles)
-        return runner(PureCall(pure, leaves.arrays, roles, leaves.names, held, finish=result.give))
+        # Of (variable groups, key groups, args, kwargs), the first two have an owner.
+        paths = [path for path, value in flat if is_array(value)]
+        parameters = tuple(path[0].idx == 0 and _keys(path)[:1] == ["params"] for path in paths)
+        held = tuple(path[0].idx < 2 for path in paths)
+        return runner(PureCall(pure, leaves.arrays, leaves.names, parameters, held, finish=result.give))
 
     return lift.pack(inner, (True,), (True,), (True,), enable_kwargs=True)
-
-
-def _role(path: jax.tree_util.KeyPath) -> Role:
-    """Role of a leaf of ``(variable groups, key groups, args, kwargs)``."""
-    part = path[0].idx
-    if part == 0:
-        return Role.PARAMETER if _keys(path)[:1] == ["params"] else Role.STATE
-    return Role.KEY if part == 1 else Role.INPUT
 
 
 def _keys(path: jax.tree_util.KeyPath) -> list[str]:

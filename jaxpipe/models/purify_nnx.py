@@ -2,17 +2,16 @@
 
     Flax NNX, Flax Linen, plain function  --purify-->  function(*leaves) -> [array, ...]
 
-Each leaf has a role (parameter, mutable state, random key, input) and a name, its path in the model's own layout.
+Each leaf has a name, its path in the model's own layout.
 Whatever is not an array (flags, strings, functions) stays inside the function. ``finish`` turns the arrays that
 the function returns back into what the model would have returned, and writes new state into NNX modules.
 """
 
 import contextlib
 import contextvars
-import enum
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeGuard
@@ -21,21 +20,11 @@ import flax.linen as nn
 import jax
 import numpy as np
 from flax import nnx
-from flax.typing import PathParts
 
 from jaxpipe.array_types import Array, PyTree, PyTreeDef
 from jaxpipe.errors import DifferentiationError, ModelError
 from jaxpipe.models.decorated_class import twin_class
 from jaxpipe.text.value_text import shown
-
-
-class Role(enum.Enum):
-    """The role of an argument of a pure function in the model."""
-
-    PARAMETER = "parameter"
-    STATE = "state"
-    KEY = "key"
-    INPUT = "input"
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +33,7 @@ class PureCall:
 
     Attributes:
       function: ``(*leaves) -> list of arrays``. To be traced once, before ``finish``.
+      parameters: by leaf, whether it is a parameter.
       held: leaves that their owner keeps alive anyway (variables, and arrays inside a container such as a tree of
         parameters), so that to store them costs nothing.
       finish: ``list of arrays -> the model's result``.
@@ -51,22 +41,17 @@ class PureCall:
 
     function: Callable[..., list[Array]]
     leaves: tuple[Array, ...]
-    roles: tuple[Role, ...]
     names: tuple[str, ...]
+    parameters: tuple[bool, ...]
     held: tuple[bool, ...]
     finish: Callable[[Sequence[Array]], PyTree]
-
-    @property
-    def parameters(self) -> tuple[bool, ...]:
-        """Return which leaves are parameters."""
-        return tuple(role is Role.PARAMETER for role in self.roles)
 
 
 def purify(function: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> PureCall:
     """Make one call of ``function`` pure.
 
     Arrays among the arguments become leaves. NNX modules (anywhere in the arguments; ``function`` may be one) are
-    split into parameters, state and keys, and receive their new state in ``finish``.
+    split into their variables, and receive their new state in ``finish``.
 
     Example:
       >>> import jax.numpy as jnp
@@ -102,8 +87,8 @@ def purify(function: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> 
     return PureCall(
         function=pure,
         leaves=(*variables.values, *inputs.arrays),
-        roles=(*variables.roles, *(Role.INPUT for _ in in_container)),
         names=(*variables.names, *inputs.names),
+        parameters=(*variables.parameters, *(False for _ in in_container)),
         held=(*(True for _ in variables.values), *in_container),
         finish=finish,
     )
@@ -176,31 +161,43 @@ class Result:
         return jax.tree.unflatten(self._treedef, [next(new) if s is None else s[0] for s in self._static])
 
 
+#: The path of an NNX variable.
+_Keys = tuple[Any, ...]
+
+
 class _Variables:
     """The variables of some NNX modules as flat arrays."""
 
     def __init__(self, modules: Sequence[nnx.Pytree]):
         self._modules = tuple(modules)
         self._graphdef, state = nnx.split(self._modules)
-        flat, self._treedef = jax.tree_util.tree_flatten_with_path(state)
-        kinds = {path: _role(variable) for path, variable in nnx.to_flat_state(state)}
-        self.names = tuple(_variable_name(path, len(modules)) for path, _ in flat)
-        self.values = tuple(value for _, value in flat)
-        self.roles = tuple(kinds[_variable_path(path, kinds)] for path, _ in flat)
-        self._changed: list[tuple[tuple[Any, ...], PyTreeDef]] = []
+        flat = nnx.to_flat_state(state)
+        self._trees = [(path, jax.tree.structure(variable)) for path, variable in flat]
+        names, values, parameters = [], [], []
+        for path, variable in flat:
+            for inner, value in jax.tree_util.tree_flatten_with_path(variable)[0]:
+                keys = [*path, *(entry.key for entry in inner if isinstance(entry, jax.tree_util.DictKey))]
+                names.append("/".join(map(str, keys[1:] if len(modules) == 1 else keys)))
+                values.append(value)
+                parameters.append(isinstance(variable, nnx.Param))
+        self.names, self.values, self.parameters = tuple(names), tuple(values), tuple(parameters)
+        self._changed: list[tuple[_Keys, PyTreeDef]] = []
+
+    def _state(self, values: Sequence[Array]) -> nnx.State:
+        return nnx.from_flat_state(_filled(self._trees, values))
 
     def build(self, values: Sequence[Array]) -> Sequence[nnx.Pytree]:
         """New modules with other values."""
-        return nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, values), copy=True) if self._modules else ()
+        return nnx.merge(self._graphdef, self._state(values), copy=True) if self._modules else ()
 
     def changes(self, copies: Sequence[nnx.Pytree], old: Sequence[Array]) -> list[Array]:
         """The values of variables that a call has set or added; remembers which."""
-        before = dict(nnx.to_flat_state(jax.tree.unflatten(self._treedef, old)))
+        before = {path: jax.tree.leaves(variable) for path, variable in _filled(self._trees, old)}
         self._changed = []
         arrays = []
         for path, variable in nnx.to_flat_state(nnx.split(tuple(copies))[1]):
             leaves, treedef = jax.tree.flatten(variable)
-            previous = jax.tree.leaves(before[path]) if path in before else None
+            previous = before.get(path)
             if previous is None or any(a is not b for a, b in zip(leaves, previous, strict=True)):
                 self._changed.append((path, treedef))
                 arrays.extend(leaves)
@@ -208,11 +205,9 @@ class _Variables:
 
     def write(self, arrays: Sequence[Array]) -> None:
         """Set the variables that a call has changed to their new values, and add the new ones."""
-        new = iter(arrays)
         known = dict(nnx.to_flat_state(nnx.split(self._modules)[1]))
         updated = []
-        for path, treedef in self._changed:
-            variable = jax.tree.unflatten(treedef, [next(new) for _ in range(treedef.num_leaves)])
+        for path, variable in _filled(self._changed, arrays):
             if path in known:
                 updated.append((path, variable))
             else:
@@ -224,21 +219,10 @@ class _Variables:
             nnx.update(self._modules, nnx.from_flat_state(updated))
 
 
-def _role(variable: nnx.Variable) -> Role:
-    if isinstance(variable, nnx.Param):
-        return Role.PARAMETER
-    return Role.KEY if isinstance(variable, nnx.RngState) else Role.STATE
-
-
-def _variable_path(path: jax.tree_util.KeyPath, known: Collection[PathParts]) -> PathParts:
-    """The path of the variable that a leaf belongs to."""
-    keys = tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
-    return next(keys[:n] for n in range(len(keys), -1, -1) if keys[:n] in known)
-
-
-def _variable_name(path: jax.tree_util.KeyPath, modules: int) -> str:
-    keys = [str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey)]
-    return "/".join(keys[1:] if modules == 1 else keys)
+def _filled(trees: Sequence[tuple[_Keys, PyTreeDef]], values: Sequence[Array]) -> list[tuple[_Keys, PyTree]]:
+    """Return the variables of some structures by path, with values."""
+    new = iter(values)
+    return [(path, jax.tree.unflatten(tree, [next(new) for _ in range(tree.num_leaves)])) for path, tree in trees]
 
 
 def _name(path: jax.tree_util.KeyPath) -> str:

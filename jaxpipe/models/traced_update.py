@@ -9,6 +9,8 @@ computed, and each result is selected by itself: what a parameter's update depen
 import contextlib
 import re
 import traceback
+import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -27,7 +29,6 @@ from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, trace
 from jaxpipe.graph.split_scan import MixedRowsError, WholeStackError, split_rows
 from jaxpipe.graph.stacked_layers import Stacks
 from jaxpipe.models.bound_model import BoundModel
-from jaxpipe.models.captures import without_captures
 
 
 T = TypeVar("T")
@@ -56,10 +57,10 @@ class TracedUpdate:
     per_stage: bool
 
     @property
-    def state_names(self) -> list[str]:
+    def state_names(self) -> tuple[str, ...]:
         """A name for each leaf of the state."""
         flat, _ = jax.tree_util.tree_flatten_with_path(self.state_shape)
-        return [jax.tree_util.keystr(flat[k][0]) for k in self.state_stacks.leaf_of]
+        return tuple(jax.tree_util.keystr(flat[k][0]) for k in self.state_stacks.leaf_of)
 
 
 def trace_update(
@@ -363,3 +364,39 @@ def _selected(builder: GraphBuilder, op: Operator, read: Sequence[TensorNumber])
         closed = _compat.trace_without_scope(select, *(builder.tensors[t].aval for t in (which, *cases)))
         results += builder.read(closed, [which, *cases], path=op.path)
     return results
+
+
+class _WeakFunction:
+    """Equal to a function, without keeping it."""
+
+    def __init__(self, function: types.FunctionType):
+        self._function = weakref.ref(function)
+        self._hash = hash(function)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        function = self._function()
+        given = other._function() if isinstance(other, _WeakFunction) else other
+        return self is other or (function is not None and function is given)
+
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        function = self._function()
+        assert function is not None, "the model is gone"
+        return function(*args, **kwargs)
+
+
+def without_captures(tree: PyTree) -> PyTree:
+    """Return an equal tree whose ``Partial`` does not keep its function.
+
+    optax compiles functions of whole trees, and JAX keeps the structure of what compiled functions get and return.
+
+    Example:
+      >>> model = jax.tree_util.Partial(lambda w, x: w * x, 2.0)
+      >>> jax.tree.structure(without_captures(model)) == jax.tree.structure(model)
+      True
+    """
+    if not isinstance(tree, jax.tree_util.Partial) or not isinstance(tree.func, types.FunctionType):
+        return tree
+    return jax.tree_util.Partial(_WeakFunction(tree.func), *tree.args, **tree.keywords)

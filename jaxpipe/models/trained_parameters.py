@@ -44,10 +44,7 @@ def _needed(update: TracedUpdate) -> set[TensorNumber]:
     state = list(zip(graph.inputs[2 * count :], graph.outputs[count:], strict=True))
     wanted = {*graph.outputs[:count], *(new for (_, new), k in zip(state, owner, strict=True) if k is None)}
     while True:
-        needed = set(wanted)
-        for op in reversed(graph.operators):
-            if op.has_effects or not needed.isdisjoint(op.outputs):
-                needed.update(op.inputs)
+        needed = wanted | {t for op in live(graph.operators, wanted) for t in op.inputs}
         more = {new for old, new in state if old in needed} - wanted
         if not more:
             return needed

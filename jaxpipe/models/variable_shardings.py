@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cached_property
 
 from flax.linen import get_logical_axis_rules
 from jax.sharding import PartitionSpec as P
@@ -46,17 +45,17 @@ class Shardings:
     state: tuple[P, ...]
     optimizer: tuple[P, ...]
     batch_axes: tuple[str, ...]
-    _propagated: dict[int, tuple[Graph, Propagated]] = field(default_factory=dict)
+    _propagated: dict[Graph, Propagated] = field(default_factory=dict)
 
     def propagated(self, objective: MicrobatchProgram) -> Propagated:
         """Return how the arrays of a program of these variables are split."""
         graph = objective.graph
-        if id(graph) not in self._propagated:  # with the graph, so that its number stays its own
+        if graph not in self._propagated:
             pairs = [*zip(objective.parameters, self.parameters, strict=True)]
             pairs += [*zip(objective.state, self.state, strict=True)]
             given = dict(pairs) | {t: self.batch_spec(graph.tensors[t].shape) for t in objective.batch}
-            self._propagated[id(graph)] = graph, propagate(graph, given, self.submesh.shape)
-        return self._propagated[id(graph)][1]
+            self._propagated[graph] = propagate(graph, given, self.submesh.shape)
+        return self._propagated[graph]
 
     def batch_spec(self, shape: Sequence[int]) -> P:
         """Return the spec of an array of a micro-batch."""
@@ -98,11 +97,6 @@ class _Resolver:
                     return axes
         return ()
 
-    @cached_property
-    def known(self) -> str:
-        """The axes, for errors."""
-        return ", ".join(f"{axis!r} ({size})" for axis, size in self.shape.items()) or "none"
-
 
 def shardings_of(
     model: BoundModel,
@@ -114,14 +108,24 @@ def shardings_of(
 ) -> Shardings:
     """Return how a plan splits the variables of a model and its optimizer state."""
     parameters, state = variable_specs(model, submesh, options)
-    resolver = _Resolver(submesh.shape, options.axis_rules or get_logical_axis_rules())
     batch_axes = tuple(axis for axis in BATCH_AXES if axis in submesh.shape)
     if options.batch_axes is not None:
-        _check_axes("batch_axes", options.batch_axes, resolver)
+        _check_axes("batch_axes", options.batch_axes, submesh.shape)
         batch_axes = (*(axis for axis in batch_axes if axis == REPLICA), *options.batch_axes)
-    shardings = Shardings(
-        submesh, parameters, state, _optimizer_specs(model, update, parameters, submesh, replicas, options), batch_axes
-    )
+    # The optimizer state is split as its parameters; with ZeRO over the replicas, too.
+    pieces = zip(model.stacks[0].leaf_of, parameters, (v.aval.shape for v in model.parameters), strict=True)
+    of_leaf = {leaf: (spec, shape) for leaf, spec, shape in pieces}
+    optimizer = []
+    for leaf, aval in zip(update.state_stacks.leaf_of, update.state_avals, strict=True):
+        owner, spec = update.owner[leaf], P()
+        if owner is not None:
+            owned, shape = of_leaf[owner]
+            spec = owned if aval.shape[1:] == shape[1:] and len(aval.shape) == len(shape) else P()
+            if options.zero and replicas > 1:
+                spec = _over_replicas(spec, aval.shape, submesh, replicas)
+        optimizer.append(spec)
+    split = tuple(optimizer) if any(spec != P() for spec in optimizer) else ()
+    shardings = Shardings(submesh, parameters, state, split, batch_axes)
     _check_used(shardings, objective)
     return shardings
 
@@ -134,7 +138,7 @@ def variable_specs(model: BoundModel, submesh: Submesh, options: PlanOptions) ->
     """
     groups, whole = [], model.original
     resolver = _Resolver(submesh.shape, options.axis_rules or get_logical_axis_rules())
-    _check_patterns(options.shardings, (*whole.parameters, *whole.state), resolver)
+    _check_patterns(options.shardings, (*whole.parameters, *whole.state), submesh.shape)
     for variables, marks, stacks in zip((whole.parameters, whole.state), whole.annotated, model.stacks, strict=True):
         pairs = zip(variables, marks or (P(),) * len(variables), strict=True)
         specs = [_spec(v, mark, options.shardings, resolver) for v, mark in pairs]
@@ -163,29 +167,6 @@ def _spec(variable: Variable, annotated: P, given: Mapping[str, P], resolver: _R
     return resolver.spec(annotated)
 
 
-def _optimizer_specs(
-    model: BoundModel,
-    update: TracedUpdate,
-    parameters: Sequence[P],
-    submesh: Submesh,
-    replicas: int,
-    options: PlanOptions,
-) -> tuple[P, ...]:
-    """Return specs by leaf of the optimizer state, those of its parameters; with ZeRO over replicas, too."""
-    specs = []
-    pieces = zip(model.stacks[0].leaf_of, parameters, (v.aval.shape for v in model.parameters), strict=True)
-    of_leaf = {leaf: (spec, shape) for leaf, spec, shape in pieces}
-    for leaf, aval in zip(update.state_stacks.leaf_of, update.state_avals, strict=True):
-        owner, spec = update.owner[leaf], P()
-        if owner is not None:
-            owned, shape = of_leaf[owner]
-            spec = owned if aval.shape[1:] == shape[1:] and len(aval.shape) == len(shape) else P()
-            if options.zero and replicas > 1:
-                spec = _over_replicas(spec, aval.shape, submesh, replicas)
-        specs.append(spec)
-    return tuple(specs) if any(spec != P() for spec in specs) else ()
-
-
 def _over_replicas(spec: P, shape: Sequence[int], submesh: Submesh, replicas: int) -> P:
     """Split the largest dimension that can be over the replicas, too."""
     entries = list(axes_by_dimension(spec, len(shape)))
@@ -198,9 +179,9 @@ def _over_replicas(spec: P, shape: Sequence[int], submesh: Submesh, replicas: in
     return spec_of(entries)
 
 
-def _check_patterns(given: Mapping[str, P], variables: Sequence[Variable], resolver: _Resolver) -> None:
+def _check_patterns(given: Mapping[str, P], variables: Sequence[Variable], shape: Mapping[str, int]) -> None:
     for pattern, spec in given.items():
-        _check_axes(f"shardings[{pattern!r}]", [axis for entry in tuple(spec) for axis in axis_names(entry)], resolver)
+        _check_axes(f"shardings[{pattern!r}]", [axis for entry in tuple(spec) for axis in axis_names(entry)], shape)
         fitting = [v for v in variables if fnmatchcase(v.name, pattern)]
         if not fitting:
             names = ", ".join(v.name for v in variables[:5])
@@ -216,11 +197,12 @@ def _check_patterns(given: Mapping[str, P], variables: Sequence[Variable], resol
                 )
 
 
-def _check_axes(what: str, axes: Sequence[str], resolver: _Resolver) -> None:
-    unknown = [axis for axis in axes if axis not in resolver.shape]
+def _check_axes(what: str, axes: Sequence[str], shape: Mapping[str, int]) -> None:
+    unknown = [axis for axis in axes if axis not in shape]
     if unknown:
+        known = ", ".join(f"{axis!r} ({size})" for axis, size in shape.items()) or "none"
         raise PartitionError(
-            f"PlanOptions.{what} names the mesh axis {unknown[0]!r}. The axes within a stage are {resolver.known}: "
+            f"PlanOptions.{what} names the mesh axis {unknown[0]!r}. The axes within a stage are {known}: "
             "those of the mesh beside the axes of stages and replicas. Use one of these, or make the mesh with it."
         )
 

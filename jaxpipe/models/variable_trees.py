@@ -11,6 +11,7 @@ from flax.core import meta
 
 from jaxpipe.array_types import ArrayLike, PyTree, Shaped
 from jaxpipe.errors import ModelError
+from jaxpipe.text.value_text import listed
 
 
 #: Keys from the root of a tree to an array, each as text: ``0`` and ``"0"`` are one key.
@@ -109,7 +110,6 @@ def select(
     arrays: Mapping[Path, PyTree],
     expected: Mapping[Path, Shaped],
     levels: Sequence[Path] = (),
-    ignored: Collection[Path] = (),
     argument: Argument = VARIABLES,
 ) -> list[ArrayLike]:
     """Return the arrays of a tree that are expected, in the order in which they are.
@@ -124,7 +124,7 @@ def select(
     """
     ways = [arrays, *(_renamed(arrays, expected, level) for level in levels)]
     given = max(ways, key=lambda way: len(way.keys() & expected.keys()))  # of equal ones the first
-    owner, extra = argument.owner, given.keys() - expected.keys() - set(ignored)
+    owner, extra = argument.owner, given.keys() - expected.keys()
     missing = [f"{path_text(path)} ({_text(aval)})" for path, aval in expected.items() if path not in given]
     unexpected = [f"{path_text(path)} ({_text(x)})" for path, x in given.items() if path in extra]
     wrong = [
@@ -134,9 +134,9 @@ def select(
     ]
     kinds = {"missing": missing, "unexpected": unexpected, "of another shape or dtype": wrong}
     if any(kinds.values()):
-        listed = ". ".join(f"{kind.capitalize()}: {_list(items)}" for kind, items in kinds.items() if items)
+        parts = ". ".join(f"{kind.capitalize()}: {listed(items, _LISTED)}" for kind, items in kinds.items() if items)
         raise ModelError(
-            f"{argument.name}= does not fit the {owner}'s {len(expected)} {argument.arrays}. {listed}. Pass a tree "
+            f"{argument.name}= does not fit the {owner}'s {len(expected)} {argument.arrays}. {parts}. Pass a tree "
             f"with these paths, as {argument.sources} give it."
         )
     return [given[path] for path in expected]
@@ -180,8 +180,3 @@ def _text(x: PyTree) -> str:
     if not hasattr(x, "dtype"):
         return f"{x!r} ({type(x).__name__}), which is no array"
     return f"{jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)}{list(np.shape(x))}"
-
-
-def _list(items: Sequence[str]) -> str:
-    more = f" and {len(items) - _LISTED} more" if len(items) > _LISTED else ""
-    return ", ".join(items[:_LISTED]) + more

@@ -16,7 +16,7 @@ from jaxpipe.array_types import Array, PyTree, TensorNumber
 from jaxpipe.graph.graph import Graph, Operator, is_differentiable, read_graph
 from jaxpipe.graph.op_cost import VIEWS
 from jaxpipe.graph.rules import relu
-from jaxpipe.models.linen_loss import with_linen_model
+from jaxpipe.models.linen_facade import with_linen_model
 from jaxpipe.models.purify_nnx import purify
 from jaxpipe.residuals.backward_graph import build_backward_graph
 from jaxpipe.residuals.codecs import compaction

@@ -15,7 +15,7 @@ from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Equation, PyTree
 from jaxpipe.errors import DifferentiationError, JaxpipeError, ModelError
 from jaxpipe.graph.allowed_codecs import FAST
 from jaxpipe.graph.graph import GraphBuilder, Operator, encoded_policy, is_differentiable
-from jaxpipe.models.linen_loss import is_unbound, with_linen_model
+from jaxpipe.models.linen_facade import is_unbound, with_linen_model
 from jaxpipe.models.purify_nnx import PureCall, purify
 from jaxpipe.models.variable_trees import common_level
 from jaxpipe.residuals.equal_blocks import common_name, counted, grouped, pattern, sums_by_module

@@ -20,7 +20,7 @@ from jaxpipe.graph import sharding_annotations
 from jaxpipe.graph.stacked_layers import Stacks, side_by_side
 from jaxpipe.models import check_batch
 from jaxpipe.models.bound_model import BoundModel
-from jaxpipe.models.captures import without_captures
+from jaxpipe.models.traced_update import without_captures
 from jaxpipe.runtime.executable_plan import ExecutablePlan, Update
 from jaxpipe.runtime.interface import Part
 from jaxpipe.runtime.select_runtime import Runtime

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -48,6 +47,7 @@ class PartitionedUpdate:
     new_state: tuple[TensorNumber, ...]
     state_stage: tuple[int | None, ...]  # by leaf; None if every stage has it
     state_avals: tuple[Shaped, ...]  # of leaves that are cut as their parameters are
+    state_names: tuple[str, ...]
     state_shape: PyTree  # as optax has it
     state_stacks: Stacks
     per_stage: bool = False  # some of it looks at each stage apart (``jaxpipe.gradients.per_stage``)
@@ -55,10 +55,8 @@ class PartitionedUpdate:
     @functools.cached_property
     def learning_rate(self) -> int | None:
         """Return which piece of the state is the (first) learning rate that ``optax.inject_hyperparams`` keeps."""
-        flat, _ = jax.tree_util.tree_flatten_with_path(self.state_shape)
-        paths = [jax.tree_util.keystr(path) for path, _ in flat]
-        owned = enumerate(zip(self.state_stacks.leaf_of, self.state_stage, strict=True))
-        shared = (k for k, (leaf, owner) in owned if owner is None and paths[leaf].endswith(_LEARNING_RATE))
+        owned = enumerate(zip(self.state_names, self.state_stage, strict=True))
+        shared = (k for k, (name, owner) in owned if owner is None and name.endswith(_LEARNING_RATE))
         return next(shared, None)
 
 
@@ -96,6 +94,7 @@ def partition_update(update: TracedUpdate, model: BoundModel, stage_of: Sequence
         new_state=outputs[first:],
         state_stage=state_stage,
         state_avals=update.state_avals,
+        state_names=update.state_names,
         state_shape=update.state_shape,
         state_stacks=state_stacks,
         per_stage=update.per_stage,

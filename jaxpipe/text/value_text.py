@@ -1,6 +1,7 @@
 """Values and trees as short texts, for messages."""
 
 import inspect
+from collections.abc import Sequence
 
 import jax
 
@@ -38,11 +39,17 @@ def structure_difference(given: PyTree, expected: PyTree) -> str:
         {jax.tree_util.keystr(path) or "(the array itself)" for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
         for tree in (given, expected)
     ]
-    more, less = (_listed(sorted(paths[k] - paths[1 - k])) for k in (0, 1))
+    more, less = (listed(sorted(paths[k] - paths[1 - k])) for k in (0, 1))
     parts = [f"{what} {names}" for what, names in (("it has", more), ("it lacks", less)) if names]
     return "; ".join(parts) or "its containers are of other types"
 
 
-def _listed(names: list[str], most: int = 4) -> str:
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """Return the first of some names, and how many more there are.
+
+    Example:
+      >>> listed(["a", "b", "c"], most=2)
+      'a, b and 1 more'
+    """
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

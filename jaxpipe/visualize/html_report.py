@@ -5,7 +5,6 @@ import html
 import io
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,12 +12,14 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.plan import Plan
 from jaxpipe.planning.cuts.placed_stages import Partition
 from jaxpipe.planning.memory_report import MemoryReport
-from jaxpipe.schedules import Schedule, Timeline
+from jaxpipe.runtime.program import Program
+from jaxpipe.schedules import Timeline
 from jaxpipe.schedules.swap_points import HOST
 from jaxpipe.text.html_table import html_table, html_text
 from jaxpipe.text.plain_table import PlainTable
 from jaxpipe.text.units import bytes_text, seconds_text
 from jaxpipe.visualize.pictures import draw_memory, draw_stages, draw_timeline, load_figure_class
+from jaxpipe.visualize.plain_stash import plain_stash_bytes
 
 
 if TYPE_CHECKING:
@@ -39,21 +40,6 @@ img { width: 100%; min-width: 44rem; height: auto; display: block; margin: .8rem
 """
 
 
-@dataclass(frozen=True)
-class Contents:
-    """The contents of a page.
-
-    Timelines by where their seconds come from; by stage, the bytes that ``jax.grad`` would keep.
-    """
-
-    plan: Plan
-    partition: Partition
-    schedule: Schedule
-    timelines: Mapping[str, Timeline]
-    plain_bytes: Sequence[int]
-    memory: MemoryReport | None = None
-
-
 def check_path(path: str | os.PathLike[str]) -> None:
     """Raise an error unless a page can be written to a file, as far as its name says.
 
@@ -70,47 +56,69 @@ def check_path(path: str | os.PathLike[str]) -> None:
         raise FileNotFoundError(f"path={str(path)!r}: there is no folder {str(file.parent)!r}. Make it first.")
 
 
-def write_page(path: str | os.PathLike[str], contents: Contents) -> None:
-    """Write ``page(contents)`` to a file."""
-    Path(path).write_text(page(contents), encoding="utf-8")
+def page(
+    plan: Plan,
+    partition: Partition,
+    program: Program,
+    timelines: Mapping[str, Timeline],
+    memory: MemoryReport | None = None,
+) -> str:
+    """Return a page as HTML. All texts are escaped; the plan is in ``<script id="plan" type="application/json">``.
 
-
-def page(contents: Contents) -> str:
-    """The page. All texts are escaped; the plan is in ``<script id="plan" type="application/json">``."""
+    Args:
+      plan: whose numbers are in all tables and pictures.
+      partition: its stages, as ``Pipeline.partition`` gives them.
+      program: the program that was planned.
+      timelines: the plan's own, whose name is empty, and others by where their seconds come from.
+      memory: what XLA reserves, if the step was compiled.
+    """
     load_figure_class("A plan's page")
     from matplotlib import rc_context
 
-    plan, schedule = contents.plan, contents.schedule
+    schedule, plain_bytes = program.schedule, plain_stash_bytes(program)
+
     with rc_context({"text.parse_math": False, "svg.hashsalt": "jaxpipe"}):
         body = [
             _heading("Plan"),
             plan._repr_html_(),
-            _picture(draw_stages(contents.partition), "compute and communication of each stage"),
+            _picture(draw_stages(partition), "compute and communication of each stage"),
             _heading("Timeline"),
         ]
-        for name, timeline in contents.timelines.items():
+        for source, timeline in timelines.items():
+            name = source or f"predicted from the {plan.profile} profile"
             body.append(f"<h3>{html.escape(name)}</h3>")
-            body.append(_picture(draw_timeline(plan, schedule, timeline, source=name), f"timeline, {name}"))
+            body.append(_picture(draw_timeline(plan, schedule, timeline, source=source), f"timeline, {name}"))
         body += [
             _heading("Memory"),
-            f"<p>{html_text(_memory_text(plan, contents.memory))}</p>",
-            _picture(draw_memory(plan, schedule, contents.memory), "bytes by component, and stashes over time"),
+            f"<p>{html_text(_memory_text(plan, memory))}</p>",
+            _picture(draw_memory(plan, schedule, memory), "bytes by component, and stashes over time"),
         ]
-    body += [_heading("What each method saves"), html_table(_stash_table(contents)), html_table(_methods(contents))]
+    body.append(_heading("What each method saves"))
+    methods = _methods(plan, plain_bytes, partition.network.is_uniform)
+    body += [html_table(_stash_table(plan, plain_bytes)), html_table(methods)]
+    if plan.search:
+        body += [_heading("How the plan was found"), f"<p>{html_text(chr(10).join(plan.search))}</p>"]
     title = f"jaxpipe: {len(plan.stages)} stages, {plan.num_microbatches} micro-batches, {plan.schedule}"
     # "<" cannot end the element that it stands in; JSON reads the escape as the same character.
     data = plan.to_json().replace("<", "\\u003c")
-    return "\n".join(
-        [
-            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
-            f"<title>{html_text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
-            f"<h1>{html_text(title)}</h1>",
-            *body,
-            f'<script id="plan" type="application/json">\n{data}\n</script>\n</body>\n</html>\n',
-        ]
-    )
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<title>{html_text(title)}</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<h1>{html_text(title)}</h1>
+{chr(10).join(body)}
+<script id="plan" type="application/json">
+{data}
+</script>
+</body>
+</html>
+"""
 
 
 def _heading(name: str) -> str:
@@ -137,12 +145,13 @@ def _memory_text(plan: Plan, memory: MemoryReport | None) -> str:
     )
 
 
-def _stash_table(contents: Contents) -> PlainTable:
+def _stash_table(plan: Plan, plain_bytes: Sequence[int]) -> PlainTable:
     """Return what each stage keeps, against plain ``jax.grad``."""
-    table = _table(
-        "stage", "plain jax.grad", "kept", "times less", "in flight", "of them away", "stored as", "time added"
-    )
-    for k, (stage, plain) in enumerate(zip(contents.plan.stages, contents.plain_bytes, strict=True)):
+    table = PlainTable("stage", title="Kept of one micro-batch for the backward pass")
+    table.add_numbers("plain jax.grad", "kept", "times less", "in flight", "of them away")
+    table.add_column("stored as")
+    table.add_numbers("time added")
+    for k, (stage, plain) in enumerate(zip(plan.stages, plain_bytes, strict=True)):
         table.add_row(
             str(k),
             bytes_text(plain),
@@ -153,15 +162,13 @@ def _stash_table(contents: Contents) -> PlainTable:
             ", ".join(f"{name} {bytes_text(size)}" for name, size in stage.stored.items()),
             seconds_text(stage.added_seconds) if stage.added_seconds else "",
         )
-    table.title = "Kept of one micro-batch for the backward pass"
     return table
 
 
-def _methods(contents: Contents) -> PlainTable:
-    """One line for each method; those that are not in use say so."""
-    plan, partition = contents.plan, contents.partition
-    table = _table("method", "what it does here")
-    plain, kept = sum(contents.plain_bytes), sum(stage.stash_bytes for stage in plan.stages)
+def _methods(plan: Plan, plain_bytes: Sequence[int], uniform: bool) -> PlainTable:
+    """One line for each method; those that are not in use say so. ``uniform`` are links that are all alike."""
+    table = PlainTable("method", "what it does here")
+    plain, kept = sum(plain_bytes), sum(stage.stash_bytes for stage in plan.stages)
     ratio = f", {plain / kept:.1f} times less" if kept else ""
     table.add_row("encoding", f"a micro-batch keeps {bytes_text(kept)} in place of {bytes_text(plain)}{ratio}")
     added = sum(stage.added_seconds for stage in plan.stages)
@@ -190,14 +197,7 @@ def _methods(contents: Contents) -> PlainTable:
         first, last = plan.rounds[0].step_seconds, plan.step_seconds
         text = f"{len(plan.rounds)} rounds: step {seconds_text(first)} at first, {seconds_text(last)} in the plan"
     table.add_row("balance", text)
-    bound = seconds_text(partition.lower_bound_seconds)
-    links = "links all alike" if partition.network.is_uniform else "links that differ"
-    table.add_row("placement", f"{partition.ratio:.3f} of the lower bound {bound}, on {links}")
-    return table
-
-
-def _table(first: str, *others: str) -> PlainTable:
-    table = PlainTable(first)
-    for name in others:
-        table.add_column(name, justify="left" if name in ("stored as", "what it does here") else "right")
+    bound, links = plan.lower_bound_seconds, "links all alike" if uniform else "links that differ"
+    ratio = f", {plan.step_seconds / bound:.3f} of the lower bound {seconds_text(bound)}" if bound else ""
+    table.add_row("placement", f"a step of {seconds_text(plan.step_seconds)}{ratio}, on {links}")
     return table

@@ -1,10 +1,11 @@
 """Seconds of the stages of a pipeline, by real runs of their own programs."""
 
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxpipe.array_types import PyTree
-from jaxpipe.costs.measured_seconds import Stopwatch
-from jaxpipe.costs.operator_groups import Program as Timed
+from jaxpipe.costs.timing import Program as Timed
+from jaxpipe.costs.timing import time_programs
 from jaxpipe.runtime import stage_passes
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.stage_passes import Stash, Values
@@ -21,17 +22,18 @@ def measure_timeline(program: Program, mesh: Mesh, lockstep: bool) -> Timeline:
     what devices that work at the same time take from each other, and in one program for all devices what moves a stash.
     """
     schedule = program.schedule
-    watches = [Stopwatch(stage_devices(mesh, program.stage_replicas, d)[0]) for d in range(program.num_devices)]
     kinds = [Kind.FORWARD, schedule.backward_kind, *([Kind.BACKWARD_WEIGHT] if schedule.splits_backward else [])]
-    seconds: dict[Kind, list[float]] = {kind: [] for kind in kinds}
-    for s, stage in zip(program.stage_numbers, program.stages, strict=True):
-        device = program.device(s)
+    seconds: dict[Kind, list[float]] = {kind: [0.0] * len(program.stages) for kind in kinds}
+    passes = [
+        (s, kind) for s in program.stage_numbers for kind in kinds if kind is Kind.FORWARD or s >= schedule.frozen
+    ]
+    programs = []
+    for s, kind in passes:
         following = program.stages[s + 1] if s + 1 < len(program.stages) else None
-        for kind in kinds:
-            median = 0.0
-            if kind is Kind.FORWARD or s >= schedule.frozen:
-                median = watches[device].time(_pass(program, stage, following, kind)).median
-            seconds[kind].append(program.stage_replicas.per_device(device) * median)
+        timed = _pass(program, program.stages[s], following, kind)
+        programs.append((timed, stage_devices(mesh, program.stage_replicas, program.device(s))[0]))
+    for (s, kind), median in zip(passes, np.median(time_programs(programs), axis=0).tolist(), strict=True):
+        seconds[kind][s] = program.stage_replicas.per_device(program.device(s)) * median
     forward, backward, *weight = seconds.values()
     if not weight:
         return simulate(schedule, forward=forward, backward=backward, lockstep=lockstep)

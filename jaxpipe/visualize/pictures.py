@@ -48,7 +48,8 @@ def draw_timeline(plan: Plan, schedule: Schedule, timeline: Timeline | None = No
     Args:
       plan: its seconds are predicted for one micro-batch; the axis is in milliseconds from the start of the step.
       schedule: the table that the plan was made with.
-      timeline: drawn in place of the plan's own, such as ``Pipeline.timeline(measured=True)``.
+      timeline: ``Pipeline.timeline()``, or with ``source`` one that is not the plan's own, such as
+        ``Pipeline.timeline(measured=True)``.
       source: where its seconds come from; left out: the plan's profile.
 
     Returns:
@@ -71,8 +72,11 @@ def draw_timeline(plan: Plan, schedule: Schedule, timeline: Timeline | None = No
     axes.set_xlabel(f"ms from the start of the step ({source or plan.profile + ' profile'})")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
+    step, bubble = (
+        (timeline.makespan, timeline.bubble_fraction) if source else (plan.step_seconds, plan.bubble_fraction)
+    )
     figure.suptitle(
-        f"One step: {1e3 * timeline.makespan:.1f} ms, bubble {timeline.bubble_fraction:.1%} "
+        f"One step: {1e3 * step:.1f} ms, bubble {bubble:.1%} "
         f"({len(plan.stages)} stages, {plan.num_microbatches} micro-batches of {plan.microbatch_size}, {plan.schedule})"
     )
     figure.legend(loc="outside lower right", ncols=4, frameon=False)
@@ -252,16 +256,14 @@ def _draw_components(axes: "Axes", plan: Plan, report: MemoryReport | None) -> N
 def _draw_stash(rows: Iterable["Axes"], plan: Plan, schedule: Schedule) -> None:
     """Draw a row for each device; one program reserves room for stashes, as much on all."""
     reserved = _reserved_stash(plan)
-    bars_of = [_own_stash(plan, schedule, d) for d in range(schedule.num_devices)]
-    tallest = max(
-        (sum(column) for bars in bars_of for column in zip(*(held for _, held in bars), strict=True)), default=0
-    )
-    scale, unit = _unit(max(reserved, tallest))
+    bars_of = [_stash_bars(plan, schedule, d) for d in range(schedule.num_devices)]
+    totals = [sum(column) for bars in bars_of for column in zip(*(held for _, held in bars), strict=True)]
+    scale, unit = _unit(max(reserved, *totals))
     ticks = range(len(schedule.ticks))
     last = schedule.num_devices - 1
     for d, axes in enumerate(rows):
         below = [0.0] * len(ticks)
-        for k, (label, held) in enumerate((*bars_of[d], *_guests(plan, schedule, d))):
+        for k, (label, held) in enumerate(bars_of[d]):
             color = BLUE if not k else GUEST_COLORS[(k - 1) % len(GUEST_COLORS)]
             sizes = [size / scale for size in held]
             axes.bar(ticks, sizes, bottom=below, width=0.9, color=color, label=label)
@@ -284,13 +286,9 @@ def _reserved_stash(plan: Plan) -> int:
     return plan.memory.get("stash", 0) if plan.runtime == "spmd" else 0
 
 
-#: A name, if one is needed, and bytes in each tick.
-_Bars = list[tuple[str | None, list[int]]]
-
-
-def _own_stash(plan: Plan, schedule: Schedule, device: int) -> _Bars:
-    """Return what the stages of a device keep there."""
-    bars: _Bars = []
+def _stash_bars(plan: Plan, schedule: Schedule, device: int) -> list[tuple[str | None, list[int]]]:
+    """Return the bytes that a device keeps in each tick of its own stages and for others, with names where needed."""
+    bars: list[tuple[str | None, list[int]]] = []
     for chunk in range(schedule.num_chunks):
         stage = schedule.stage(device, chunk)
         label = f"stage {stage}" if schedule.num_chunks > 1 else None
@@ -298,18 +296,10 @@ def _own_stash(plan: Plan, schedule: Schedule, device: int) -> _Bars:
         held, moved = _held(schedule, device, chunk), sum(piece.bytes for piece in plan.stages[stage].pieces)
         away = _away(schedule, stage) if moved else [0] * len(held)
         bars.append((label, [n * each - gone * moved for n, gone in zip(held, away, strict=True)]))
+    for other, lender in enumerate(plan.stages):
+        kept = [piece.bytes for piece in lender.pieces if piece.stage == device]
+        bars += [(f"of stage {other}", [n * size for n in _away(schedule, other)]) for size in kept]
     return bars
-
-
-def _guests(plan: Plan, schedule: Schedule, device: int) -> _Bars:
-    """Return what a device keeps for others."""
-    lenders = [
-        (other, piece)
-        for other, plan_of_stage in enumerate(plan.stages)
-        for piece in plan_of_stage.pieces
-        if piece.stage == device
-    ]
-    return [(f"of stage {other}", [n * piece.bytes for n in _away(schedule, other)]) for other, piece in lenders]
 
 
 def _away(schedule: Schedule, stage: int) -> list[int]:

@@ -27,12 +27,12 @@ def adopt(where: StateLayout, state: TrainState) -> TrainState:
     fields = "parameters", "variables", "optimizer"
     given = {field: _grouped(where, field, getattr(state, field)) for field in fields}
     for field in fields:
-        _check(field, given[field], where.avals[field])
+        _check(field, given[field], [x.aval for x in where.arrays[field]])
     _check("optimizer (shared)", state.shared, [where.by_stage.state_avals[k] for k in where.shared])
 
     def placed(field: str, arrays: Sequence[ArrayLike]) -> tuple[Array, ...]:
-        pairs = zip(arrays, where.keys[field], strict=True)
-        return tuple(jax.device_put(x.copy(), where.sharding(key)) for x, key in pairs)
+        pairs = zip(arrays, where.arrays[field], strict=True)
+        return tuple(jax.device_put(x.copy(), held.aval.sharding) for x, held in pairs)
 
     common = {name: getattr(state, name) for name in ("shared", "key", "step", "skipped")}
     groups = {field: placed(field, given[field]) for field in fields}
@@ -50,8 +50,8 @@ def _grouped(where: StateLayout, field: str, arrays: Sequence[ArrayLike]) -> lis
     ]
     leaf_of = {"parameters": parameters.leaf_of, "variables": variables.leaf_of, "optimizer": owned}[field]
     given, grouped = list(arrays), []
-    for _, pairs in itertools.groupby(zip(leaf_of, where.avals[field], strict=True), key=operator.itemgetter(0)):
-        wanted = [aval.shape for _, aval in pairs]
+    for _, pairs in itertools.groupby(zip(leaf_of, where.arrays[field], strict=True), key=operator.itemgetter(0)):
+        wanted = [held.aval.shape for _, held in pairs]
         rows, taken = sum(shape[0] for shape in wanted if shape), given[:1]
         while sum(x.shape[0] for x in taken if x.shape) < rows and len(taken) < len(given):
             taken.append(given[len(taken)])
@@ -69,7 +69,7 @@ def _grouped(where: StateLayout, field: str, arrays: Sequence[ArrayLike]) -> lis
 
 
 def _residuals(where: StateLayout, state: TrainState) -> list[np.ndarray]:
-    avals = where.avals["residual"]
+    avals = [x.aval for x in where.arrays["residual"]]
     if not state.residual:
         return [np.zeros(aval.shape, aval.dtype) for aval in avals]
     pairs = zip(state.residual[: len(avals)], avals, strict=True)

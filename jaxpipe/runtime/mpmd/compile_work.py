@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled, Lowered
 
 from jaxpipe import _compat, multihost
-from jaxpipe.array_types import Array, ArrayLike, Atom, Device
-from jaxpipe.graph.program_form import TracedProgram, shared_program, trace_program
+from jaxpipe.array_types import Array, Atom, Device
+from jaxpipe.graph.program_form import TracedProgram, shared_program, traced_program
 from jaxpipe.runtime.mpmd.stage_work import Name, Work, shape_of
 from jaxpipe.text.progress import tell
 
@@ -34,59 +34,54 @@ class TracedWork:
     """Work without the operands that it does not read, and without results that are operands."""
 
     work: Work
-    program: TracedProgram  # of all operands
-    reads: tuple[int, ...]  # positions of the operands that it reads
-    writes: tuple[int, ...]  # positions of the results that it computes, each once
+    program: TracedProgram
+    read_names: tuple[Name, ...]
+    written_names: tuple[Name, ...]
     same: Mapping[Name, Name]  # of a result that is an operand or another result
     estimate: dict[Hashable, int] = field(default_factory=dict)  # of temporary bytes (``estimated_bytes``)
 
     @property
-    def read_names(self) -> tuple[Name, ...]:
-        """The operands."""
-        return tuple(self.work.reads[k] for k in self.reads)
-
-    @property
-    def written_names(self) -> tuple[Name, ...]:
-        """The results."""
-        return tuple(self.work.writes[k] for k in self.writes)
-
-    @property
     def read_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the operands."""
-        return tuple(self.work.operands[name] for name in self.read_names)
+        return tuple(shape_of(v.aval) for v in _compat.open_jaxpr(self.program.closed)[0].invars)
 
     @property
     def written_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the results."""
-        avals = _compat.open_jaxpr(self.program.closed)[0].outvars
-        return tuple(shape_of(avals[k].aval) for k in self.writes)
+        return tuple(shape_of(v.aval) for v in _compat.open_jaxpr(self.program.closed)[0].outvars)
 
 
 def trace_work(work: Work, wanted: Callable[[Name], bool] = lambda _: True) -> TracedWork:
     """Trace some work, of whose results those that are wanted are computed."""
-    reads = work.reads
-    program = trace_program(
-        lambda *operands: work.function(dict(zip(reads, operands, strict=True))), tuple(work.operands.values())
-    )
-    jaxpr, _ = _compat.open_jaxpr(program.closed)
-    place = {v: k for k, v in enumerate(jaxpr.invars)}
-    writes: list[int] = []
+    results: list[Name] = []
+
+    def function(*operands: Array) -> list[Array]:
+        arrays = work.function(dict(zip(work.operands, operands, strict=True)))
+        results[:] = arrays
+        return [*arrays.values()]
+
+    closed = jax.make_jaxpr(function)(*work.operands.values())
+    jaxpr, _ = _compat.open_jaxpr(closed)
+    operand = dict(zip(jaxpr.invars, work.operands, strict=True))
+    writes: dict[Name, Atom] = {}
     same: dict[Name, Name] = {}
     written: dict[Atom, Name] = {}
-    for k, (name, atom) in enumerate(zip(work.writes, jaxpr.outvars, strict=True)):
+    for name, atom in zip(results, jaxpr.outvars, strict=True):
         if not wanted(name):
             continue
         if not _compat.is_literal(atom):
-            source = reads[place[atom]] if atom in place else written.get(atom)
+            source = operand.get(atom, written.get(atom))
             if source is not None and (source == name or source.role.is_of_microbatch):
                 same[name] = source
                 continue
             written[atom] = name
-        writes.append(k)
+        writes[name] = atom
     needed = {a for eqn in jaxpr.eqns for a in eqn.invars if not _compat.is_literal(a)}
-    needed |= {jaxpr.outvars[k] for k in writes if not _compat.is_literal(jaxpr.outvars[k])}
-    read = tuple(k for k, v in enumerate(jaxpr.invars) if v in needed)
-    return TracedWork(work, program, read, tuple(writes), same)
+    needed |= {atom for atom in writes.values() if not _compat.is_literal(atom)}
+    read = {v: name for v, name in operand.items() if v in needed}
+    part = _compat.part_of(closed, list(read), list(writes.values()))
+    program = traced_program(part, jax.tree.structure((0,) * len(writes)))
+    return TracedWork(work, program, tuple(read.values()), tuple(writes), same)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +125,7 @@ def compile_jobs(jobs: Sequence[Job], platform: str) -> list[Executable | None]:
     for number, job in enumerate(jobs):
         traced = job.traced
         where = job.devices if job.is_bound else tuple(job.mesh.shape.items())
-        key = (traced.program.form, traced.reads, traced.writes, job.donated, where, job.reads, job.writes)
+        key = (traced.program.form, job.donated, where, job.reads, job.writes)
         groups.setdefault(key, []).append(number)
     local_jobs = {number for number, job in enumerate(jobs) if multihost.mine(job.devices)}
     local_groups = [numbers for numbers in groups.values() if not local_jobs.isdisjoint(numbers)]
@@ -202,14 +197,7 @@ def _lower(jobs: Sequence[Job], platform: str) -> tuple[Lowered, list[np.ndarray
     varies = any((row != rows[0]).any() for row in rows)
     mesh = first.mesh if first.is_bound else _abstract(first.mesh)
 
-    def with_row(row: ArrayLike, *operands: Array) -> tuple[Array, ...]:
-        given: list[Array | int] = [0] * len(traced.work.operands)
-        for k, x in zip(traced.reads, operands, strict=True):
-            given[k] = x
-        results = program(row, *given)
-        return tuple(results[k] for k in traced.writes)
-
-    function = with_row if varies else functools.partial(with_row, rows[0])
+    function = program if varies else functools.partial(program, rows[0])
     offset = 1 if varies else 0
     avals = [jax.ShapeDtypeStruct(rows[0].shape, np.uint32)] * offset + [*traced.read_avals]
     shaped = [

@@ -51,12 +51,11 @@ def working_bytes(program: Program, specs: Sequence[P], shape: Mapping[str, int]
     key = "bytes", tuple(specs) if several else (), program.donated
     if key not in traced.estimate:
         graph = read_graph(traced.program.closed, inline_shards=True)
-        outputs = tuple(graph.outputs[k] for k in traced.writes)
-        graph = replace(graph, operators=live(graph.operators, outputs), outputs=outputs)
+        graph = replace(graph, operators=live(graph.operators, graph.outputs))
         if several:
-            given = dict(zip((graph.inputs[k] for k in traced.reads), specs, strict=True))
+            given = dict(zip(graph.inputs, specs, strict=True))
             graph = of_one_device(graph, propagate(graph, given, shape).specs, shape)
-        donated = [graph.inputs[traced.reads[k]] for k in sorted(program.donated)]
+        donated = [graph.inputs[k] for k in sorted(program.donated)]
         traced.estimate[key] = temporary_bytes(graph, donated)
     return traced.estimate[key]
 

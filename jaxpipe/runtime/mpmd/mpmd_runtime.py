@@ -94,28 +94,20 @@ class MpmdRuntime:
 
     def stage_part(self, place: int, arrays: StageArrays) -> Part:
         """Put a stage's arrays onto its devices."""
-        where, residuals = self._where, arrays.residuals
-        held = [(key, aval) for key, aval in zip(where.keys["residual"], where.avals["residual"], strict=True)]
-        avals = [aval for key, aval in held if key.place.stage == place]
-        residuals = (
-            [np.asarray(x, aval.dtype) for x, aval in zip(residuals, avals, strict=True)]
-            if residuals
-            else [np.zeros(aval.shape, aval.dtype) for aval in avals]
-        )
+        held = {field: [x for x in rows if x.key.place.stage == place] for field, rows in self._where.arrays.items()}
+        avals = [x.aval for x in held["residual"]]
+        residuals = arrays.residuals or [np.zeros(aval.shape, aval.dtype) for aval in avals]
+        residuals = [np.asarray(x, aval.dtype) for x, aval in zip(residuals, avals, strict=True)]
         values = itertools.chain(arrays.parameters, arrays.variables, arrays.optimizer, residuals)
-        keys = [key for group in where.keys.values() for key in group if key.place.stage == place]
-        return {key: multihost.place(x, where.sharding(key)) for key, x in zip(keys, values, strict=True)}
+        pairs = zip(itertools.chain.from_iterable(held.values()), values, strict=True)
+        return {x.key: multihost.place(value, x.aval.sharding) for x, value in pairs}
 
     def assemble(self, parts: Mapping[int, Part], common: CommonArrays) -> TrainState:
         """Return the state of the parts of this process's stages."""
-        where, spread = self._where, self._where.everywhere
-        held = {key: x for part in parts.values() for key, x in part.items()}
+        spread, held = self._where.everywhere, {key: x for part in parts.values() for key, x in part.items()}
         groups: dict[str, PyTree] = {
-            field: tuple(
-                held[key] if key in held else _elsewhere(aval, where.sharding(key))
-                for key, aval in zip(keys, where.avals[field], strict=True)
-            )
-            for field, keys in where.keys.items()
+            field: tuple(held[x.key] if x.key in held else _elsewhere(x.aval) for x in arrays)
+            for field, arrays in self._where.arrays.items()
         }
         state = TrainState(
             **groups,
@@ -151,13 +143,12 @@ class MpmdRuntime:
         outputs, reports = compiled.run(state, batch)
         loss, *metrics = compiled.loss_and_metrics(reports)
         objective = compiled.layout.context.objective
-        trained = [k for k, t in enumerate(objective.parameters) if t not in objective.frozen]
-        keys = [self._where.keys["parameters"][k].place for k in trained]
-        arrays = [outputs[Key(x, Name(Role.MEAN, objective.parameters[k]))] for x, k in zip(keys, trained, strict=True)]
-        avals = [self._where.avals["parameters"][k] for k in trained]
-        values = self._on_hosts([place.stage for place in keys], arrays, avals)
-        by_parameter = dict(zip(trained, values, strict=True))
-        return loss, metrics, [by_parameter.get(k) for k in range(len(objective.parameters))]
+        pairs = zip(objective.parameters, self._where.arrays["parameters"], strict=True)
+        held = {t: x for t, x in pairs if t not in objective.frozen}
+        arrays = [outputs[Key(x.key.place, Name(Role.MEAN, t))] for t, x in held.items()]
+        values = self._on_hosts([x.key.place.stage for x in held.values()], arrays, [x.aval for x in held.values()])
+        by_parameter = dict(zip(held, values, strict=True))
+        return loss, metrics, [by_parameter.get(t) for t in objective.parameters]
 
     @progress("Compiling the forward pass")
     def forward(self, name: str, objective: MicrobatchProgram, shapes: PyTree, batching: Batching) -> ForwardPass:
@@ -189,7 +180,7 @@ class MpmdRuntime:
         """Copy a state to the host of every process that keeps it."""
         where, copies = self._where, {}
         for field in ("parameters", "variables", "optimizer"):
-            arrays, owners = getattr(state, field), [key.place.stage for key in where.keys[field]]
+            arrays, owners = getattr(state, field), [x.key.place.stage for x in where.arrays[field]]
             copies[field] = self._on_hosts(owners, arrays, arrays)
         rows = [self._residual_rows(state, r) for r in range(self.devices.replicas)]
         residuals = [np.concatenate(parts) for parts in zip(*rows, strict=True)]
@@ -201,7 +192,7 @@ class MpmdRuntime:
 
     def _residual_rows(self, state: TrainState, r: int) -> list[ArrayLike]:
         """Copy the residuals of a replica to the host of every process."""
-        owners = [key.place.stage for key in self._where.keys["residual"]]
+        owners = [x.key.place.stage for x in self._where.arrays["residual"]]
         avals = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in state.residual]
         rows = []
         for s, x in zip(owners, state.residual, strict=True):
@@ -272,6 +263,7 @@ class MpmdRuntime:
             trains=shaped.schedule.has_backward,
             collects=collects,
             members=tuple(map(len, self.devices.rows)),
+            counts=self.devices.counts,
             specs=self.planned.shardings.specs(shaped.objective),
         )
         homes = dict(zip(shaped.objective.parameters, self.planned.stage_placement.parameters, strict=True))
@@ -365,9 +357,10 @@ class MpmdRuntime:
         return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, P(DATA)), shards)
 
 
-def _elsewhere(aval: Shaped, sharding: NamedSharding) -> Array:
+def _elsewhere(aval: jax.ShapeDtypeStruct) -> Array:
     """Return an array of which this process has no part."""
-    return jax.make_array_from_single_device_arrays(aval.shape, sharding, [], dtype=aval.dtype)
+    assert isinstance(aval.sharding, NamedSharding)
+    return jax.make_array_from_single_device_arrays(aval.shape, aval.sharding, [], dtype=aval.dtype)
 
 
 def _on_host(x: Array) -> ArrayLike:

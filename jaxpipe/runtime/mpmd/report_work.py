@@ -1,5 +1,6 @@
 """The values that a step or a forward pass returns: loss, metrics, counters, predictions, on one device."""
 
+import itertools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 from jaxpipe.array_types import Array
 from jaxpipe.gradients.block_exchange import sent_share
 from jaxpipe.models.combine_metrics import combine
-from jaxpipe.runtime.mpmd.stage_work import OVERFLOWS, Arrays, Avals, Context, Name, Role, Work, shape_of
+from jaxpipe.runtime.mpmd.stage_work import OVERFLOWS, Arrays, Context, Name, Role, Work, shape_of
 from jaxpipe.runtime.mpmd.update_work import (
     HAD,
     NONFINITE,
@@ -19,19 +20,14 @@ from jaxpipe.runtime.mpmd.update_work import (
     UpdateContext,
     add_up,
     reported,
-    scalars,
+    value_avals,
 )
 
 
 def weight_work(context: Context, members: int) -> Work:
     """Return the work that adds up the weights of the batch's micro-batches in all members of their stage."""
     names = [Name(Role.TOTAL, 1, r) for r in range(members)]
-    return Work(
-        "the total weight",
-        dict.fromkeys(names, scalars(context, WEIGHT)[WEIGHT]),
-        [WEIGHT],
-        lambda x: [add_up(x, names)],
-    )
+    return Work("the total weight", value_avals(context, names), lambda x: {WEIGHT: add_up(x, names)})
 
 
 def results_work(context: Context, members: Sequence[int], stages: int, guarded: bool) -> Work:
@@ -39,20 +35,19 @@ def results_work(context: Context, members: Sequence[int], stages: int, guarded:
     objective = context.objective
     totals = [[Name(Role.TOTAL, k, r) for r in range(count)] for k, count in enumerate(members)]
     flags = [reported(NONFINITE, s) for s in range(stages)] if guarded else []
-    operands = {name: context.aval(objective.results[name.number]) for names in totals for name in names}
+    operands = value_avals(context, itertools.chain(*totals, flags))
 
-    def function(values: Arrays) -> list[Array]:
+    def function(values: Arrays) -> Arrays:
         loss, weight, *metrics = [add_up(values, names) for names in totals]
         mean = loss / weight.astype(loss.dtype)
-        results = [mean, *combine(metrics, weight, objective.summed)]
+        reports = [mean, *combine(metrics, weight, objective.summed)]
+        results = {Name(Role.REPORT, k): x for k, x in enumerate(reports)}
         if guarded:
             stopped = jnp.stack([values[name] > 0 for name in flags])
-            results += [stopped, jnp.any(stopped) | ~jnp.isfinite(mean)]
+            results |= {NONFINITE: stopped, STOPPED: jnp.any(stopped) | ~jnp.isfinite(mean)}
         return results
 
-    reports = [Name(Role.REPORT, k) for k in range(len(objective.results) - 1)]
-    operands |= dict.fromkeys(flags, scalars(context, NONFINITE)[NONFINITE])
-    return Work("loss and metrics", operands, [*reports, *([NONFINITE, STOPPED] if guarded else [])], function)
+    return Work("loss and metrics", operands, function)
 
 
 #: What a step counts, in this order.
@@ -70,24 +65,22 @@ def counters_work(update: UpdateContext, sparse: int, updates: int = 1) -> Work:
     kinds = [SQUARES, *([HAD, UNSENT] if exchanges else [])]
     names = [[reported(kind, s) for s in range(stages)] for kind in kinds]
     overflows = [reported(OVERFLOWS, place) for place in range(sparse)]
-    shapes = scalars(context, *kinds, OVERFLOWS)
-    operands: Avals = {name: shapes[kind] for kind, row in zip(kinds, names, strict=True) for name in row}
+    operands = value_avals(context, itertools.chain(*names, overflows))
 
-    def function(values: Arrays) -> list[Array]:
+    def function(values: Arrays) -> Arrays:
         sums = [add_up(values, row) for row in names]
-        counters = [jnp.sqrt(sums[0] / updates)]
+        counters = {0: jnp.sqrt(sums[0] / updates)}
         if exchanges:
-            counters += [sent_share(sums[1], sums[2]), jnp.sqrt(sums[2])]
-        overflow = sum((values[name] for name in overflows), start=jnp.int32(0))
-        return [*counters, overflow, *(values[name] for name in copied.values())]
+            counters |= {1: sent_share(sums[1], sums[2]), 2: jnp.sqrt(sums[2])}
+        counters[3] = sum((values[name] for name in overflows), start=jnp.int32(0))
+        counters |= {k: values[name] for k, name in copied.items()}
+        return {Name(Role.REPORT, -1 - k): x for k, x in counters.items()}
 
-    operands |= dict.fromkeys(overflows, shapes[OVERFLOWS])
+    state, tensors = update.by_stage.state, update.by_stage.graph.tensors
     for name in copied.values():
-        is_shared, tensors = name.role is Role.SHARED, update.by_stage.graph.tensors
-        aval = tensors[update.by_stage.state[name.number]] if is_shared else scalars(context, name)[name]
-        operands[name] = shape_of(aval)
-    writes = [Name(Role.REPORT, -1 - k) for k in [*([0, 1, 2, 3] if exchanges else [0, 3]), *copied]]
-    return Work("counters", operands, writes, function)
+        is_shared = name.role is Role.SHARED
+        operands |= {name: shape_of(tensors[state[name.number]])} if is_shared else value_avals(context, [name])
+    return Work("counters", operands, function)
 
 
 def copied_counters(update: UpdateContext) -> dict[int, Name]:
@@ -103,10 +96,11 @@ def stack_work(context: Context) -> Work:
     names = [[Name(Role.RESULT, k, j) for j in range(m)] for k in range(len(results))]
     operands = {name: context.aval(results[name.number]) for row in names for name in row}
 
-    def function(values: Arrays) -> list[Array]:
-        return [_in_order([values[name] for name in row], context.objective.joined) for row in names]
+    def function(values: Arrays) -> Arrays:
+        rows = ([values[name] for name in row] for row in names)
+        return {Name(Role.REPORT, k): _in_order(row, context.objective.joined) for k, row in enumerate(rows)}
 
-    return Work("predictions", operands, [Name(Role.REPORT, k) for k in range(len(results))], function)
+    return Work("predictions", operands, function)
 
 
 def _in_order(rows: Sequence[Array], replicas: int) -> Array:

@@ -37,6 +37,11 @@ class StageDevices:
         """Numbers of the members of a stage."""
         return range(len(self.rows[s]))
 
+    @property
+    def counts(self) -> tuple[bool, ...]:
+        """By stage, whether it is the last one on its devices, which writes what every device has."""
+        return tuple(all(set(row) != set(later) for later in self.rows[s + 1 :]) for s, row in enumerate(self.rows))
+
     def width(self, s: StageNumber) -> int:
         """Return how many members share the micro-batches of a replica."""
         return len(self.rows[s]) // self.replicas

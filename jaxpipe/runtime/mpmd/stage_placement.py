@@ -45,8 +45,3 @@ class Layout:
     def rows_cross(self) -> bool:
         """Return whether the stages of any replica belong to several processes."""
         return any(len({d.process_index for d in self.devices.of_replica(r)}) > 1 for r in self.replicas)
-
-    def counts(self, s: StageNumber) -> bool:
-        """Return whether a stage is the last one on its devices, which writes what every device has."""
-        rows = self.devices.rows
-        return all(set(row) != set(rows[s]) for row in rows[s + 1 :])

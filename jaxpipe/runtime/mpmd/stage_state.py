@@ -6,10 +6,10 @@
 What every stage needs (shared optimizer state, the random key, numbers of steps) is one array on all devices.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +34,17 @@ from jaxpipe.sharding.partition_specs import side_by_side
 from jaxpipe.sharding.submesh import joined_mesh
 
 
+class StateArray(NamedTuple):
+    """An array of a training state that belongs to a stage."""
+
+    key: Key  # in a list
+    aval: jax.ShapeDtypeStruct  # with its sharding
+    name: str
+
+
 @dataclass(frozen=True, eq=False)
 class StateLayout:
-    """Keys of the arrays of a training state in a list."""
+    """The arrays of a training state in a list."""
 
     layout: Layout
     planned: ExecutablePlan
@@ -47,61 +55,45 @@ class StateLayout:
         return self.planned.update.by_stage
 
     @cached_property
-    def keys(self) -> dict[str, tuple[Key, ...]]:
-        """By field of ``TrainState``, the keys of the arrays that belong to a stage."""
-        objective, placement = self.layout.context.objective, self.planned.stage_placement
-
-        def keys(role: Role, numbers: Iterable[int], stages: Iterable[int | None]) -> tuple[Key, ...]:
-            pairs = zip(numbers, stages, strict=True)
-            return tuple(
-                Key(self.layout.devices.place(self.layout.stages[s]), Name(role, k)) for k, s in pairs if s is not None
-            )
-
-        parameters = keys(Role.PARAMETER, objective.parameters, placement.parameters)
+    def arrays(self) -> dict[str, list[StateArray]]:
+        """The arrays that belong to a stage, by field of ``TrainState``."""
+        objective, model, placement = self.layout.context.objective, self.planned.model, self.planned.stage_placement
+        homes = dict(zip(objective.parameters, placement.parameters, strict=True))
+        variables = dict(zip(objective.parameters, model.parameters, strict=True))
+        pieces = zip(self.by_stage.state_stage, self.by_stage.state_avals, self.by_stage.state_names, strict=True)
+        trained = [t for t in objective.parameters if self.planned.update.exchange and t not in objective.frozen]
         return {
-            "parameters": parameters,
-            "variables": keys(Role.STATE, objective.state, placement.state),
-            "optimizer": keys(Role.OPTIMIZER, range(len(self.by_stage.state_stage)), self.by_stage.state_stage),
-            "residual": tuple(
-                key._replace(name=key.name._replace(role=Role.RESIDUAL))
-                for key in map(parameters.__getitem__, self.residuals)
-            ),
-        }
-
-    @cached_property
-    def avals(self) -> dict[str, list[Shaped]]:
-        """The shapes of the same arrays."""
-        model, owned = self.planned.model, zip(self.by_stage.state_avals, self.by_stage.state_stage, strict=True)
-        trained = [model.parameters[k].aval for k in self.residuals]
-        counts = [len(self.layout.devices.members(key.place.stage)) for key in self.keys["residual"]]
-        return {
-            "parameters": [v.aval for v in model.parameters],
-            "variables": [v.aval for v in model.state],
-            "optimizer": [aval for aval, owner in owned if owner is not None],
+            "parameters": [
+                self._array(Role.PARAMETER, t, s, variables[t].aval, variables[t].name) for t, s in homes.items()
+            ],
+            "variables": [
+                self._array(Role.STATE, t, s, v.aval, v.name)
+                for t, s, v in zip(objective.state, placement.state, model.state, strict=True)
+            ],
+            "optimizer": [
+                self._array(Role.OPTIMIZER, k, s, aval, name)
+                for k, (s, aval, name) in enumerate(pieces)
+                if s is not None
+            ],
             "residual": [
-                jax.ShapeDtypeStruct((n, *aval.shape), jnp.promote_types(aval.dtype, jnp.float32))
-                for n, aval in zip(counts, trained, strict=True)
+                self._array(Role.RESIDUAL, t, homes[t], variables[t].aval, variables[t].name) for t in trained
             ],
         }
 
-    @cached_property
-    def residuals(self) -> tuple[int, ...]:
-        """The parameters, by position, that have residuals of a block-sparse exchange."""
-        objective = self.planned.program.objective
-        has_any = self.planned.update.exchange is not None
-        return tuple(k for k, t in enumerate(objective.parameters) if has_any and t not in objective.frozen)
+    def _array(self, role: Role, number: int, s: int, aval: Shaped, name: str) -> StateArray:
+        devices, stage = self.layout.devices, self.layout.stages[s]
+        key, shape, dtype = Key(devices.place(stage), Name(role, number)), aval.shape, aval.dtype
+        spec = self.layout.context.spec(stage, key.name)
+        if role is Role.RESIDUAL:  # one of each replica, of at least 32 bits
+            shape, dtype = (len(devices.members(stage)), *shape), jnp.promote_types(dtype, jnp.float32)
+            spec = side_by_side(spec, DATA)
+        sharding = NamedSharding(devices.mesh(Place(stage)), spec)
+        return StateArray(key, jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), name)
 
     @property
     def shared(self) -> list[int]:
         """The leaves of the optimizer state that every stage has."""
         return [k for k, owner in enumerate(self.by_stage.state_stage) if owner is None]
-
-    def sharding(self, key: Key) -> NamedSharding:
-        """Sharding of an array of the state."""
-        spec = self.layout.context.spec(key.place.stage, key.name)
-        if key.name.role is Role.RESIDUAL:
-            spec = side_by_side(spec, DATA)
-        return NamedSharding(self.layout.devices.mesh(Place(key.place.stage)), spec)
 
     @property
     def all_devices(self) -> Mesh:
@@ -116,45 +108,30 @@ class StateLayout:
     @cached_property
     def abstract_state(self) -> TrainState:
         """Return the shapes of a training state, where its devices have them."""
-
-        def placed(aval: Shaped, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
-
-        groups: dict[str, PyTree] = {
-            part: tuple(placed(aval, self.sharding(key)) for key, aval in zip(keys, self.avals[part], strict=True))
-            for part, keys in self.keys.items()
+        groups = {field: tuple(x.aval for x in arrays) for field, arrays in self.arrays.items()}
+        step = jax.ShapeDtypeStruct((), np.int32)
+        common = {
+            "shared": tuple(self.by_stage.state_avals[k] for k in self.shared),
+            "key": self.layout.context.key,
+            "step": step,
+            "skipped": step,
         }
-        groups["shared"] = tuple(placed(self.by_stage.state_avals[k], self.everywhere) for k in self.shared)
-        step = placed(jax.ShapeDtypeStruct((), np.int32), self.everywhere)
-        return TrainState(
-            **groups,
-            key=cast(Array, placed(self.layout.context.key, self.everywhere)),
-            step=cast(Array, step),
-            skipped=cast(Array, step),
-            plan=self.planned.plan.identity,
-        )
+        common = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.everywhere), common)
+        return TrainState(**(groups | common), plan=self.planned.plan.identity)
 
     @property
     def names(self) -> dict[str, list[str]]:
         """The names of the arrays of a training state, by field."""
-        model, by_stage = self.planned.model, self.by_stage
-        flat, _ = jax.tree_util.tree_flatten_with_path(by_stage.state_shape)
-        paths = [jax.tree_util.keystr(flat[leaf][0]) for leaf in by_stage.state_stacks.leaf_of]
-        return {
-            "parameters": [v.name for v in model.parameters],
-            "variables": [v.name for v in model.state],
-            "optimizer": [path for path, s in zip(paths, by_stage.state_stage, strict=True) if s is not None],
-            "shared": [paths[k] for k in self.shared],
-            "residual": [model.parameters[k].name for k in self.residuals],
-        }
+        names = {field: [x.name for x in arrays] for field, arrays in self.arrays.items()}
+        return names | {"shared": [self.by_stage.state_names[k] for k in self.shared]}
 
     def state_of(self, old: TrainState, outputs: dict[Key, Array | None]) -> TrainState:
         """Return the state after a step, of the outputs of its list; arrays elsewhere stay as they are."""
 
         new: dict[str, PyTree] = {}
-        for field, keys in self.keys.items():
-            pairs = zip(map(outputs.get, keys), getattr(old, field), strict=True)
-            new[field] = tuple(before if after is None else after for after, before in pairs)
+        for field, arrays in self.arrays.items():
+            pairs = zip(arrays, getattr(old, field), strict=True)
+            new[field] = tuple(before if (after := outputs.get(x.key)) is None else after for x, before in pairs)
         shared = tuple(
             self._everywhere(Name(Role.SHARED, k), x, outputs) for k, x in zip(self.shared, old.shared, strict=True)
         )
@@ -181,7 +158,7 @@ class Loader:
         """Find out what goes where."""
         self._where = where
         keys = calls.inputs
-        leaves = ((field, n, key) for field, held in where.keys.items() for n, key in enumerate(held))
+        leaves = ((field, n, x.key) for field, arrays in where.arrays.items() for n, x in enumerate(arrays))
         self._leaves = [(field, n, keys[key]) for field, n, key in leaves if key in keys]
         positions = {k: n for n, k in enumerate(where.shared)}
         self._common: list[tuple[Name | int, Mesh, int]] = []

@@ -115,14 +115,8 @@ class Work:
     """A function over named arrays."""
 
     label: str
-    operands: Avals
-    writes: Sequence[Name]  # results; an operand of the same name is replaced
-    function: Callable[[Arrays], list[Array]]
-
-    @property
-    def reads(self) -> tuple[Name, ...]:
-        """The names of the operands."""
-        return tuple(self.operands)
+    operands: Avals  # all that it may read; tracing shows what it does read
+    function: Callable[[Arrays], Arrays]  # a result replaces an operand of the same name
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,6 +146,7 @@ class Context:
     num_microbatches: int
     key: jax.ShapeDtypeStruct  # shape of a random key
     members: tuple[int, ...]  # by stage; where it has several, a sum of gradients has an axis of length 1 in front
+    counts: tuple[bool, ...]  # by stage, whether it is the last on its devices, which writes what every device has
     gradient_dtype: DType | None = None  # of sums of narrower gradients
     trains: bool = True  # stages store for a backward pass
     collects: bool = False  # results are kept by micro-batch, not added up
@@ -191,8 +186,10 @@ class Context:
     def _sent(self) -> frozenset[TensorNumber]:
         return frozenset(t for stage in self.stages for t in (*stage.arriving, *stage.leaving))
 
-    def together(self, s: StageNumber, aval: Shaped) -> jax.ShapeDtypeStruct:
+    def of_members(self, s: StageNumber, aval: Shaped) -> jax.ShapeDtypeStruct:
         """The shape of the arrays of all members of a stage, side by side along their first axis."""
+        if self.members[s] == 1:
+            return shape_of(aval)
         shape = aval.shape or (1,)
         return jax.ShapeDtypeStruct((self.members[s] * shape[0], *shape[1:]), aval.dtype)
 
@@ -220,7 +217,7 @@ class Context:
 
     def total_aval(self, name: Name) -> jax.ShapeDtypeStruct:
         """The shape of a total."""
-        if name == OVERFLOWS:
+        if name.number == OVERFLOWS.number:
             return jax.ShapeDtypeStruct((), jnp.int32)
         return self.aval(self.objective.results[name.number])
 
@@ -298,17 +295,17 @@ def stage_work(context: Context, s: StageNumber, kinds: Sequence[Kind]) -> Work:
     """
     writes = _results(context, s, kinds)
 
-    def function(values: Arrays) -> list[Array]:
+    def function(values: Arrays) -> Arrays:
         arrays = dict(values)
         for kind in kinds:
             if kind is Kind.FORWARD:
                 _forward(context, s, arrays)
             else:
                 _backward(context, s, kind, arrays)
-        return [arrays[name] for name in writes]
+        return {name: arrays[name] for name in writes}
 
     label = f"stage {s}: " + " and ".join(_LABELS[kind] for kind in kinds)
-    return Work(label, _operands(context, s, kinds), writes, function)
+    return Work(label, _operands(context, s), function)
 
 
 _LABELS = {
@@ -319,28 +316,21 @@ _LABELS = {
 }
 
 
-def _operands(context: Context, s: StageNumber, kinds: Sequence[Kind]) -> Avals:
-    """Everything that the work may read, with its shape; tracing shows what it does read."""
+def _operands(context: Context, s: StageNumber) -> Avals:
+    """Return all that the work on a micro-batch may read, with its shape."""
     stage = context.stages[s]
     operands: Avals = {Name(Role.PARAMETER, t): context.aval(t) for t in (*stage.parameters, *stage.borrowed)}
-    if context.objective.key in stage.used:
-        operands |= {KEY: jax.eval_shape(jax.random.key_data, context.key), STEP: jax.ShapeDtypeStruct((), jnp.int32)}
+    operands |= {KEY: jax.eval_shape(jax.random.key_data, context.key), STEP: jax.ShapeDtypeStruct((), jnp.int32)}
     operands |= {Name(Role.BATCH, k): context.batch[k] for k in _leaves_used(context, stage)}
     operands[INDEX] = jax.ShapeDtypeStruct((2,), jnp.int32)
-    if Kind.FORWARD in kinds:
-        operands |= {Name(Role.STATE, t): context.aval(t) for t in stage.state}
-        operands |= {Name(Role.ACTIVATION, t): context.aval(t) for t in stage.arriving}
-        operands |= {name: context.total_aval(name) for name in context.totals(s)}
-    elif stage.vjp is not None:
-        operands |= _stash_avals(stage)
-    if Kind.BACKWARD in kinds or Kind.BACKWARD_INPUT in kinds:
-        operands |= {Name(Role.COTANGENT, t): _tangent(context, t) for t in _following(context, s)}
-    elif Kind.BACKWARD_WEIGHT in kinds:
-        operands |= {Name(Role.SAVED, t): _tangent(context, t) for t in stage.saved}
-    if context.num_microbatches == 1:  # its gradients are the sums
-        return operands
-    given = {t for kind in kinds for t in stage.differentiated(kind)}
-    return operands | context.sums(s, [t for t in context.trained(s) if t in given])
+    operands |= {Name(Role.STATE, t): context.aval(t) for t in stage.state}
+    operands |= {Name(Role.ACTIVATION, t): context.aval(t) for t in stage.arriving}
+    operands |= {name: context.total_aval(name) for name in context.totals(s)}
+    operands |= {} if stage.vjp is None else _stash_avals(stage)
+    operands |= {Name(Role.COTANGENT, t): _tangent(context, t) for t in _following(context, s)}
+    operands |= {Name(Role.SAVED, t): _tangent(context, t) for t in stage.saved}
+    # The gradients of a single micro-batch are the sums.
+    return operands | (context.sums(s, context.trained(s)) if context.num_microbatches > 1 else {})
 
 
 def _results(context: Context, s: StageNumber, kinds: Sequence[Kind]) -> list[Name]:

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.array_types import Array
 from jaxpipe.runtime.mpmd.call_list import ListBuilder
 from jaxpipe.runtime.mpmd.compile_work import trace_work
 from jaxpipe.runtime.mpmd.device_bytes import array_bytes
@@ -134,14 +133,15 @@ def _cutting(s: StageNumber, cut: dict[Name, list[Piece]], avals: Sequence[jax.S
         for piece in parts
     )
 
-    def slices(values: Arrays) -> list[Array]:
-        return [lax.slice_in_dim(values[name], x.begin, x.end) for name, parts in cut.items() for x in parts]
+    def slices(values: Arrays) -> Arrays:
+        arrays = (lax.slice_in_dim(values[name], x.begin, x.end) for name, parts in cut.items() for x in parts)
+        return dict(zip(pieces, arrays, strict=True))
 
-    def join(values: Arrays) -> list[Array]:
+    def join(values: Arrays) -> Arrays:
         remaining = iter(values.values())
-        return [jnp.concatenate([next(remaining) for _ in parts]) for parts in cut.values()]
+        return {name: jnp.concatenate([next(remaining) for _ in parts]) for name, parts in cut.items()}
 
     return (
-        Work(f"stage {s}: slices of a stash", dict(zip(cut, avals, strict=True)), pieces, slices),
-        Work(f"stage {s}: stash of its slices", dict(zip(pieces, shapes, strict=True)), list(cut), join),
+        Work(f"stage {s}: slices of a stash", dict(zip(cut, avals, strict=True)), slices),
+        Work(f"stage {s}: stash of its slices", dict(zip(pieces, shapes, strict=True)), join),
     )

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ class Layout:
     @property
     def bytes(self) -> int:
         """Bytes on each device."""
-        return sum(length * np.dtype(dtype).itemsize for length, dtype in self.buffers)
+        return _bytes(self.buffers)
 
     def with_dtypes(self, of: Callable[[DType], DType]) -> "Layout":
         """Return the layout of arrays of other types in the same places; ``of`` maps a type to another."""
@@ -39,7 +40,7 @@ class Layout:
         return replace(self, avals=tuple(avals), buffers=tuple(buffers))
 
     def read(self, stage: int, buffers: Sequence[Array]) -> list[Array]:
-        """A stage's arrays out of its device's buffers."""
+        """A stage's arrays out of its device's buffers; of host buffers views."""
         return [self.get(stage, n, buffers) for n in range(len(self.avals[stage]))]
 
     def get(self, stage: int, n: int, buffers: Sequence[Array]) -> Array:
@@ -47,8 +48,8 @@ class Layout:
         aval, (k, offset) = self.avals[stage][n], self.places[stage][n]
         flat = buffers[k]
         if not self.is_whole(stage, n):
-            flat = lax.slice(flat, (offset,), (offset + math.prod(aval.shape),))
-        return lax.reshape(flat, aval.shape)
+            flat = flat[offset : offset + math.prod(aval.shape)]
+        return flat.reshape(aval.shape)
 
     def is_whole(self, stage: int, n: int) -> bool:
         """Return whether the ``n``-th array of a stage has a buffer for itself."""
@@ -61,34 +62,19 @@ class Layout:
         new = flat if self.is_whole(stage, n) else lax.dynamic_update_slice(buffers[k], flat, (offset,))
         return [*buffers[:k], new, *buffers[k + 1 :]]
 
-    def write(self, stage: int, values: Sequence[ArrayLike]) -> list[Array]:
-        """Buffers with a stage's arrays in them, and zeros where it has none."""
+    def write(self, stage: int, values: Sequence[ArrayLike], xp: Any = jnp) -> list[Array]:
+        """Buffers with a stage's arrays in them, and zeros where it has none; made by NumPy or by JAX."""
         pieces: list[list[tuple[int, Array]]] = [[] for _ in self.buffers]
         for value, (k, offset) in zip(values, self.places[stage], strict=True):
-            pieces[k].append((offset, lax.reshape(jnp.asarray(value), (math.prod(jnp.shape(value)),))))
+            pieces[k].append((offset, xp.asarray(value).reshape(-1)))
         buffers = []
         for (length, dtype), parts in zip(self.buffers, pieces, strict=True):
             flat = [x for _, x in sorted(parts, key=lambda part: part[0])]
             missing = length - sum(x.size for x in flat)
             if missing or not flat:
-                flat.append(jnp.zeros((missing,), dtype))
-            buffers.append(flat[0] if len(flat) == 1 else jnp.concatenate(flat))
+                flat.append(xp.zeros((missing,), dtype))
+            buffers.append(flat[0] if len(flat) == 1 else xp.concatenate(flat))
         return buffers
-
-    def unpack(self, stage: int, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """``read`` on the host: views of a stage's rows."""
-        pairs = zip(self.avals[stage], self.places[stage], strict=True)
-        return [
-            rows[k].reshape(-1)[offset : offset + math.prod(aval.shape)].reshape(aval.shape)
-            for aval, (k, offset) in pairs
-        ]
-
-    def pack(self, stage: int, values: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """``write`` on the host."""
-        rows = [np.zeros((length,), dtype) for length, dtype in self.buffers]
-        for view, value in zip(self.unpack(stage, rows), values, strict=True):
-            view[...] = value
-        return rows
 
 
 def lay_out(avals: Sequence[Sequence[Shaped]]) -> Layout:
@@ -105,49 +91,43 @@ def lay_out(avals: Sequence[Sequence[Shaped]]) -> Layout:
     """
     kinds = [[(math.prod(a.shape), np.dtype(a.dtype)) for a in stage] for stage in avals]
     counts = [Counter(stage) for stage in kinds]
-    candidates = [_Sharing(counts, sharers) for sharers in range(1, len(avals) + 1)]
-    best = min(candidates, key=lambda c: c.bytes)
-    return best.layout(avals, kinds)
+    candidates = [_buffers(counts, sharers) for sharers in range(1, len(avals) + 1)]
+    whole, packed = min(candidates, key=lambda candidate: _bytes([*candidate[0].elements(), *candidate[1]]))
+    buffers = [*whole.elements(), *packed]
+    first: dict[tuple[int, DType], int] = {}
+    for k, kind in enumerate(whole.elements()):
+        first.setdefault(kind, k)
+    rest = {dtype: len(buffers) - len(packed) + k for k, (_, dtype) in enumerate(packed)}
+    places = []
+    for stage in kinds:
+        used: Counter[tuple[int, DType]] = Counter()
+        filled: Counter[DType] = Counter()
+        here = []
+        for size, dtype in stage:
+            if used[size, dtype] < whole[size, dtype]:
+                here.append((first[size, dtype] + used[size, dtype], 0))
+                used[size, dtype] += 1
+            else:
+                here.append((rest[dtype], filled[dtype]))
+                filled[dtype] += size
+        places.append(tuple(here))
+    return Layout(tuple(map(tuple, avals)), tuple(places), tuple(buffers))
 
 
-class _Sharing:
-    """The layout in which a buffer exists if at least ``sharers`` stages have an array for it."""
+def _buffers(
+    counts: Sequence[Counter[tuple[int, DType]]], sharers: int
+) -> tuple[Counter[tuple[int, DType]], list[tuple[int, DType]]]:
+    """Return how many arrays of each kind have a buffer, as at least ``sharers`` stages use it; buffers of the rest."""
+    every = dict.fromkeys(kind for count in counts for kind in count)
+    whole = Counter({kind: sorted((count[kind] for count in counts), reverse=True)[sharers - 1] for kind in every})
+    packed: dict[DType, int] = {}
+    for count in counts:
+        left: Counter[DType] = Counter()
+        for (size, dtype), n in (count - whole).items():
+            left[dtype] += size * n
+        packed |= {dtype: max(length, packed.get(dtype, 0)) for dtype, length in left.items()}
+    return whole, [(length, dtype) for dtype, length in packed.items()]
 
-    def __init__(self, counts: Sequence[Counter[tuple[int, DType]]], sharers: int):
-        self.slots = {}
-        for kind in dict.fromkeys(k for count in counts for k in count):
-            held = sorted((count[kind] for count in counts), reverse=True)
-            self.slots[kind] = held[sharers - 1]
-        self.packed: dict[DType, int] = {}
-        for count in counts:
-            here: dict[DType, int] = {}
-            for (size, dtype), n in count.items():
-                if n > self.slots[size, dtype]:
-                    here[dtype] = here.get(dtype, 0) + size * (n - self.slots[size, dtype])
-            for dtype, length in here.items():
-                self.packed[dtype] = max(self.packed.get(dtype, 0), length)
-        whole = sum(n * size * dtype.itemsize for (size, dtype), n in self.slots.items())
-        self.bytes = whole + sum(length * dtype.itemsize for dtype, length in self.packed.items())
 
-    def layout(self, avals: Sequence[Sequence[Shaped]], kinds: Sequence[Sequence[tuple[int, DType]]]) -> Layout:
-        """Number the buffers and place the arrays."""
-        buffers = [kind for kind, n in self.slots.items() for _ in range(n)]
-        first: dict[tuple[int, DType], int] = {}
-        for k, kind in enumerate(buffers):
-            first.setdefault(kind, k)
-        rest = {dtype: len(buffers) + k for k, dtype in enumerate(self.packed)}
-        buffers += [(self.packed[dtype], dtype) for dtype in rest]
-        places = []
-        for stage in kinds:
-            used: Counter[tuple[int, DType]] = Counter()
-            filled: Counter[DType] = Counter()
-            here = []
-            for size, dtype in stage:
-                if used[size, dtype] < self.slots[size, dtype]:
-                    here.append((first[size, dtype] + used[size, dtype], 0))
-                    used[size, dtype] += 1
-                else:
-                    here.append((rest[dtype], filled[dtype]))
-                    filled[dtype] += size
-            places.append(tuple(here))
-        return Layout(tuple(map(tuple, avals)), tuple(places), tuple(buffers))
+def _bytes(buffers: Sequence[tuple[int, DType]]) -> int:
+    return sum(length * np.dtype(dtype).itemsize for length, dtype in buffers)

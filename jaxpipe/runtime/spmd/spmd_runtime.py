@@ -3,15 +3,14 @@
 # More than 15 of our modules: the parts of this room are put together here.
 import dataclasses
 import functools
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled, Lowered, Wrapped
 from jax.typing import DTypeLike
@@ -26,7 +25,7 @@ from jaxpipe.runtime import check_state, shard_batch
 from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, followed_cuts
 from jaxpipe.runtime.interface import Bytes, ForwardPass, Gradients, Part, StepResults
 from jaxpipe.runtime.spmd import compiled_step as steps
-from jaxpipe.runtime.spmd.gather_to_host import stage_arrays
+from jaxpipe.runtime.spmd.buffer_layout import Layout, lay_out
 from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram
 from jaxpipe.runtime.stages import cut_stages
 from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays, on_host
@@ -45,7 +44,6 @@ class SpmdRuntime:
     def __init__(self, planned: ExecutablePlan):
         self.planned = planned
         self.program = LockstepProgram.of(planned.program)
-        self.slots = self.program.slots(planned.update)
         self._token = object()
 
     @property
@@ -57,29 +55,44 @@ class SpmdRuntime:
         """The devices of a place, one for each replica."""
         return stage_devices(self.planned.mesh, self.program.stage_replicas, place)
 
+    @cached_property
+    def _layouts(self) -> list[tuple[Layout, P]]:
+        """The layouts of parameters, state variables, optimizer and residuals, each with the axes of its buffers."""
+        program, exchanges = self.program, self.planned.update.exchange is not None
+        residuals = program.residuals if exchanges else lay_out([[]])
+        layouts = program.parameters, program.state, program.slots(self.planned.update)
+        return [*((layout, P(STAGE)) for layout in layouts), (residuals, P(STAGE, DATA))]
+
     def stage_part(self, place: int, arrays: StageArrays) -> Part:
-        """Put a place's arrays into rows of the buffers of its devices, by group of buffers, buffer and device."""
-        program, update = self.program, self.planned.update
-        layouts = program.parameters, program.state, self.slots
-        held = arrays.parameters, arrays.variables, arrays.optimizer
-        every = self.devices_of(place)
-        devices = multihost.mine(every)
-        packed = [layout.pack(place, list(map(np.asarray, x))) for layout, x in zip(layouts, held, strict=True)]
-        rows = [[[jax.device_put(x[None], d) for d in devices] for x in group] for group in packed]
-        if update.exchange is None:
+        """Return the rows of a place in all buffers, on the host."""
+        groups = arrays.parameters, arrays.variables, arrays.optimizer
+        *layouts, residuals = (layout for layout, _ in self._layouts)
+        rows = [
+            layout.write(place, list(map(np.asarray, values)), np)
+            for layout, values in zip(layouts, groups, strict=True)
+        ]
+        if self.planned.update.exchange is None:
             return [*rows, []]
-        layout = program.residuals
-        zeros = [np.zeros((len(every), *aval.shape), aval.dtype) for aval in layout.avals[place]]
-        residuals = [np.asarray(x) for x in arrays.residuals] or zeros
-        packed = [layout.pack(place, [x[every.index(d)] for x in residuals]) for d in devices]
-        columns = zip(*packed, strict=True)
-        return [*rows, [[jax.device_put(x[None, None], d) for x, d in zip(c, devices, strict=True)] for c in columns]]
+        count = self.planned.batching.replicas
+        left = arrays.residuals or [np.zeros((count, *a.shape), a.dtype) for a in residuals.avals[place]]
+        copies = [residuals.write(place, [np.asarray(x[r]) for x in left], np) for r in range(count)]
+        return [*rows, [np.stack(x) for x in zip(*copies, strict=True)]]
 
     def assemble(self, parts: Mapping[int, Part], common: CommonArrays) -> TrainState:
         """Return the state of the parts of this process's places."""
-        mesh, ordered = self.planned.mesh, [parts[place] for place in sorted(parts)]
-        specs = P(STAGE), P(STAGE), P(STAGE), P(STAGE, DATA)
-        groups = [_assemble(mesh, spec, [part[k] for part in ordered]) for k, spec in enumerate(specs)]
+        mesh, count = self.planned.mesh, self.program.num_devices
+
+        def buffer(spec: P, rows: Mapping[int, np.ndarray]) -> Array:
+            def shard(index: Any) -> np.ndarray:
+                return rows[index[0].start or 0][index[1:]][None]
+
+            shape = count, *next(iter(rows.values())).shape
+            return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), shard)
+
+        groups = [
+            tuple(buffer(spec, {d: part[k][n] for d, part in parts.items()}) for n in range(len(layout.buffers)))
+            for k, (layout, spec) in enumerate(self._layouts)
+        ]
         everywhere = functools.partial(multihost.place, sharding=NamedSharding(mesh, P()))
         state = TrainState(
             *groups,
@@ -113,8 +126,8 @@ class SpmdRuntime:
         program, placement = self.program, self.planned.placement
         trained = [t not in program.objective.frozen for t in program.objective.parameters]
         owners = [owner if kept else None for owner, kept in zip(placement.parameters, trained, strict=True)]
-        gradients = stage_arrays(self.planned.mesh, program.gradients, owners, buffers, itertools.repeat(None))
-        return loss, metrics, gradients
+        held = self._on_hosts(program.gradients, owners, buffers)
+        return loss, metrics, [None if owner is None else next(held) for owner in owners]
 
     @progress("Compiling the forward pass")
     def forward(self, name: str, objective: MicrobatchProgram, shapes: PyTree, batching: Batching) -> ForwardPass:
@@ -147,23 +160,35 @@ class SpmdRuntime:
 
     def to_host(self, state: TrainState, keep: bool = True) -> HostArrays:
         """Copy a state to the host of every process that keeps it."""
-        program, placement, update = self.program, self.planned.placement, self.planned.update
-        gather = functools.partial(stage_arrays, self.planned.mesh, keep=keep)
+        program, placement, owners = self.program, self.planned.placement, self.planned.update.by_stage.state_stage
+        parameters = self._on_hosts(program.parameters, placement.parameters, state.parameters)
+        variables = self._on_hosts(program.state, placement.state, state.variables)
+        optimizer = self._on_hosts(self._layouts[2][0], owners, state.optimizer)
         residuals = []
-        if update.exchange is not None:
-            layout = program.residuals
-            residuals = gather(layout, owners=placement.parameters, buffers=state.residual)
-        return HostArrays(
-            gather(program.parameters, owners=placement.parameters, buffers=state.parameters),
-            gather(program.state, owners=placement.state, buffers=state.variables),
-            gather(
-                self.slots,
-                owners=update.by_stage.state_stage,
-                buffers=state.optimizer,
-                shared=map(on_host, state.shared),
-            ),
-            residuals,
-        )
+        if self.planned.update.exchange is not None:
+            places, count = placement.parameters, self.planned.batching.replicas
+            rows = [self._on_hosts(program.residuals, places, state.residual, r) for r in range(count)]
+            residuals = [np.stack(copies) for copies in zip(*rows, strict=True)]
+        if not keep:
+            return HostArrays([], [], [], [])
+        shared = map(on_host, state.shared)
+        slots = [next(shared if owner is None else optimizer) for owner in owners]
+        return HostArrays(list(parameters), list(variables), slots, residuals)
+
+    def _on_hosts(
+        self, layout: Layout, owners: Sequence[int | None], buffers: Sequence[Array], replica: int = 0
+    ) -> Iterator[np.ndarray]:
+        """Return the arrays that have an owner, on the host of every process, in memory of their own."""
+        by_place = []
+        for place in self.places:
+            device = self.devices_of(place)[replica]
+            shards = [shard.data for x in buffers for shard in x.addressable_shards if shard.device == device]
+            rows: Any = [np.array(x).reshape(-1) for x in shards]
+            if jax.process_count() > 1:
+                avals = [jax.ShapeDtypeStruct((length,), dtype) for length, dtype in layout.buffers]
+                rows = multihost.from_owner(device, rows, avals)
+            by_place.append(iter(layout.read(place, rows)))
+        return iter([next(by_place[owner]) for owner in owners if owner is not None])
 
     def adopt(self, state: TrainState) -> TrainState:
         """Raise ``PartitionError``: buffers that all devices share are laid out for one plan."""
@@ -189,20 +214,17 @@ class SpmdRuntime:
     @cached_property
     def _abstract_state(self) -> TrainState:
         """The shapes of a training state, where its devices have them."""
-        planned, program, by_stage = self.planned, self.program, self.planned.update.by_stage
-        count, replicas = program.num_devices, planned.batching.replicas
+        planned, by_stage = self.planned, self.planned.update.by_stage
         shaped = functools.partial(_shaped, planned)
         groups = (
-            tuple(shaped((count, length), dtype, P(STAGE)) for length, dtype in layout.buffers)
-            for layout in (program.parameters, program.state, self.slots)
+            tuple(shaped((*(planned.mesh.shape[axis] for axis in spec), n), dtype, spec) for n, dtype in layout.buffers)
+            for layout, spec in self._layouts
         )
-        held = () if planned.update.exchange is None else program.residuals.buffers
-        residual = tuple(shaped((count, replicas, n), dtype, P(STAGE, DATA)) for n, dtype in held)
         owned = zip(by_stage.state_avals, by_stage.state_stage, strict=True)
         shared = tuple(shaped(a.shape, a.dtype, P()) for a, owner in owned if owner is None)
         key = shaped((), jax.eval_shape(lambda: jax.random.key(0)).dtype, P())
         step = shaped((), np.int32, P())
-        shapes: tuple[PyTree, ...] = *groups, residual, shared, key, step, step
+        shapes: tuple[PyTree, ...] = *groups, shared, key, step, step
         return TrainState(*shapes, plan=planned.plan.identity)
 
     def _lower(self, function: Wrapped, batch: PyTree, batching: Batching) -> Lowered:
@@ -250,18 +272,3 @@ def _reserved_bytes(step: Compiled) -> int:
 
 def _shaped(planned: ExecutablePlan, shape: Sequence[int], dtype: DTypeLike, spec: P) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=NamedSharding(planned.mesh, spec))
-
-
-def _assemble(mesh: Mesh, spec: P, parts: Sequence[Sequence[Sequence[Array]]]) -> tuple[Array, ...]:
-    """Global buffers from the rows that this process's devices hold, by place and buffer."""
-    buffers = list(zip(*parts, strict=True))
-    if not buffers:  # residuals, in a mesh without their axis
-        return ()
-    sharding = NamedSharding(mesh, spec)
-    whole = [mesh.shape.get(axis, 1) for axis in spec]
-    return tuple(
-        jax.make_array_from_single_device_arrays(
-            (*whole, rows[0][0].shape[-1]), sharding, [x for copies in rows for x in copies]
-        )
-        for rows in buffers
-    )

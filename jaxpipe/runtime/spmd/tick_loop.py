@@ -6,12 +6,12 @@
            send to the next stage and to the one before
 
 Which stage a device works for is a number at run time: work of each kind is a ``switch`` over the stages, in which
-those that do the same are one. Everything that all stages do alike stays outside it: collectives, arena reads and
-writes, sums. What is not there to be read (an idle tick, a slot that nobody has written) has every bit set, which is a
-NaN in each floating type.
+those that do the same are one. Everything that all stages do alike stays outside it: collectives, arena writes, sums.
+What is not there to be read (an idle tick, a slot that nobody has written) has every bit set, which is a NaN in each
+floating type.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,12 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpipe.array_types import Array, ArrayLike, PyTree
+from jaxpipe.array_types import Array, ArrayLike, Shaped
 from jaxpipe.runtime.gradient_precision import add_gradient
 from jaxpipe.runtime.spmd.lockstep_program import PAGE, LockstepProgram
-from jaxpipe.runtime.spmd.stage_branches import Kept, Rows, branch, made_avals, touched
+from jaxpipe.runtime.spmd.stage_branches import Kept, Rows, work_by_stage
 from jaxpipe.runtime.spmd.tick_table import Row, Work
-from jaxpipe.runtime.stage_switch import switch
 from jaxpipe.runtime.uint32_words import POISON, zeros
 from jaxpipe.schedules import Kind
 from jaxpipe.sharding.mesh_axes import DATA, STAGE
@@ -65,9 +64,8 @@ def run_ticks(
     ``collect`` keeps the results of each micro-batch apart, instead of adding them up.
     """
     schedule, replica = program.schedule, lax.axis_index(DATA) if program.replicated else 0
-    forward = _by_stage(program, Kind.FORWARD)
-    backward = _by_stage(program, schedule.backward_kind)
-    weight = _by_stage(program, Kind.BACKWARD_WEIGHT)
+    kinds = Kind.FORWARD, schedule.backward_kind, Kind.BACKWARD_WEIGHT
+    forward, backward, weight = (work_by_stage(program, kind) for kind in kinds)
 
     def microbatch(work: Work) -> tuple[Array, Rows]:
         number = jnp.maximum(work.microbatch, 0)
@@ -77,29 +75,31 @@ def run_ticks(
         arena, inboxes, state, gradients, results = carry
 
         work = row.forward
-        operands = parameters, state, *microbatch(work), _message(inboxes[0], work)
-        message, stash, state, values = forward(work, *operands)
+        state, (message, stash, values) = forward(
+            work, state, parameters, *microbatch(work), _at(inboxes[0], work.message)
+        )
         messages = [message]
         results = [_add(old, new, work.microbatch, collect) for old, new in zip(results, values, strict=True)]
         arena = _write(arena, stash, work.stash, work.branch, program.stash_pages)
 
         if schedule.has_backward:
             work = row.backward
-            operands = parameters, *microbatch(work), stash if program.alone else Kept(arena, work.stash)
-            cotangents, saved, steps = backward(work, *operands, _message(inboxes[1], work))
+            _, (cotangents, saved, steps) = backward(
+                work, [], parameters, *microbatch(work), _at(inboxes[1], work.message), Kept(arena, work.stash)
+            )
             messages.append(cotangents)
-            gradients = _sum(program, schedule.backward_kind, gradients, steps, work)
+            gradients = _sum(gradients, steps, work)
             arena = _write(arena, saved, work.saved, work.branch, program.saved_pages)
 
         if schedule.splits_backward:
             work = row.weight
-            operands = parameters, *microbatch(work), Kept(arena, work.stash), Kept(arena, work.saved)
-            gradients = _sum(program, Kind.BACKWARD_WEIGHT, gradients, weight(work, *operands), work)
+            kept = Kept(arena, work.stash), Kept(arena, work.saved)
+            gradients = _sum(gradients, weight(work, [], parameters, *microbatch(work), *kept)[1], work)
 
-        if not program.sends_early:
-            messages = lax.optimization_barrier(messages)
-        for back, message in enumerate(messages):
-            inboxes = _exchange(program, message, inboxes, row.landed, back)
+        # All work of a tick is done before neighbors wait for each other.
+        for back, message in enumerate(lax.optimization_barrier(messages)):
+            arrived = _from_neighbor(program, message, bool(back))
+            inboxes = [*inboxes[:back], _landed(inboxes[back], arrived, row.landed[back]), *inboxes[back + 1 :]]
         return Carry(arena, inboxes, state, gradients, results), None
 
     last, _ = lax.scan(tick, _initial(program, state, collect), _rows(program))
@@ -109,55 +109,47 @@ def run_ticks(
 def _initial(program: LockstepProgram, state: Sequence[Array], collect: bool) -> Carry:
     lead = (program.num_microbatches,) if collect else ()
     sums = program.sum_avals if program.schedule.has_backward else []
-    boxes = zip(program.inboxes, program.message_words, strict=True)
+    boxes = zip(program.table.inbox_slots, program.message_words, strict=True)
     return Carry(
-        jnp.full((program.arena_pages, PAGE), POISON),
-        [jnp.full((box.slots, words), POISON) for box, words in boxes],
+        jnp.full((program.table.arena_pages, PAGE), POISON),
+        [jnp.full(box, POISON) for box in boxes],
         state=list(state),
         gradients=[jnp.zeros(a.shape, a.dtype) for a in sums],
-        results=[zeros((*lead, *a.shape), a.dtype) for a in made_avals(program)],
+        results=[zeros((*lead, *a.shape), a.dtype) for a in _made(program)],
     )
 
 
-def _by_stage(program: LockstepProgram, kind: Kind) -> Callable[..., PyTree]:
-    """Work of one kind, ``(work, operands)``, for the stage of its branch or none."""
-    branches = [branch(program, kind, s) for s in program.stage_numbers]
-    if program.alone:
-        return lambda _, *operands: branches[0](*operands)
-    return lambda work, *operands: switch(work.branch, [branch(program, kind, None), *branches], *operands)
+def _made(program: LockstepProgram) -> list[Shaped]:
+    """Return what forward work hands out of each micro-batch: the results, and how many tensors overflowed."""
+    return [*program.avals(program.objective.results), jax.ShapeDtypeStruct((), jnp.int32)]
 
 
 def _rows(program: LockstepProgram) -> Row:
     """This device's rows of the table, by tick."""
-    leaves, treedef = jax.tree.flatten(program.table)
+    leaves, treedef = jax.tree.flatten(program.table.rows)
     columns = jnp.asarray(np.stack(leaves, axis=1))[lax.axis_index(STAGE)]
-    return jax.tree.unflatten(treedef, [columns[k] for k in range(len(leaves))])
+    return jax.tree.unflatten(treedef, list(columns))
 
 
-def _message(inbox: Array, work: Work) -> Array:
-    return inbox[0] if inbox.shape[0] == 1 else lax.dynamic_index_in_dim(inbox, work.message, keepdims=False)
+def _at(inbox: Array, slot: ArrayLike) -> Array:
+    return inbox[0] if inbox.shape[0] == 1 else lax.dynamic_index_in_dim(inbox, slot, keepdims=False)
 
 
-def _exchange(
-    program: LockstepProgram, message: Array, inboxes: Sequence[Array], landed: Sequence[ArrayLike], back: int
-) -> list[Array]:
-    """The inboxes after every device has sent a message to the next, or back to the one before.
-
-    What arrives goes to the slot in which it has ``landed``; -1 if nothing does that is needed.
-    """
-    inbox, slot = inboxes[back], landed[back]
+def _from_neighbor(program: LockstepProgram, message: Array, back: bool) -> Array:
+    """Return the message of the stage before, or of the next one; every device sends one."""
     count = program.num_devices
     # From the last to the first, if they have several stages.
     pairs = [(s, (s + 1) % count) for s in range(count if program.schedule.num_chunks > 1 else count - 1)]
-    if pairs and message.size:
-        message = lax.ppermute(message, STAGE, [(b, a) for a, b in pairs] if back else pairs)
-    if program.inboxes[back].direct:  # nothing else is in the inbox
-        inbox = message[None]
-    else:
-        place = jnp.maximum(slot, 0)
-        old = lax.dynamic_index_in_dim(inbox, place, keepdims=False)
-        inbox = lax.dynamic_update_index_in_dim(inbox, jnp.where(slot >= 0, message, old), place, 0)
-    return [*inboxes[:back], inbox, *inboxes[back + 1 :]]
+    if not pairs or not message.size:
+        return message
+    return lax.ppermute(message, STAGE, [(b, a) for a, b in pairs] if back else pairs)
+
+
+def _landed(inbox: Array, message: Array, slot: ArrayLike) -> Array:
+    """Return an inbox with a message in a slot; as it was if nothing is needed (-1)."""
+    place = jnp.maximum(slot, 0)
+    new = jnp.where(slot >= 0, message, _at(inbox, place))
+    return lax.dynamic_update_index_in_dim(inbox, new, place, 0)
 
 
 def _write(arena: Array, pages: Array, first: ArrayLike, branch: ArrayLike, counts: Sequence[int]) -> Array:
@@ -170,15 +162,10 @@ def _write(arena: Array, pages: Array, first: ArrayLike, branch: ArrayLike, coun
     return lax.dynamic_update_slice(arena, jnp.where(mine, pages, old), start)
 
 
-def _sum(
-    program: LockstepProgram, kind: Kind, gradients: Sequence[Array], steps: Sequence[Array], work: Work
-) -> list[Array]:
-    """Gradients with what work of a kind adds to some of them."""
-    total = list(gradients)
-    for k, step in zip(touched(program, kind), steps, strict=True):
-        new = add_gradient(total[k], step)
-        total[k] = new if program.alone else jnp.where(work.microbatch >= 0, new, total[k])
-    return total
+def _sum(gradients: Sequence[Array], steps: Sequence[Array], work: Work) -> list[Array]:
+    """Gradients with what a micro-batch adds to them."""
+    pairs = zip(gradients, steps, strict=True)
+    return [jnp.where(work.microbatch >= 0, add_gradient(total, step), total) for total, step in pairs]
 
 
 def _add(total: Array, new: Array, microbatch: ArrayLike, collect: bool) -> Array:

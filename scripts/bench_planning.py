@@ -84,7 +84,7 @@ MODELS = {"transformer": transformer, "blocks": blocks}
 def trace_seconds(model: nn.Module, batch: Any, loss: Callable[..., jax.Array]) -> float:
     """Return the processor seconds in which JAX traces loss and gradient."""
     argument = batch["tokens"] if "tokens" in batch else batch["x"]
-    options = {"train": False} if "tokens" in batch else {}
+    options: dict[str, Any] = {"train": False} if "tokens" in batch else {}
     variables = jax.eval_shape(lambda key, x: model.init(key, x, **options), jax.random.key(0), argument)
     times = []
     for _ in range(TRACES):

@@ -52,7 +52,6 @@ from jaxpipe.schedules import Schedule, Timeline
 from jaxpipe.sharding.submesh import joined_mesh
 from jaxpipe.text.progress import progress
 from jaxpipe.text.units import bytes_text, whole_number
-from jaxpipe.visualize.plain_stash import plain_stash_bytes
 
 
 if TYPE_CHECKING:
@@ -118,7 +117,7 @@ class Pipeline:
 
     @outside_mesh()
     def timeline(self, *, measured: bool = False) -> Timeline:
-        """Return who computes what when in a training step, as its runtime walks through the schedule.
+        """Return who computes what when in a training step, as its runtime runs it. Raises as ``plan``.
 
         Args:
           measured: compile each stage's forward and backward work by itself, run it on the stage's own device while
@@ -127,9 +126,6 @@ class Pipeline:
 
         Returns:
           What ``jaxpipe.traces.write_trace`` writes and ``jaxpipe.pictures.draw_timeline`` draws.
-
-        Raises:
-          PartitionError: as ``plan``.
         """
         planned = self._planned
         if measured:
@@ -165,9 +161,8 @@ class Pipeline:
         timelines = {"": self.timeline()}
         if measure:
             timelines["measured, stage by stage, without sending"] = self.timeline(measured=True)
-        kept = plain_stash_bytes(self._planned.program)
         with open(path, "w", encoding="utf-8") as file:
-            file.write(page(self.plan, self.partition, self.schedule, timelines, kept, memory))
+            file.write(page(self.plan, self.partition, self._planned.program, timelines, memory))
 
     def __repr__(self) -> str:
         """The plan in a line; ``print(pipeline.plan)`` has all of it."""

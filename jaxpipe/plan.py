@@ -359,17 +359,24 @@ def _memory_text(plan: Plan) -> str:
     return f"{text}, {'predicted' if plan.compiled_bytes is None else compiled}{_fullest_text(plan)}"
 
 
-def _memory_by_device(plan: Plan) -> dict[tuple[int, ...], dict[str, int]]:
-    """Return the bytes of a device by component, for the stages that are on it; of no stages, of each device."""
+def _memory_by_device(plan: Plan) -> list[tuple[list[int], dict[str, int], str]]:
+    """Return the stages on each device, its bytes by component, and the call in which it holds most.
+
+    Where all devices are alike there is one entry, of no stages.
+    """
     compiled = plan.compiled_bytes is not None and plan.compiled_stage_memory
     by_stage = plan.compiled_stage_memory if compiled else plan.stage_memory
     if not by_stage:
-        return {(): plan.memory}
+        return [([], plan.memory, "")]
     stages: dict[int, list[int]] = {}
     for k, stage in enumerate(plan.stages[: len(by_stage)]):
         stages.setdefault(stage.devices[0], []).append(k)
-    return {tuple(numbers): by_stage[numbers[0]] for numbers in stages.values()}
+    calls = dict(enumerate(plan.fullest_in))
+    return [(numbers, by_stage[numbers[0]], calls.get(numbers[0], "")) for numbers in stages.values()]
 
+
+#: A call whose temporaries have the stash inside.
+_BOTH = "forward and backward"
 
 #: Components that have a column, however small they are, if they are there; of others those of a tenth of the bytes.
 _ALWAYS = ("parameters", "gradients", "optimizer", "stash", "temporaries")
@@ -378,18 +385,18 @@ _ALWAYS = ("parameters", "gradients", "optimizer", "stash", "temporaries")
 def _memory_table(plan: Plan) -> PlainTable:
     """Return the bytes of each device at its fullest, in one unit."""
     rows = _memory_by_device(plan)
-    fullest = max(sum(parts.values()) for parts in rows.values())
-    names = list(dict.fromkeys(name for parts in rows.values() for name in parts))
-    large = {name for parts in rows.values() for name, size in parts.items() if size >= 0.1 * fullest > 0}
-    apart = [name for name in names if name in large or (name in _ALWAYS and any(p.get(name) for p in rows.values()))]
+    fullest = max(sum(parts.values()) for _, parts, _ in rows)
+    names = list(dict.fromkeys(name for _, parts, _ in rows for name in parts))
+    large = {name for _, parts, _ in rows for name, size in parts.items() if size >= 0.1 * fullest > 0}
+    apart = [name for name in names if name in large or (name in _ALWAYS and any(p.get(name) for _, p, _ in rows))]
     units = [(1024**k, unit) for k, unit in enumerate(("B", "KiB", "MiB", "GiB"))]
     scale, unit = next((u for u in reversed(units) if fullest >= 10 * u[0]), units[0])
     table = PlainTable("stage")
     table.add_numbers(unit, *apart, *(["other"] if len(apart) < len(names) else []))
-    for numbers, parts in rows.items():
+    for numbers, parts, call in rows:
         sizes = [sum(parts.values()), *(parts.get(name, 0) for name in apart)]
         cells = [_scaled(size, scale) for size in (*sizes, sizes[0] - sum(sizes[1:]))]
-        if "stash" in apart and _stash_is_inside(plan, numbers) and parts.get("stash") == 0:
+        if "stash" in apart and _BOTH in call and parts.get("stash") == 0:
             cells[1 + apart.index("stash")] = "inside"
         table.add_row(number_ranges(numbers) or "all", *cells[: len(table.columns) - 1])
     return table
@@ -399,23 +406,17 @@ def _scaled(size: int, scale: int) -> str:
     return f"{size:,}" if scale == 1 or not size else "<0.1" if size < 0.05 * scale else f"{size / scale:,.1f}"
 
 
-def _stash_is_inside(plan: Plan, numbers: Sequence[int]) -> bool:
-    """Return whether stages hold most in one call for both passes, so that a stash is among its temporaries."""
-    calls = [plan.fullest_in[s] for s in numbers[:1] if s < len(plan.fullest_in)]
-    return any("forward and backward" in call for call in calls)
-
-
 def _fullest_text(plan: Plan) -> str:
     """Return the calls in which devices hold most, with their stages."""
     stages: dict[str, list[int]] = {}
-    for numbers in _memory_by_device(plan):
-        for call in (plan.fullest_in[s] for s in numbers[:1] if s < len(plan.fullest_in)):
+    for numbers, _, call in _memory_by_device(plan):
+        if call:
             stages.setdefault(call.split(": ")[-1], []).extend(numbers)
     if not stages:
         return ""
     calls = [call if len(stages) == 1 else f"{call} ({number_ranges(numbers)})" for call, numbers in stages.items()]
-    inside = any(_stash_is_inside(plan, numbers) for numbers in _memory_by_device(plan))
-    return f"\nfullest during {', '.join(calls)}{', with the stash inside its temporaries' if inside else ''}"
+    inside = ", with the stash inside its temporaries" if any(_BOTH in call for call in stages) else ""
+    return f"\nfullest during {', '.join(calls)}{inside}"
 
 
 def _stored_table(plan: Plan, prefix: str, most: int = 6) -> PlainTable | None:

@@ -28,7 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxpipe
-from jaxpipe.runtime.spmd.stage_branches import stage_programs
+from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram
+from jaxpipe.runtime.spmd.predictions import stage_programs
 from scripts.bench_pipeline import CASES, MICROBATCHES, OPTIMIZER
 from scripts.measuring import Quartiles, header, quartiles
 
@@ -54,9 +55,9 @@ def compile_step(pipeline: jaxpipe.Pipeline) -> None:
 
 def compile_stages(pipeline: jaxpipe.Pipeline) -> None:
     """Each stage's own programs, from the start."""
-    program = pipeline._planned.program
-    for s in range(len(program.stages)):
-        for function, operands in stage_programs(program, s).values():
+    program = LockstepProgram.of(pipeline._planned.program)
+    for s in program.stage_numbers:
+        for function, operands in stage_programs(program, s):
             jax.jit(function).lower(*operands).compile()
 
 

@@ -99,7 +99,7 @@ def test_names_cannot_break_out(pipeline):
     hostile = '</script><script>alert(1)</script>$x_{<img src=x onerror=alert(1)>&"'
     stages = tuple(dataclasses.replace(stage, modules=(hostile,)) for stage in pipeline.plan.stages)
     plan = dataclasses.replace(pipeline.plan, stages=stages, schedule=hostile)
-    text = page(plan, pipeline.partition, pipeline.schedule, {hostile: pipeline.timeline()}, (1, 1))
+    text = page(plan, pipeline.partition, pipeline._planned.program, {hostile: pipeline.timeline()})
     outline = Outline(text)
     assert outline.open == []
     assert [attributes for tag, attributes in outline.elements if tag == "script"] == [

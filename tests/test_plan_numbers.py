@@ -96,7 +96,7 @@ def check_numbers(pipeline, folder):
         ):
             assert placed[field] == stage[name]
     assert f"step {seconds_text(step)}, " in str(pipeline.partition)
-    if all(len(stage["devices"]) == 1 for stage in plan["stages"]):
+    if all(len(stage["devices"]) == plan["replicas"] for stage in plan["stages"]):
         assert pipeline.timeline().makespan == pytest.approx(step, rel=1e-9)  # rounding of sums
     else:
         assert pipeline.timeline().makespan < step

@@ -12,6 +12,7 @@ once.
 
 import enum
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -237,24 +238,19 @@ class Kernel:
 
     def shares(self, body: Body) -> dict[int, float]:
         """Seconds, by owner."""
-        rates, last = body.rates, self.parts[-1]
-        total = {last.owner: rates.kernel_seconds + last.seconds}
-
-        def count(owner: int, seconds: float) -> None:
-            total[owner] = total.get(owner, 0.0) + seconds
-
-        if last.kind is Kind.ALONE:
-            count(last.owner, max(last.arithmetic, last.moved / rates.bytes))
-            return total
+        rates, last, total = body.rates, self.parts[-1], defaultdict[int, float](float)
+        total[last.owner] = rates.kernel_seconds + last.seconds
         moved = sum(self.reads.values()) + sum(body.sizes[v] for v in self.roots)
-        if sum(part.arithmetic for part in self.parts) > moved / rates.bytes:
+        if last.kind is Kind.ALONE:
+            total[last.owner] += max(last.arithmetic, last.moved / rates.bytes)
+        elif sum(part.arithmetic for part in self.parts) > moved / rates.bytes:
             for part in self.parts:
-                count(part.owner, part.arithmetic)
-            return total
-        unread, roots = dict(self.reads), set(self.roots)
-        for part in self.parts:
-            size = sum(unread.pop(v, 0.0) for v in part.inputs) + sum(body.sizes[v] for v in roots & {*part.outputs})
-            count(part.owner, size / rates.bytes)
+                total[part.owner] += part.arithmetic
+        else:
+            unread, roots = dict(self.reads), set(self.roots)
+            for part in self.parts:
+                read = sum(unread.pop(v, 0.0) for v in part.inputs)
+                total[part.owner] += (read + sum(body.sizes[v] for v in roots & {*part.outputs})) / rates.bytes
         return total
 
 
@@ -401,10 +397,9 @@ class _Cutter:
         for part in drawn:
             user = next((k for k, kernel in enumerate(kernels) if self._uses(kernel, part)), -1)
             ends.setdefault(user, []).append(part)
-        result = [self._kernel([part]) for part in ends.pop(-1, [])]
-        for k, kernel in enumerate(kernels):
-            result.append(self._kernel([*ends[k], *kernel.ends]) if k in ends else kernel)
-        return result
+        alone = [self._kernel([part]) for part in ends.pop(-1, [])]
+        joined = (self._kernel([*ends[k], *kernel.ends]) if k in ends else kernel for k, kernel in enumerate(kernels))
+        return [*alone, *joined]
 
     def _uses(self, kernel: Kernel, part: Part) -> bool:
         """Tell whether a kernel that fuses reads what a part makes, and more of something else."""

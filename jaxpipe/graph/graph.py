@@ -203,9 +203,9 @@ class Graph:
                 f"{len(self.operators)} operators; it needs 0 <= start <= stop <= {len(self.operators)}."
             )
         body = self.operators[start:stop]
-        written = ordered(t for op in body for t in op.outputs)
+        written = dict.fromkeys(t for op in body for t in op.outputs)
         earlier = {t for op in self.operators[:start] for t in op.outputs}
-        later = ordered((*(t for op in self.operators[stop:] for t in op.inputs), *self.outputs))
+        later = dict.fromkeys((*(t for op in self.operators[stop:] for t in op.inputs), *self.outputs))
         passing = [t for t in later if t in earlier]
         read = [t for op in body for t in op.inputs if t not in written and t not in self.constants]
         inputs = tuple(ordered((*read, *passing)))

@@ -33,8 +33,7 @@ from jaxpipe.runtime.gradient_precision import check_gradient_dtype
 from jaxpipe.runtime.replica_exchange import check_exchange
 from jaxpipe.runtime.select_runtime import RuntimeName, makers_for
 from jaxpipe.schedules import BY_NAME, Schedule
-from jaxpipe.schedules.names import plain_name, schedule_named
-from jaxpipe.schedules.schedule_makers import AUTO, ScheduleMaker
+from jaxpipe.schedules.schedule_makers import AUTO, ScheduleMaker, plain_name, schedule_named
 from jaxpipe.sharding.mesh_axes import COMMON_NAMES, DATA, STAGE, with_joined_replicas, with_own_names
 from jaxpipe.sharding.submesh import Submesh, split_mesh
 from jaxpipe.text.units import device_bytes, whole_number
@@ -271,7 +270,7 @@ def schedule_makers(schedule: ScheduleMaker | str) -> tuple[ScheduleMaker, ...]:
     """Return the makers of the requested tables, of which the planner takes the fastest."""
     if isinstance(schedule, str) and plain_name(schedule) == "auto":
         return AUTO
-    maker = schedule_named(schedule, BY_NAME) if isinstance(schedule, str) else schedule
+    maker = schedule_named(schedule) if isinstance(schedule, str) else schedule
     if isinstance(schedule, Schedule):
         raise PartitionError(
             f"schedule= is a table, {schedule.name} for {schedule.num_devices} devices; partition asks for one of the "

@@ -46,7 +46,9 @@ def request_parts(request: Request, batches: Sequence[PyTree], functions: Mappin
         "num_microbatches=": str(request.num_microbatches),
         "schedule=": names[0] if len(names) == 1 else "auto",
         "profile=": request.profile if isinstance(request.profile, str) else stable_text(request.profile),
-        **{f"{name}=": stable_text(getattr(request, name)) for name in ("network", "storage", "gradient_exchange")},
+        "network=": stable_text(request.network),
+        "storage=": stable_text(request.policy),
+        "gradient_exchange=": stable_text(request.exchange),
         "runtime=": request.runtime,
         **{f"{name}=": "left out" if function is None else "given" for name, function in functions.items()},
         **{

@@ -31,7 +31,7 @@ from jaxpipe.residuals.stored_formats import Format, stored_bytes
 from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.gradient_precision import sum_dtype
 from jaxpipe.runtime.program import Program
-from jaxpipe.runtime.select_runtime import timeline_in_step
+from jaxpipe.runtime.select_runtime import lockstep_timeline
 from jaxpipe.runtime.stages import Stage
 from jaxpipe.runtime.uint32_words import word_count
 from jaxpipe.schedules import Schedule, Timeline, makespan_bound, simulate
@@ -77,7 +77,7 @@ def program_timeline(
     """Return the timeline of a step in the requested runtime."""
     work, rate = seconds_on_devices(seconds, stage_speeds(partition)), rates_in(partition.profile).bytes
     if request.runtime == "spmd":
-        return timeline_in_step(program, work, functools.partial(_slowest_message, partition), rate)
+        return lockstep_timeline(program, work, functools.partial(_slowest_message, partition), rate)
     processes = processes_of(request.mesh, partition, program.num_devices)
     dispatching = Dispatching(message_seconds(program, partition), processes, program.stage_replicas)
     return dispatched_timeline(program.schedule, *work, dispatching)

@@ -5,8 +5,6 @@ Out: tables that say which device works on which micro-batch when. A runtime run
 ``Schedule.validate`` lets through: those made here, and your own.
 """
 
-from collections.abc import Callable
-
 from jaxpipe.schedules.asynchronous import double_buffered as double_buffered
 from jaxpipe.schedules.asynchronous import pipedream as pipedream
 from jaxpipe.schedules.csv_notation import from_csv as from_csv
@@ -18,20 +16,10 @@ from jaxpipe.schedules.list_scheduling import makespan_bound as makespan_bound
 from jaxpipe.schedules.one_f_one_b import one_f_one_b as one_f_one_b
 from jaxpipe.schedules.ordered import from_orders as from_orders
 from jaxpipe.schedules.replicas import StageReplicas as StageReplicas
+from jaxpipe.schedules.schedule_makers import BY_NAME as BY_NAME
 from jaxpipe.schedules.simulate import Timeline as Timeline
 from jaxpipe.schedules.simulate import simulate as simulate
 from jaxpipe.schedules.table import Action as Action
 from jaxpipe.schedules.table import Kind as Kind
 from jaxpipe.schedules.table import Schedule as Schedule
 from jaxpipe.schedules.zero_bubble import zero_bubble as zero_bubble
-
-
-#: Schedules by name, each made by ``(num_devices, num_microbatches)``.
-BY_NAME: dict[str, Callable[[int, int], Schedule]] = {
-    "one_f_one_b": one_f_one_b,
-    "gpipe": gpipe,
-    "interleaved": interleaved,
-    "zero_bubble": zero_bubble,
-    "pipedream": pipedream,
-    "double_buffered": double_buffered,
-}

@@ -1,7 +1,7 @@
 """GPipe: all forwards, then all backwards; and its forward half, for evaluation."""
 
 from jaxpipe.schedules.ordered import from_orders
-from jaxpipe.schedules.table import Action, Kind, Schedule, check_size, table
+from jaxpipe.schedules.table import Action, Kind, Schedule, check_size
 
 
 def gpipe(num_devices: int, num_microbatches: int) -> Schedule:
@@ -12,12 +12,9 @@ def gpipe(num_devices: int, num_microbatches: int) -> Schedule:
     Raises:
       ScheduleError: if a size is below 1.
     """
-    work = _forward(num_devices, num_microbatches)
-    turn = num_devices + num_microbatches - 1
-    for i in range(num_devices):
-        for j in range(num_microbatches):
-            work.setdefault((turn + num_devices - 1 - i + j, i), []).append(Action(Kind.BACKWARD, j))
-    return table("gpipe", num_devices, num_microbatches, work)
+    check_size(num_devices, num_microbatches)
+    order = [Action(kind, j) for kind in (Kind.FORWARD, Kind.BACKWARD) for j in range(num_microbatches)]
+    return from_orders("gpipe", [order] * num_devices, num_microbatches)
 
 
 def forward_only(num_devices: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -26,9 +23,3 @@ def forward_only(num_devices: int, num_microbatches: int, num_chunks: int = 1) -
     groups = [range(j, min(j + num_devices, num_microbatches)) for j in range(0, num_microbatches, num_devices)]
     order = [Action(Kind.FORWARD, j, chunk) for group in groups for chunk in range(num_chunks) for j in group]
     return from_orders("forward", [order] * num_devices, num_microbatches, num_chunks)
-
-
-def _forward(num_devices: int, num_microbatches: int) -> dict[tuple[int, int], list[Action]]:
-    check_size(num_devices, num_microbatches)
-    sizes = range(num_devices), range(num_microbatches)
-    return {(i + j, i): [Action(Kind.FORWARD, j)] for i in sizes[0] for j in sizes[1]}

@@ -1,9 +1,12 @@
-"""The schedules that ``schedule="auto"`` compares, and tables of a given size from functions that make them."""
+"""Schedules by name, those that ``schedule="auto"`` compares, and tables of a size from functions that make them."""
 
 import contextlib
+import functools
+import re
 from collections.abc import Callable, Sequence
 
 from jaxpipe.errors import PartitionError, ScheduleError
+from jaxpipe.schedules.asynchronous import double_buffered, pipedream
 from jaxpipe.schedules.gpipe import gpipe
 from jaxpipe.schedules.interleaved import interleaved
 from jaxpipe.schedules.one_f_one_b import one_f_one_b
@@ -15,9 +18,52 @@ from jaxpipe.schedules.zero_bubble import zero_bubble
 #: ``(num_devices, num_microbatches) -> Schedule``.
 ScheduleMaker = Callable[[int, int], Schedule]
 
+#: Schedules by name, each made by ``(num_devices, num_microbatches)``.
+BY_NAME: dict[str, ScheduleMaker] = {
+    "one_f_one_b": one_f_one_b,
+    "gpipe": gpipe,
+    "interleaved": interleaved,
+    "zero_bubble": zero_bubble,
+    "pipedream": pipedream,
+    "double_buffered": double_buffered,
+}
+
+#: Other names of schedules, in small letters and without ``-``, ``_`` and blanks.
+_ALIASES: dict[str, ScheduleMaker] = {
+    "1f1b": one_f_one_b,
+    "1f1btextbook": one_f_one_b,
+    "interleaved1f1b": interleaved,
+    "zb": zero_bubble,
+    "zbh1": zero_bubble,
+    "zerobubbleh1": zero_bubble,
+    "2bw": double_buffered,
+    "pipedream2bw": double_buffered,
+}
 
 #: The tables that ``schedule="auto"`` chooses from; of two that are as fast, the first.
 AUTO: tuple[ScheduleMaker, ...] = (one_f_one_b, zero_bubble, interleaved, gpipe)
+
+
+def plain_name(name: str) -> str:
+    """Return a name in small letters, without ``-``, ``_`` and blanks.
+
+    Example:
+      >>> plain_name("Zero-Bubble"), plain_name("zero_bubble")
+      ('zerobubble', 'zerobubble')
+    """
+    return re.sub(r"[-_\s]", "", name.lower())
+
+
+def schedule_named(name: str) -> ScheduleMaker | None:
+    """Return the function that makes the schedule of a name, in any spelling; None if no schedule is called so.
+
+    A name is one of ``BY_NAME``, a common alias such as ``"1f1b"`` or ``"zb"``, or one that a plan prints.
+    """
+    plain = plain_name(name)
+    chunks = re.fullmatch(r"interleaved(\d{1,3})", plain)
+    if chunks:
+        return functools.partial(interleaved, num_chunks=int(chunks[1]))
+    return {**_ALIASES, **{plain_name(name): maker for name, maker in BY_NAME.items()}}.get(plain)
 
 
 def make_schedules(

@@ -91,10 +91,6 @@ class Schedule:
     group: int = 1
     frozen: int = 0
 
-    def row(self, stage: int, kind: Kind) -> tuple[int, ...]:
-        """The micro-batch that a device works on in each tick, -1 for none; with one chunk."""
-        return tuple(next((a.microbatch for a in tick[stage] if a.kind is kind), -1) for tick in self.ticks)
-
     def when(self, stage: int, kind: Kind, chunk: int = 0) -> dict[int, int]:
         """The tick in which a device works on each micro-batch of a chunk."""
         return dict(self._ticks_of.get((stage, kind, chunk), {}))

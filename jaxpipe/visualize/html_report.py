@@ -12,12 +12,14 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.plan import Plan
 from jaxpipe.planning.cuts.placed_stages import Partition
 from jaxpipe.planning.memory_report import MemoryReport
-from jaxpipe.schedules import Schedule, Timeline
+from jaxpipe.runtime.program import Program
+from jaxpipe.schedules import Timeline
 from jaxpipe.schedules.swap_points import HOST
 from jaxpipe.text.html_table import html_table, html_text
 from jaxpipe.text.plain_table import PlainTable
 from jaxpipe.text.units import bytes_text, seconds_text
 from jaxpipe.visualize.pictures import draw_memory, draw_stages, draw_timeline, load_figure_class
+from jaxpipe.visualize.plain_stash import plain_stash_bytes
 
 
 if TYPE_CHECKING:
@@ -57,9 +59,8 @@ def check_path(path: str | os.PathLike[str]) -> None:
 def page(
     plan: Plan,
     partition: Partition,
-    schedule: Schedule,
+    program: Program,
     timelines: Mapping[str, Timeline],
-    plain_bytes: Sequence[int],
     memory: MemoryReport | None = None,
 ) -> str:
     """Return a page as HTML. All texts are escaped; the plan is in ``<script id="plan" type="application/json">``.
@@ -67,13 +68,14 @@ def page(
     Args:
       plan: whose numbers are in all tables and pictures.
       partition: its stages, as ``Pipeline.partition`` gives them.
-      schedule: the table that the plan was made with.
+      program: the program that was planned.
       timelines: the plan's own, whose name is empty, and others by where their seconds come from.
-      plain_bytes: by stage, what ``jax.grad`` would keep of a micro-batch.
       memory: what XLA reserves, if the step was compiled.
     """
     load_figure_class("A plan's page")
     from matplotlib import rc_context
+
+    schedule, plain_bytes = program.schedule, plain_stash_bytes(program)
 
     with rc_context({"text.parse_math": False, "svg.hashsalt": "jaxpipe"}):
         body = [
@@ -94,6 +96,8 @@ def page(
     body.append(_heading("What each method saves"))
     methods = _methods(plan, plain_bytes, partition.network.is_uniform)
     body += [html_table(_stash_table(plan, plain_bytes)), html_table(methods)]
+    if plan.search:
+        body += [_heading("How the plan was found"), f"<p>{html_text(chr(10).join(plan.search))}</p>"]
     title = f"jaxpipe: {len(plan.stages)} stages, {plan.num_microbatches} micro-batches, {plan.schedule}"
     # "<" cannot end the element that it stands in; JSON reads the escape as the same character.
     data = plan.to_json().replace("<", "\\u003c")

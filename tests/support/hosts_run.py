@@ -229,7 +229,7 @@ def swapped(elsewhere: str) -> dict[str, np.ndarray]:
     batch = np.asarray(jax.random.normal(jax.random.key(99), (16 * 64, 64)))
     mesh = Mesh(np.array(jax.devices()[:4]), ("stage",))
     options = {"loss": lambda f, x: jax.numpy.square(f(x)).mean(), "optimizer": optax.sgd(0.125)}
-    options |= {"num_microbatches": 16, "profile": "analytic", "schedule": "1f1b-textbook", "runtime": "mpmd"}
+    options |= {"num_microbatches": 16, "profile": "analytic", "schedule": "1f1b", "runtime": "mpmd"}
     plan = jaxpipe.partition(model, mesh, batch, **options).plan
     options["options"] = jaxpipe.PlanOptions(compile=False, host_memory="1GiB" if elsewhere == "host" else None)
     options |= {"network": jaxpipe.Network.uniform(4, 1e12)} if elsewhere == "peers" else {}

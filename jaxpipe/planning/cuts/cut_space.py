@@ -45,6 +45,8 @@ class CutSpace:
     @cached_property
     def nested(self) -> np.ndarray:
         """``[cuts, cuts]``: whether the operators between two cuts make a stage."""
+        if _first_cuts(self.members) is not None:
+            return ~np.tri(len(self.members), dtype=bool)
         outside = ~self.members
         inside = self.members.astype(np.float32)
         # Cut i lies in cut j if no operator before i is behind j.
@@ -91,8 +93,12 @@ def cut_space(profile: Profile, *, reorder: bool = True) -> CutSpace:
 def space_of(profile: Profile, sets: np.ndarray, *, complete: bool = False) -> CutSpace:
     """The cuts that are given as sets of operators ``[cuts, operators]``."""
 
+    first = _first_cuts(sets)
+
     def before(values: tuple[float, ...]) -> np.ndarray:
-        return sets @ np.asarray(values, np.float64)
+        if first is None:
+            return sets @ np.asarray(values, np.float64)
+        return np.bincount(first, values, len(sets) + 1)[:-1].cumsum()
 
     return CutSpace(
         members=sets,
@@ -105,6 +111,12 @@ def space_of(profile: Profile, sets: np.ndarray, *, complete: bool = False) -> C
     )
 
 
+def _first_cuts(sets: np.ndarray) -> np.ndarray | None:
+    """Return, of a chain of cuts each of which holds the one before and more, the first behind each operator."""
+    is_chain = (sets[:-1] <= sets[1:]).all() and (sets[:-1] != sets[1:]).any(1).all()
+    return len(sets) - sets.sum(0) if is_chain else None
+
+
 def crossing_bytes(profile: Profile, sets: np.ndarray) -> np.ndarray:
     """Bytes made before each cut ``[cuts, operators]`` and read behind it; each result once, however many read it."""
     readers: dict[tuple[int, int], list[int]] = {}
@@ -112,9 +124,12 @@ def crossing_bytes(profile: Profile, sets: np.ndarray) -> np.ndarray:
     for source, target, size, output in profile.edges:
         readers.setdefault((source, output), []).append(target)
         sizes[source, output] = max(size, sizes.get((source, output), 0.0))
-    total = np.zeros(len(sets))
+    total, first = np.zeros(len(sets)), _first_cuts(sets)
     for (source, output), targets in readers.items():
-        total += sizes[source, output] * (sets[:, source] & ~sets[:, targets].all(1))
+        if first is None:
+            total += sizes[source, output] * (sets[:, source] & ~sets[:, targets].all(1))
+        else:
+            total[first[source] : first[targets].max()] += sizes[source, output]
     return total
 
 

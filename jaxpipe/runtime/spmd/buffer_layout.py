@@ -31,7 +31,7 @@ class Layout:
     @property
     def bytes(self) -> int:
         """Bytes on each device."""
-        return sum(length * np.dtype(dtype).itemsize for length, dtype in self.buffers)
+        return _bytes(self.buffers)
 
     def with_dtypes(self, of: Callable[[DType], DType]) -> "Layout":
         """Return the layout of arrays of other types in the same places; ``of`` maps a type to another."""
@@ -91,49 +91,43 @@ def lay_out(avals: Sequence[Sequence[Shaped]]) -> Layout:
     """
     kinds = [[(math.prod(a.shape), np.dtype(a.dtype)) for a in stage] for stage in avals]
     counts = [Counter(stage) for stage in kinds]
-    candidates = [_Sharing(counts, sharers) for sharers in range(1, len(avals) + 1)]
-    best = min(candidates, key=lambda c: c.bytes)
-    return best.layout(avals, kinds)
+    candidates = [_buffers(counts, sharers) for sharers in range(1, len(avals) + 1)]
+    whole, packed = min(candidates, key=lambda candidate: _bytes([*candidate[0].elements(), *candidate[1]]))
+    buffers = [*whole.elements(), *packed]
+    first: dict[tuple[int, DType], int] = {}
+    for k, kind in enumerate(whole.elements()):
+        first.setdefault(kind, k)
+    rest = {dtype: len(buffers) - len(packed) + k for k, (_, dtype) in enumerate(packed)}
+    places = []
+    for stage in kinds:
+        used: Counter[tuple[int, DType]] = Counter()
+        filled: Counter[DType] = Counter()
+        here = []
+        for size, dtype in stage:
+            if used[size, dtype] < whole[size, dtype]:
+                here.append((first[size, dtype] + used[size, dtype], 0))
+                used[size, dtype] += 1
+            else:
+                here.append((rest[dtype], filled[dtype]))
+                filled[dtype] += size
+        places.append(tuple(here))
+    return Layout(tuple(map(tuple, avals)), tuple(places), tuple(buffers))
 
 
-class _Sharing:
-    """The layout in which a buffer exists if at least ``sharers`` stages have an array for it."""
+def _buffers(
+    counts: Sequence[Counter[tuple[int, DType]]], sharers: int
+) -> tuple[Counter[tuple[int, DType]], list[tuple[int, DType]]]:
+    """Return how many arrays of each kind have a buffer, as at least ``sharers`` stages use it; buffers of the rest."""
+    every = dict.fromkeys(kind for count in counts for kind in count)
+    whole = Counter({kind: sorted((count[kind] for count in counts), reverse=True)[sharers - 1] for kind in every})
+    packed: dict[DType, int] = {}
+    for count in counts:
+        left: Counter[DType] = Counter()
+        for (size, dtype), n in (count - whole).items():
+            left[dtype] += size * n
+        packed |= {dtype: max(length, packed.get(dtype, 0)) for dtype, length in left.items()}
+    return whole, [(length, dtype) for dtype, length in packed.items()]
 
-    def __init__(self, counts: Sequence[Counter[tuple[int, DType]]], sharers: int):
-        self.slots = {}
-        for kind in dict.fromkeys(k for count in counts for k in count):
-            held = sorted((count[kind] for count in counts), reverse=True)
-            self.slots[kind] = held[sharers - 1]
-        self.packed: dict[DType, int] = {}
-        for count in counts:
-            here: dict[DType, int] = {}
-            for (size, dtype), n in count.items():
-                if n > self.slots[size, dtype]:
-                    here[dtype] = here.get(dtype, 0) + size * (n - self.slots[size, dtype])
-            for dtype, length in here.items():
-                self.packed[dtype] = max(self.packed.get(dtype, 0), length)
-        whole = sum(n * size * dtype.itemsize for (size, dtype), n in self.slots.items())
-        self.bytes = whole + sum(length * dtype.itemsize for dtype, length in self.packed.items())
 
-    def layout(self, avals: Sequence[Sequence[Shaped]], kinds: Sequence[Sequence[tuple[int, DType]]]) -> Layout:
-        """Number the buffers and place the arrays."""
-        buffers = [kind for kind, n in self.slots.items() for _ in range(n)]
-        first: dict[tuple[int, DType], int] = {}
-        for k, kind in enumerate(buffers):
-            first.setdefault(kind, k)
-        rest = {dtype: len(buffers) + k for k, dtype in enumerate(self.packed)}
-        buffers += [(self.packed[dtype], dtype) for dtype in rest]
-        places = []
-        for stage in kinds:
-            used: Counter[tuple[int, DType]] = Counter()
-            filled: Counter[DType] = Counter()
-            here = []
-            for size, dtype in stage:
-                if used[size, dtype] < self.slots[size, dtype]:
-                    here.append((first[size, dtype] + used[size, dtype], 0))
-                    used[size, dtype] += 1
-                else:
-                    here.append((rest[dtype], filled[dtype]))
-                    filled[dtype] += size
-            places.append(tuple(here))
-        return Layout(tuple(map(tuple, avals)), tuple(places), tuple(buffers))
+def _bytes(buffers: Sequence[tuple[int, DType]]) -> int:
+    return sum(length * np.dtype(dtype).itemsize for length, dtype in buffers)

@@ -22,7 +22,6 @@ from jaxpipe.runtime.executable_plan import Batching, Update
 from jaxpipe.runtime.gradient_precision import round_to
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate, held_by
 from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram
-from jaxpipe.runtime.spmd.nonfinite_guard import guard, look
 from jaxpipe.runtime.spmd.shared_parameters import borrow, give_back
 from jaxpipe.runtime.spmd.sparse_exchange import run_exchange
 from jaxpipe.runtime.spmd.tick_loop import Totals, run_ticks
@@ -65,14 +64,14 @@ def training_step(
             squares, left = _in_order([squares, left], (STAGE, DATA))
             counters = {"sent_share": sent_share(squares, left), "residual_norm": jnp.sqrt(left)}
 
-        nonfinite = None if update.on_nonfinite is None else look(loss, sums, program)
+        nonfinite = None if update.on_nonfinite is None else _nonfinite(program, loss, sums)
         parameters, optimizer, shared = run_update(
             by_stage,
             (program.parameters, program.gradients if rounded else program.sums, program.slots(update)),
             (parameters, optimizer),
             gradients,
             state.shared,
-            unless=None if nonfinite is None else nonfinite.stopped,
+            unless=None if nonfinite is None else nonfinite[1],
         )
         new = TrainState(
             _rows(parameters),
@@ -89,11 +88,37 @@ def training_step(
         if rate is not None:
             counters["learning_rate"] = new.shared[rate]
         if nonfinite is not None:
-            new, noticed = guard(state, new, nonfinite, update.on_nonfinite == "skip")
-            counters |= noticed
+            stages, stopped = nonfinite
+            new = _guarded(state, new, stopped, update.on_nonfinite == "skip")
+            counters |= {"nonfinite_stages": stages, "stopped": stopped}
+            counters |= {"skipped": new.skipped} if update.on_nonfinite == "skip" else {}
         return new, loss, counters, metrics
 
     return _compile(mesh, device_step, (specs, batching.specs()), (specs, P(), P(), P()), donate=True)
+
+
+def _nonfinite(program: LockstepProgram, loss: Array, gradients: Sequence[Array]) -> tuple[Array, Array]:
+    """Return, by stage, whether a gradient is not finite, and whether any is, or the loss."""
+    here = sum((jnp.sum(~jnp.isfinite(g), dtype=jnp.int32) for g in gradients), start=jnp.int32(0)) > 0
+    row = jnp.zeros((program.num_devices,), jnp.int32).at[lax.axis_index(STAGE)].set(here.astype(jnp.int32))
+    stages = lax.psum(row, (STAGE, DATA) if program.replicated else (STAGE,)) > 0
+    return stages, jnp.any(stages) | ~jnp.isfinite(loss)
+
+
+def _guarded(old: TrainState, new: TrainState, stopped: Array, skip: bool) -> TrainState:
+    """Return the new state, or the old one's bits if something is not finite.
+
+    A step that is skipped is a step: the next one draws other random numbers. One that raises has not been made.
+    ``run_update`` has left what the optimizer writes as it was.
+    """
+    either = functools.partial(jax.tree.map, lambda before, after: jnp.where(stopped, before, after))
+    return replace(
+        new,
+        variables=either(old.variables, new.variables),
+        residual=either(old.residual, new.residual),
+        step=new.step if skip else either(old.step, new.step),
+        skipped=old.skipped + (stopped.astype(jnp.int32) if skip else 0),
+    )
 
 
 def takes_sums(program: LockstepProgram, by_stage: PartitionedUpdate) -> bool:

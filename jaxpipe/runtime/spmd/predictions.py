@@ -1,7 +1,7 @@
-"""Bytes that each device will reserve, from shapes alone."""
+"""Predictions for a plan: the seconds of a step, and the bytes that each device will reserve, from shapes alone."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,44 @@ from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.spmd.lockstep_program import PAGE, LockstepProgram
 from jaxpipe.runtime.spmd.sparse_exchange import exchanging_bytes
-from jaxpipe.runtime.spmd.stage_branches import Kept, Rows, stage_branch
+from jaxpipe.runtime.spmd.stage_branches import Branch, Kept, Rows, stage_branch
+from jaxpipe.schedules.simulate import Timeline, simulate
 from jaxpipe.schedules.table import Kind, StageNumber
+
+
+def lockstep_timeline(
+    program: Program, work: Sequence[Sequence[float]], send: Callable[[int], float], bytes_per_second: float
+) -> Timeline:
+    """Return the timeline of a step, with the cost of every tick besides its work.
+
+    Args:
+      program: the stages and their schedule.
+      work: by stage, seconds forward, backward for inputs and for weights.
+      send: seconds of a message of some bytes over the slowest link between neighbors.
+      bytes_per_second: of a device's memory.
+    """
+    own = LockstepProgram.of(program)
+    each = sum(send(4 * n) for n in own.message_words) + _moved_bytes(own) / bytes_per_second
+    forward, first, second = work
+    return simulate(
+        program.schedule,
+        forward=forward,
+        backward_input=first,
+        backward_weight=second,
+        communication=each,
+        lockstep=True,
+    )
+
+
+def _moved_bytes(program: LockstepProgram) -> int:
+    """Bytes that every device reads and writes in a tick, whether it has work or not.
+
+    A stash and what waits with it go into the arena where something was, and are copied out of it. Each part of a split
+    backward pass adds to all sums of gradients; work is charged for one of them.
+    """
+    splits = program.schedule.splits_backward
+    pages = (7 if splits else 5) * max(program.stash_pages) + 5 * max(program.saved_pages)
+    return 4 * PAGE * pages + (3 * program.sums.bytes if splits else 0)
 
 
 def predict(planned: Program, update: Update, batch: Sequence[Shaped]) -> dict[str, int]:
@@ -58,30 +94,38 @@ def predict(planned: Program, update: Update, batch: Sequence[Shaped]) -> dict[s
 
 
 def working_bytes(program: LockstepProgram, s: StageNumber) -> int:
-    """Return what a stage needs besides while it computes: the larger of its forward and its backward pass.
+    """Return what a stage needs besides while it computes: the largest of its passes.
 
     The forward pass returns its stash packed, the backward pass reads it out of the arena. Messages that have been made
     wait until all work of a tick is done.
     """
+    made, needed = 0, 0
+    for message, (branch, operands) in zip((*program.message_words, 0), stage_programs(program, s), strict=False):
+        needed = max(needed, made + peak_bytes(branch, *operands))
+        made += 4 * message
+    return needed
+
+
+def stage_programs(program: LockstepProgram, s: StageNumber) -> list[tuple[Branch, tuple[PyTree, ...]]]:
+    """Return a stage's work, each kind with the shapes of its operands."""
     parameters, state = (
         [jax.ShapeDtypeStruct((length,), dtype) for length, dtype in layout.buffers]
         for layout in (program.parameters, program.state)
     )
     number, lead = jax.ShapeDtypeStruct((), jnp.int32), program.num_microbatches
     batch = [jax.ShapeDtypeStruct((lead, *a.shape), a.dtype) for a in program.avals(program.objective.batch)]
-    common = (parameters + program.avals(program.shared), jax.eval_shape(lambda: jax.random.key(0)))
-    common = *common, Rows._make((batch, number))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    common = parameters + program.avals(program.shared), key, Rows._make((batch, number))
     ahead, back = (jax.ShapeDtypeStruct((n,), jnp.uint32) for n in program.message_words)
     pages = max(*program.stash_pages, *program.saved_pages)
     kept = Kept._make((jax.ShapeDtypeStruct((pages, PAGE), jnp.uint32), number))
-    kind = program.schedule.backward_kind
-    needed = peak_bytes(stage_branch(program, Kind.FORWARD, s), state, *common, ahead)
-    work: list[tuple[Kind, int, tuple[PyTree, Kept]]] = [(kind, _bytes(ahead), (back, kept))]
+    work: list[tuple[Branch, tuple[PyTree, ...]]] = [
+        (stage_branch(program, Kind.FORWARD, s), (state, *common, ahead)),
+        (stage_branch(program, program.schedule.backward_kind, s), ([], *common, back, kept)),
+    ]
     if program.schedule.splits_backward:
-        work.append((Kind.BACKWARD_WEIGHT, _bytes(ahead) + _bytes(back), (kept, kept)))
-    for kind, messages, operands in work:
-        needed = max(needed, messages + peak_bytes(stage_branch(program, kind, s), [], *common, *operands))
-    return needed
+        work.append((stage_branch(program, Kind.BACKWARD_WEIGHT, s), ([], *common, kept, kept)))
+    return work
 
 
 def _bytes(aval: Shaped) -> int:

@@ -68,7 +68,7 @@ def cuts_of(partition):
 @pytest.mark.core
 @pytest.mark.parametrize("listed", [True, False])
 def test_cuts_are_as_good_as_the_best_of_all(listed, monkeypatch):
-    """Where all plans are listed no other is better; where they are searched for, next to none."""
+    """No cut is better than one of all that were listed; next to none is where they were searched for."""
     r = np.random.default_rng(1)
     if not listed:
         monkeypatch.setattr(choose_plan, "MOST_PLANS", 0)

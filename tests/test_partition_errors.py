@@ -254,12 +254,9 @@ def test_an_impossible_budget_names_the_least_that_fits():
         assert f"{part} " in text and size >= 0
     with pytest.raises(MemoryBudgetError, match=f"is {least} bytes"):
         partition(model, memory=least - 1, options=jaxpipe.PlanOptions(compile=False))
-    assert (
-        partition(
-            model, memory=f"{least / 1000 + 1:.0f}KB", options=jaxpipe.PlanOptions(compile=False)
-        ).plan.predicted_bytes
-        == least
-    )
+    # With about a kilobyte more another plan may be faster.
+    plan = partition(model, memory=f"{least / 1000 + 1:.0f}KB", options=jaxpipe.PlanOptions(compile=False)).plan
+    assert least <= plan.predicted_bytes <= plan.budget <= least + 1500
 
 
 @pytest.mark.parametrize(

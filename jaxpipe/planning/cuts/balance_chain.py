@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jaxpipe.planning.cuts.cost_models import DeviceGroup, Layout, Synchronous
+from jaxpipe.planning.cuts.cost_models import CostModel, DeviceGroup, Layout, Synchronous
 from jaxpipe.planning.cuts.cut_space import CutSpace, cut_space
 from jaxpipe.planning.cuts.placed_stages import Partition, cost_stages
 
@@ -25,7 +25,7 @@ class Chain:
     """The cuts of a chain, and the devices of its stages."""
 
     space: CutSpace
-    model: Synchronous
+    model: CostModel
     layout: Layout
     rates: list[float] = field(init=False)
     work: list[float] = field(init=False)

@@ -55,7 +55,7 @@ class CutSpace:
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether each cut holds the one before."""
+        """Return whether each cut holds the one before."""
         numbers = np.arange(len(self.crossing) - 1)
         return bool(self.nested[numbers, numbers + 1].all())
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxpipe.planning.cuts.cost_models import Synchronous
+from jaxpipe.planning.cuts.cost_models import Layout, Synchronous
 from jaxpipe.planning.cuts.cut_space import space_of
-from jaxpipe.planning.cuts.layouts import device_classes
+from jaxpipe.planning.cuts.layouts import Limits, all_layouts, device_classes
 from jaxpipe.planning.cuts.placed_stages import Partition, cost_stages
 from jaxpipe.schedules.swap_points import swap_points
 from jaxpipe.schedules.table import Schedule
@@ -169,24 +169,13 @@ class _Search:
         return replace(self.partition, stages=stages, searched=searched, bottleneck_seconds=self.seconds(mapping))
 
 
-def _mappings(partition: Partition) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Every mapping on the devices that are used, exchanges of like devices left out."""
+def _mappings(partition: Partition) -> Iterator[Layout]:
+    """Return every mapping on the devices that are used, exchanges of like devices left out."""
     memory = [math.inf if m is None else m for m in partition.memory]
     used = {d for stage in partition.stages for d in stage.devices}
     classes = [[d for d in group if d in used] for group in device_classes(partition.network, memory)]
-    sizes = [len(stage.devices) for stage in partition.stages]
-
-    def extend(groups: tuple[tuple[int, ...], ...], taken: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
-        if len(groups) == len(sizes):
-            yield groups
-            return
-        for kinds in itertools.combinations_with_replacement(range(len(classes)), sizes[len(groups)]):
-            after = tuple(n + kinds.count(k) for k, n in enumerate(taken))
-            if all(n <= len(group) for n, group in zip(after, classes, strict=True)):
-                group = [d for k, alike in enumerate(classes) for d in alike[taken[k] : after[k]]]
-                yield from extend((*groups, tuple(sorted(group))), after)
-
-    yield from extend((), (0,) * len(classes))
+    sizes = tuple(len(stage.devices) for stage in partition.stages)
+    return all_layouts([group for group in classes if group], Limits(sizes, sum(sizes), sizes), len(sizes))
 
 
 def _exchanges(mapping: np.ndarray) -> np.ndarray:

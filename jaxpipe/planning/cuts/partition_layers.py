@@ -13,7 +13,7 @@ from jaxpipe.planning.cuts.cost_models import Synchronous
 from jaxpipe.planning.cuts.cut_space import CutSpace, cut_space
 from jaxpipe.planning.cuts.layouts import Limits, device_classes
 from jaxpipe.planning.cuts.placed_stages import Partition, describe
-from jaxpipe.planning.cuts.published import cheapest_bottleneck, least_capacity
+from jaxpipe.planning.cuts.published import cheapest_bottleneck
 from jaxpipe.planning.cuts.published_models import Bottleneck, MinMax, PipeDream, Throughput
 from jaxpipe.planning.cuts.refine_cuts import move_operators
 from jaxpipe.planning.cuts.shortest_step import least_memory, shortest_step
@@ -100,7 +100,7 @@ def partition_layers(
     else:
         best = cheapest_bottleneck(space, model, classes, limits, slack)
     if best is None:
-        raise _nothing_fits(space, model, limits, plans, num_stages)
+        raise _nothing_fits(profile, space, model, limits, plans, num_stages)
     seconds, stages = best.seconds, best.stages
     if isinstance(model, Synchronous):
         bound = step_bound(profile, network, model.m, limits.num_devices, max(limits.group_sizes))
@@ -189,15 +189,18 @@ def _all(network: Network, limits: Limits) -> int:
 
 
 def _nothing_fits(
-    space: CutSpace, model: Bottleneck | Synchronous, limits: Limits, plans: list[Plans] | None, num_stages: int | None
+    profile: Profile,
+    space: CutSpace,
+    model: Bottleneck | Synchronous,
+    limits: Limits,
+    plans: list[Plans] | None,
+    num_stages: int | None,
 ) -> Exception:
     free = replace(model, memory=())
     if plans is not None:
         least = least_bytes(space, free, plans)
-    elif isinstance(free, Synchronous):
-        least = least_memory(space, free, limits)
     else:
-        least = least_capacity(space, free, limits)
+        least = least_memory(space if space.is_chain else cut_space(profile, reorder=False), free, limits)
     if least == math.inf:
         return PartitionError(
             f"There are no {num_stages or 'possible'} stages: the profile has {len(space.crossing) - 2} places "

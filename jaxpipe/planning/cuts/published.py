@@ -15,15 +15,13 @@ from jaxpipe.costs.network import Network
 from jaxpipe.planning.cuts.choose_plan import ROUNDING, Found
 from jaxpipe.planning.cuts.cost_models import DeviceGroup, Stages
 from jaxpipe.planning.cuts.cut_space import CutSpace
-from jaxpipe.planning.cuts.device_orders import chain_of_links, improve, seeds
+from jaxpipe.planning.cuts.device_orders import improve, seeds
 from jaxpipe.planning.cuts.layouts import Limits
 from jaxpipe.planning.cuts.published_models import Bottleneck
 
 
 #: Cuts that are looked at to compare orders of devices.
 CUTS_FOR_ORDERS = 48
-#: How often a memory that is large enough is halved.
-MOST_HALVINGS = 50
 
 
 def cheapest_bottleneck(
@@ -106,18 +104,3 @@ def _relaxed(space: CutSpace, model: Bottleneck, limits: Limits) -> float:
     best = replace(best, speed=(max(network.speed),) * count)
     kinder = replace(model, network=best, memory=(max(model.memory),) * count if model.memory else ())
     return along_order(space, kinder, range(count), limits)[0]
-
-
-def least_capacity(space: CutSpace, model: Bottleneck, limits: Limits) -> float:
-    """Return the bytes of equal devices for which there are stages; infinite if links are missing."""
-    count = model.network.num_devices
-    order = chain_of_links(model.network)
-    low, high = 0.0, math.inf
-    for _ in range(MOST_HALVINGS):
-        middle = float(model.memory_bytes(space.residuals[-1:], space.parameters[-1:], DeviceGroup((0,), count))[0])
-        middle = middle if high == math.inf else (low + high) / 2
-        fits = along_order(space, replace(model, memory=(middle,) * count), order, limits)[0] < math.inf
-        if not fits and high == math.inf:
-            return math.inf
-        low, high = (low, middle) if fits else (middle, high)
-    return high

@@ -7,7 +7,6 @@ ones. For each the cuts are balanced, then shifted while the step gets shorter.
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from jaxpipe.costs.network import Network
 from jaxpipe.planning.cuts import device_orders
 from jaxpipe.planning.cuts.balance_chain import Chain
 from jaxpipe.planning.cuts.choose_plan import ROUNDING, Found, Plans, chosen
-from jaxpipe.planning.cuts.cost_models import Layout, Synchronous
+from jaxpipe.planning.cuts.cost_models import CostModel, Layout, Synchronous
 from jaxpipe.planning.cuts.cut_space import CutSpace
 from jaxpipe.planning.cuts.layouts import Limits, along, numbers_of_devices
 
@@ -61,7 +60,7 @@ def _orders(network: Network, classes: Sequence[Sequence[int]]) -> list[tuple[in
     return list({tuple(number[d] for d in order): order for order in orders}.values())
 
 
-def _likely(space: CutSpace, model: Synchronous, order: tuple[int, ...], limits: Limits, most: int) -> list[Layout]:
+def _likely(space: CutSpace, model: CostModel, order: tuple[int, ...], limits: Limits, most: int) -> list[Layout]:
     """Return the layouts along an order that are worth a price, those with the least estimate; and some plain ones."""
     network, places = model.network, len(space.crossing) - 1
     off = ~np.eye(network.num_devices, dtype=bool)
@@ -78,7 +77,7 @@ def _likely(space: CutSpace, model: Synchronous, order: tuple[int, ...], limits:
         starts = np.cumsum(sizes) - sizes
         rates = sizes * np.minimum.reduceat(speeds[: sizes.sum()], starts)
         together = math.lcm(*set(widths))
-        rounds = math.ceil(model.m / together)
+        rounds = math.ceil((model.num_microbatches or 1) / together)
         slowest = together * max(total / rates.sum(), longest / rates.max())
         seconds = (rounds - 1) * slowest + together * total / rates.max()
         if count > 1:
@@ -163,8 +162,7 @@ def _reordered(space: CutSpace, model: Synchronous, layout: Layout, classes: Seq
     return _fastest(space, model, list(_balanced(space, model, [along(order, widths)])), 1)[0]
 
 
-def least_memory(space: CutSpace, model: Synchronous, limits: Limits) -> float:
+def least_memory(space: CutSpace, model: CostModel, limits: Limits) -> float:
     """Return the least memory of equal devices for which a layout was found that fits."""
-    free = replace(model, memory=())
-    layouts = _likely(space, free, tuple(range(model.network.num_devices)), limits, MOST_LAYOUTS)
-    return min((Chain(space, free, layout).least_memory() for layout in layouts), default=math.inf)
+    layouts = _likely(space, model, tuple(range(model.network.num_devices)), limits, MOST_LAYOUTS)
+    return min((Chain(space, model, layout).least_memory() for layout in layouts), default=math.inf)

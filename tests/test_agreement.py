@@ -57,7 +57,7 @@ SAYS = {
     "runtime": "runtime=: mpmd in process 0, spmd in process 1",
     "exchange": "gradient_exchange=: ",
     "missing prediction": "predict=: given in process 0, left out in process 1",
-    "evaluation": "Pipeline.evaluate: the 2 processes of this run differ in\n  programs, in stage 3: forward",
+    "evaluation": "Pipeline.evaluate: the 2 processes of this run differ in\n  programs, in stage 2: forward",
     "argument that is refused": "schedule='no such schedule'; it must be 'auto'",
     "loss that fails": "ValueError: a mistake of the loss",
     "call": "is at Pipeline.parameters",

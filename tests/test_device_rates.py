@@ -312,13 +312,14 @@ def planned(profile, **options):
 
 
 def test_what_a_tick_moves_is_charged_at_the_profiles_rates():
-    # Two micro-batches in three ticks: 2 + 6 + 6 forward and 2 + 3 + 3 backward; messages, stashes and sums are free.
+    # Two micro-batches in three ticks: 3 + 5 + 5 forward and 5 + 5 + 0 backward; messages, stashes and sums are free.
+    # Devices that run free take 18 with these stages, and 22 with those that take 22 in ticks.
     free = planned(chain(rates=Rates(flops=1e18, bytes=1e18)))
-    assert free.step_seconds == pytest.approx(22, rel=1e-12) and free.rates == "the profile's device"
+    assert free.step_seconds == pytest.approx(23, rel=1e-12) and free.rates == "the profile's device"
     slow, slower = (planned(chain(rates=Rates(flops=1e30, bytes=rate))) for rate in (1e6, 1e5))
     # All of it is bytes: ten times slower memory makes it ten times longer.
-    assert slow.step_seconds > 22 + 1e-3
-    assert slower.step_seconds - 22 == pytest.approx(10 * (slow.step_seconds - 22), rel=1e-9)
+    assert slow.step_seconds > 23 + 1e-3
+    assert slower.step_seconds - 23 == pytest.approx(10 * (slow.step_seconds - 23), rel=1e-9)
 
 
 def test_a_profile_without_rates_is_charged_as_the_mesh_and_the_plan_says_so():

@@ -110,7 +110,10 @@ def test_a_plan_and_a_first_step_are_told_in_the_log(caplog):
         pipeline = jaxpipe.partition(MODEL, mesh, batch, num_microbatches=2, **options)
         pipeline.step(pipeline.init(jax.random.key(0)), batch)
     # Two products, tanh, a sum and a division.
-    messages = [record.message for record in caplog.records if record.name == "jaxpipe"]
+    everything = [record.message for record in caplog.records if record.name == "jaxpipe"]
+    phases = [message.split(":")[0].split(", ")[1] for message in everything if message.startswith("planning, ")]
+    assert {"trace", "profile", "cut", "candidates"} <= set(phases)
+    messages = [message for message in everything if not message.startswith("planning, ")]
     assert messages[:3] == [
         "Tracing the model",
         "Profiling 5 operators, analytic",

@@ -1,5 +1,6 @@
 """Layers that are one scan, cut into stages: gradients, state, optimizer and checkpoints are those of the scan."""
 
+import dataclasses
 import functools
 
 import flax.linen as nn
@@ -119,6 +120,13 @@ def unrolled_pipeline(case: Case, stages: int, **options) -> jaxpipe.Pipeline:
     return pipeline_of(case, stages, options.pop("num_microbatches", 4), **options)
 
 
+def heavy_pipeline(case: Case, stages: int, **options) -> jaxpipe.Pipeline:
+    """A pipeline whose work takes long beside calls; of work that does not, all layers may be in one stage."""
+    short = unrolled_pipeline(case, stages, **options).profile
+    seconds = {name: tuple(1e6 * x for x in getattr(short, name)) for name in ("forward_seconds", "backward_seconds")}
+    return unrolled_pipeline(case, stages, profile=dataclasses.replace(short, **seconds), **options)
+
+
 def check(name: str, stages: int, optimizer, **options) -> None:
     """Two steps, against plain training of the model with its scan."""
     case = case_of(name)
@@ -155,8 +163,12 @@ def test_scans_train_in_stages_on_several_devices(name, widths):
 
 
 def test_inner_stages_are_alike():
+    """Where layers take the time: a cut within a layer for the work of the head makes no step shorter then."""
     case = linen(zoo.ScannedMLP(num_layers=8, width=32), images(32, rows=64), classifier())
-    _, second, third, _ = unrolled_pipeline(case, 4)._planned.program.stages
+    profile = unrolled_pipeline(case, 4).profile
+    seconds = tuple(float("Block" in name and "dot_general" in name) for name in profile.names)
+    profile = dataclasses.replace(profile, forward_seconds=seconds, backward_seconds=seconds)
+    _, second, third, _ = unrolled_pipeline(case, 4, profile=profile)._planned.program.stages
     assert [op.label for op in second.graph.operators] == [op.label for op in third.graph.operators]
 
 
@@ -168,9 +180,7 @@ def wide(width: int = 32) -> Case:
 @pytest.mark.parametrize(("replicate", "widths"), [((2, 1), (2, 1)), (True, None)])
 def test_stages_on_several_devices_have_their_own_layers(replicate, widths):
     # With layers as narrow as 32, one stage on all three devices is the fastest.
-    pipeline = unrolled_pipeline(
-        wide(64), 3, options=jaxpipe.PlanOptions(unroll_scans=True, devices_per_stage=replicate)
-    )
+    pipeline = heavy_pipeline(wide(64), 3, options=jaxpipe.PlanOptions(unroll_scans=True, devices_per_stage=replicate))
     assert widths in (None, pipeline.plan.stage_replicas.per_stage)
     names, stages = (v.name for v in pipeline._planned.model.parameters), pipeline._planned.stage_placement.parameters
     home = {name: stage for name, stage in zip(names, stages, strict=True) if "Dense_0/kernel[" in name}
@@ -330,7 +340,7 @@ def test_an_optimizer_that_mixes_layers_is_refused():
 def test_stages_hold_their_own_layers_only():
     case = linen(zoo.ScannedMLP(num_layers=8, width=16), images(16, rows=8), classifier())
     whole, cut = (
-        unrolled_pipeline(case, 4, options=jaxpipe.PlanOptions(unroll_scans=rows), optimizer=optax.adam(1e-2))
+        heavy_pipeline(case, 4, options=jaxpipe.PlanOptions(unroll_scans=rows), optimizer=optax.adam(1e-2))
         for rows in (False, 2)
     )
     layer = 4 * (16 * 16 + 3 * 16)

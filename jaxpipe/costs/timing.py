@@ -88,6 +88,7 @@ def time_in_rounds(
       Seconds ``[rounds, things]`` for each thing done once.
 
     Example:
+      >>> import itertools
       >>> ticks = itertools.count()
       >>> time_in_rounds([lambda: lambda count: None], lambda: float(next(ticks))).tolist()
       [[1.0], [1.0], [1.0], [1.0], [1.0]]

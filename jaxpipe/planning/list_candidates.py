@@ -29,6 +29,10 @@ from jaxpipe.text.short_names import number_ranges
 ALIKE = 0.02
 
 
+#: The share of the slowest stage's work under which a stage has next to none.
+LITTLE = 0.005
+
+
 def price(candidate: Candidate, seconds: float | None = None) -> float:
     """Return the seconds of a step, by which candidates are compared; less than they are where devices are left out."""
     request, asked = candidate.traced.request, candidate.traced.asked[0]
@@ -71,8 +75,8 @@ def list_candidates(traced: Traced) -> list[Candidate]:
 def on_fewer_devices(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return candidates for the devices that have work in the best of some others; none if all have, or must stay.
 
-    A stage of operators in no module and without parameters, of the loss as a rule, may have some work: a plan without
-    its device has to show that it is worth nothing.
+    A stage of operators in no module and without parameters, of the loss as a rule, may have some work, and any stage
+    next to none (``LITTLE``): a plan without their devices has to show that they are worth nothing.
 
     Every process has to take part in a pipeline, so several processes keep their devices.
     """
@@ -80,6 +84,8 @@ def on_fewer_devices(candidates: Sequence[Candidate]) -> list[Candidate]:
     traced, plan, count = best.traced, best.described.plan, best.program.num_devices
     named = any(stage.modules for stage in plan.stages)
     loose = {s for s, stage in enumerate(plan.stages) if named and not stage.parameter_bytes and not stage.modules}
+    seconds = [stage.forward_seconds + stage.backward_seconds for stage in plan.stages]
+    loose |= {s for s, work in enumerate(seconds) if work < LITTLE * max(seconds)}
     busy = sorted({s % count for s in range(len(plan.stages)) if s not in loose.union(idle_stages(plan.stages))})
     if len(busy) in (0, count) or not plan.stage_replicas.is_single or jax.process_count() > 1:
         return []

@@ -161,6 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="12 layers on 4 stages only")
+    parser.add_argument("--most-layers", type=int, default=96, help="no row of more layers")
     parser.add_argument("--model", choices=list(MODELS), help="of one model only")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -170,6 +171,8 @@ def main() -> None:
     rows = []
     for name in MODELS if arguments.model is None else (arguments.model,):
         for layers, stages, share in QUICK if arguments.quick else ROWS:
+            if layers > arguments.most_layers:
+                continue
             row = in_a_process((name, layers, stages, share))
             rows.append(row)
             print(

@@ -99,10 +99,10 @@ def working_bytes(program: LockstepProgram, s: StageNumber) -> int:
     The forward pass returns its stash packed, the backward pass reads it out of the arena. Messages that have been made
     wait until all work of a tick is done.
     """
-    made, needed = 0, 0
+    written, needed = 0, 0
     for message, (branch, operands) in zip((*program.message_words, 0), stage_programs(program, s), strict=False):
-        needed = max(needed, made + peak_bytes(branch, *operands))
-        made += 4 * message
+        needed = max(needed, written + peak_bytes(branch, *operands))
+        written += 4 * message
     return needed
 
 

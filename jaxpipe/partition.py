@@ -92,7 +92,7 @@ def partition(
       num_microbatches: per replica. None: enough for a bubble below a fifth, and, for a model that normalizes over
         examples (BatchNorm), few enough that each has at least 4. Fewer raise a ``FewExamplesWarning``, and so does a
         contrastive loss, whose negatives are those of a micro-batch, with several.
-      schedule: ``(num_stages, num_microbatches) -> Schedule``, or the name of one in ``jaxpipe.schedules``, in any
+      schedule: ``(num_devices, num_microbatches) -> Schedule``, or the name of one in ``jaxpipe.schedules``, in any
         common spelling (``"1f1b"``, ``"GPipe"``, ``"zb"``). ``"auto"``: the one whose step is predicted to be the
         shortest within the budget. With a program for each stage these are the textbook's 1F1B, interleaved,
         zero-bubble, GPipe, and, where over 1 % shorter, an order that is searched for with the seconds of the stages

@@ -18,6 +18,7 @@ from jaxpipe.schedules import Kind, gpipe, one_f_one_b, simulate, zero_bubble
 from jaxpipe.schedules.swap_points import swap_points
 from jaxpipe.schedules.table import without_backward
 from tests.support.compare import assert_same_bits
+from tests.support.heavy_profile import heavy
 from tests.support.pipeline_models import entropy, linen, plain_gradients
 from tests.support.texts import one_line
 
@@ -208,9 +209,7 @@ def test_adapters_beside_frozen_kernels():
 
     short = partition(optimizer, model, batch, square, stages=2, num_microbatches=2).profile
     # Work that takes long beside calls: both stages have layers then, and not the first one a frozen product alone.
-    seconds = {name: tuple(1e6 * x for x in getattr(short, name)) for name in ("forward_seconds", "backward_seconds")}
-    profile = dataclasses.replace(short, **seconds)
-    pipe = partition(optimizer, model, batch, square, stages=2, num_microbatches=2, profile=profile)
+    pipe = partition(optimizer, model, batch, square, stages=2, num_microbatches=2, profile=heavy(short))
     assert pipe.plan.frozen.stages == () and len(pipe.plan.frozen.parameters) == 3
     assert pipe.plan.memory["gradients"] < 0.6 * pipe.plan.memory["parameters"]
     state, metrics = pipe.step(pipe.init(KEY), batch)

@@ -1,7 +1,5 @@
 """Answers of docs/questions.md that no other test shows as plainly: the layout of a pipeline changes no result."""
 
-import dataclasses
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -11,6 +9,7 @@ import pytest
 
 import jaxpipe
 from tests.support.compare import assert_same_bits, relative_l2
+from tests.support.heavy_profile import heavy
 
 
 STAGES = (1, 4)
@@ -100,9 +99,7 @@ def test_evaluation_before_training_leaves_training_as_it_is(pipelines, key):
 def test_a_heavy_head_gets_a_stage_with_fewer_layers():
     model = Layers(count=6, width=64, classes=192)  # the head costs as much as three layers
     short = pipeline_of(3, model, num_microbatches=8).profile
-    # Work that takes long beside calls: of work that does not, the last stage gets more, whose passes are one call.
-    seconds = {name: tuple(1e6 * x for x in getattr(short, name)) for name in ("forward_seconds", "backward_seconds")}
-    stages = pipeline_of(3, model, num_microbatches=8, profile=dataclasses.replace(short, **seconds)).plan.stages
+    stages = pipeline_of(3, model, num_microbatches=8, profile=heavy(short)).plan.stages
     layers = [sum("Dense" in name for name in stage.modules) for stage in stages]
     assert layers[-1] < layers[0]
     seconds = [stage.forward_seconds + stage.backward_seconds for stage in stages]

@@ -20,6 +20,7 @@ from jaxpipe.graph.stacked_layers import Stacks, groups_of_rows
 from jaxpipe.residuals import vjp_program
 from jaxpipe.schedules import interleaved, one_f_one_b
 from tests.support.compare import FUSION, arrays, assert_same_bits, relative_l2
+from tests.support.heavy_profile import heavy
 from tests.support.pipeline_models import (
     Case,
     check_training,
@@ -123,8 +124,7 @@ def unrolled_pipeline(case: Case, stages: int, **options) -> jaxpipe.Pipeline:
 def heavy_pipeline(case: Case, stages: int, **options) -> jaxpipe.Pipeline:
     """A pipeline whose work takes long beside calls; of work that does not, all layers may be in one stage."""
     short = unrolled_pipeline(case, stages, **options).profile
-    seconds = {name: tuple(1e6 * x for x in getattr(short, name)) for name in ("forward_seconds", "backward_seconds")}
-    return unrolled_pipeline(case, stages, profile=dataclasses.replace(short, **seconds), **options)
+    return unrolled_pipeline(case, stages, profile=heavy(short), **options)
 
 
 def check(name: str, stages: int, optimizer, **options) -> None:

@@ -161,11 +161,6 @@ class Graph:
     ruled: frozenset[TensorNumber] = frozenset()
     derived: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
-    @property
-    def tensor_numbers(self) -> Iterable[TensorNumber]:
-        """The numbers of all tensors, in order."""
-        return map(TensorNumber, range(len(self.tensors)))
-
     def evaluate(self, values: Sequence[Array]) -> list[Array]:
         """Run the program."""
         env = dict(self.constants)

@@ -68,7 +68,7 @@ class Request:
     devices_per_stage: bool | tuple[int, ...] = False
 
     @property
-    def num_stages(self) -> int:
+    def num_devices(self) -> int:
         """The devices along the stage axis."""
         return self.mesh.shape[STAGE]
 
@@ -122,7 +122,7 @@ def check_request(given: Request) -> Request:
     """Return a request with the mesh as planning has it, or raise the error that one of its arguments is worth."""
     options, profile = _check_options(given.options), given.profile
     mesh = with_own_names(given.mesh, options.stage_axis, options.data_axis)
-    num_stages, replicas = check_mesh(mesh)
+    num_devices, replicas = check_mesh(mesh)
     check_model(given.model)
     check_optimizer(given.optimizer)
     check_function(given.loss, "loss")
@@ -148,7 +148,7 @@ def check_request(given: Request) -> Request:
         submesh=submesh,
         num_microbatches=num_microbatches,
         replica_axis=replica_axis,
-        devices_per_stage=check_devices_per_stage(options.devices_per_stage, num_stages, mesh, exchanged),
+        devices_per_stage=check_devices_per_stage(options.devices_per_stage, num_devices, mesh, exchanged),
     )
     _ = request.budget
     check_exchanged(exchanged, submesh, options)

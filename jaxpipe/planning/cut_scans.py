@@ -94,14 +94,14 @@ def _balanced(request: Request, objective: MicrobatchProgram) -> Groups:
     """Return where to cut the scans of a loss so that stages may take equally long; nowhere if they may as it is."""
     scans = {scan.operator: scan.length for scan in scans_over_variables(objective)}
     widths = request.devices_per_stage
-    if not scans or request.num_stages == 1 or (isinstance(widths, tuple) and len(widths) == 1):
+    if not scans or request.num_devices == 1 or (isinstance(widths, tuple) and len(widths) == 1):
         return ()
     seconds = profile_objective(objective, "analytic", request.mesh.devices.flat[0]).seconds
-    if sum(places_to_cut(objective)[1:-1]) + 1 < request.num_stages:  # too few places, whatever takes how long
+    if sum(places_to_cut(objective)[1:-1]) + 1 < request.num_devices:  # too few places, whatever takes how long
         seconds = [float(k in scans) for k in range(len(seconds))]
     speeds = (1.0,) if request.network is None else request.network.speed
     per_stage = GROUPS_PER_STAGE * max(speeds) / min(speeds) * (1 if request.budget is None else BUDGET_GROUPS)
-    return balanced_groups(seconds, scans, request.num_stages, math.ceil(per_stage))
+    return balanced_groups(seconds, scans, request.num_devices, math.ceil(per_stage))
 
 
 def balanced_groups(

@@ -132,13 +132,13 @@ def _candidates(traced: Traced, replicate: bool | tuple[int, ...]) -> list[Candi
         return ways[best_placed(schedule, [way.partition for way in ways])]
 
     if not replicate:
-        schedules = schedule_makers.make_schedules(request.schedules, request.num_stages, m)
+        schedules = schedule_makers.make_schedules(request.schedules, request.num_devices, m)
     elif cuts(1)[0].replicas.is_single:
         return []
     else:
         schedules = schedule_makers.make_replicated_schedules(request.schedules, cuts(1)[0].replicas, m)
     candidates = _of_schedules(schedules, cut)
-    if request.schedules is not schedule_makers.AUTO or request.num_stages == 1 or replicate:
+    if request.schedules is not schedule_makers.AUTO or request.num_devices == 1 or replicate:
         return candidates
     sources = list(candidates)
     # Interleaved 1F1B may lose to zero-bubble where an order with a split backward pass, on its cuts, does not.

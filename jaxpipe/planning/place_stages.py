@@ -47,7 +47,7 @@ def place_stages(
     spans = itertools.chain.from_iterable(variable_spans(objective).values())
     profile = replace(profile, together=tuple(dict.fromkeys((*profile.together, *spans))))
     places = sum(places_to_cut(objective)[1:-1])
-    stages = len(replicate) if isinstance(replicate, tuple) else 1 if replicate else request.num_stages * num_chunks
+    stages = len(replicate) if isinstance(replicate, tuple) else 1 if replicate else request.num_devices * num_chunks
     if stages > places + 1:
         raise PartitionError(
             f"The plan needs {stages} stages, but the model has {len(profile.names)} "
@@ -62,7 +62,7 @@ def place_stages(
     if replicate:
         return (partition_layers(profile, network, replicate=replicate, idle=False, **asked),)
     asked["replicate"] = request.replicas
-    placed = partition_layers(profile, network, num_stages=request.num_stages, **asked)
+    placed = partition_layers(profile, network, num_stages=request.num_devices, **asked)
     if request.network is None:
         placed = replace(stay(placed, request.mesh), network=traced.links)
     if num_chunks > 1:

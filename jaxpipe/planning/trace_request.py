@@ -123,7 +123,7 @@ def _trace_programs(request: Request, batch: PyTree, variables: PyTree) -> _Prog
     m = _default_microbatches(size, request) if request.num_microbatches is None else request.num_microbatches
     check_batch.check_microbatches(batch, request.parts, m)
     if request.num_microbatches is None and not check_batch.has_examples(batch):
-        idle = ", so that only one of the stages works at a time" if request.num_stages > 1 else ""
+        idle = ", so that only one of the stages works at a time" if request.num_devices > 1 else ""
         warn(
             f"num_microbatches=1 was chosen{idle}. {check_batch.ragged_text(batch)} If one micro-batch is meant, pass "
             "num_microbatches=1.",
@@ -152,7 +152,7 @@ def _known_schedules(request: Request, num_microbatches: int) -> list[Schedule]:
         return schedule_makers.make_replicated_schedules(request.schedules, replicas, num_microbatches)
     if request.devices_per_stage:
         return []
-    return schedule_makers.make_schedules(request.schedules, request.num_stages, num_microbatches)
+    return schedule_makers.make_schedules(request.schedules, request.num_devices, num_microbatches)
 
 
 def _for_groups(
@@ -215,7 +215,7 @@ def _default_microbatches(size: int, request: Request) -> int:
     Where the model normalizes over examples, ``trace_request`` takes fewer, so that each has enough of them.
     """
     counts = _counts(size, request.parts)
-    num_stages, round_size = request.num_stages, 1
+    num_stages, round_size = request.num_devices, 1
     if isinstance(request.devices_per_stage, tuple):
         num_stages, round_size = len(request.devices_per_stage), StageReplicas(request.devices_per_stage).round_size
     if not counts:

@@ -84,11 +84,8 @@ def chosen(space: CutSpace, model: CostModel, plans: list[Plans], slack: float, 
     sizes = [model.stage_bytes(space, *plan).max(1) + n for plan, n in zip(plans, sent, strict=True)]
     near = [price <= best * (ROUNDING + slack) for price in prices]
     least = min(float(size[alike].min(initial=math.inf)) for size, alike in zip(sizes, near, strict=True))
-    near = (
-        [alike & (size <= least * (ROUNDING + slack)) for alike, size in zip(near, sizes, strict=True)]
-        if slack
-        else near
-    )
+    if slack:
+        near = [alike & (size <= least * (ROUNDING + slack)) for alike, size in zip(near, sizes, strict=True)]
     keys: list[tuple[float, float, int, float, float, Stages]] = []
     for (cuts, layout), price, alike, n in zip(plans, prices, near, sent, strict=True):
         rows = np.flatnonzero(alike)

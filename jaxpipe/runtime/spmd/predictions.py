@@ -29,8 +29,8 @@ def lockstep_timeline(
       send: seconds of a message of some bytes over the slowest link between neighbors.
       bytes_per_second: of a device's memory.
     """
-    own = LockstepProgram.of(program)
-    each = sum(send(4 * n) for n in own.message_words) + _moved_bytes(own) / bytes_per_second
+    lockstep = LockstepProgram.of(program)
+    each = sum(send(4 * n) for n in lockstep.message_words) + _moved_bytes(lockstep) / bytes_per_second
     forward, first, second = work
     return simulate(
         program.schedule,

@@ -100,7 +100,7 @@ class CostModel(ABC):
         if not self.memory:
             return np.ones(len(cuts), bool)
         least = [min(self.memory[d] for d in devices) for devices in layout]
-        return (self.stage_bytes(space, cuts, layout) <= least).all(1)
+        return np.all(self.stage_bytes(space, cuts, layout) <= least, axis=1)
 
     def rates(self, layout: Layout) -> np.ndarray:
         """Return how fast the devices of each stage are together, as the slowest of them is."""

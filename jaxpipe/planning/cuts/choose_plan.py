@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,12 +48,8 @@ def all_plans(space: CutSpace, classes: Sequence[Sequence[int]], limits: Limits)
     if len(layouts) == MOST_PLANS:
         return None
     widths = [len(layout) for layout in layouts]
-    ways, reached = [], np.arange(len(space.crossing)) == len(space.crossing) - 1
-    for _ in range(max(widths, default=0)):
-        reached = space.nested.astype(float) @ reached
-        ways.append(reached[0])
-        if sum(ways[n - 1] for n in widths if n <= len(ways)) > MOST_PLANS:
-            return None
+    if _count(space, widths) > MOST_PLANS:
+        return None
     chains, cuts = {}, np.zeros((1, 1), int)
     for number in range(1, max(widths, default=0) + 1):
         ends = space.nested[cuts[:, -1], -1]
@@ -60,6 +57,20 @@ def all_plans(space: CutSpace, classes: Sequence[Sequence[int]], limits: Limits)
         rows, following = np.nonzero(space.nested[cuts[:, -1]])
         cuts = np.column_stack([cuts[rows], following])
     return [(chains[len(layout)], layout) for layout in layouts if len(chains[len(layout)])]
+
+
+def _count(space: CutSpace, widths: Sequence[int]) -> float:
+    """Return the number of plans with so many stages, or one above ``MOST_PLANS`` if there are more."""
+    last, layouts, plans = len(space.crossing) - 1, Counter(widths), 0.0
+    if space.is_chain:
+        return sum(count * math.comb(last - 1, stages - 1) for stages, count in layouts.items())
+    nested, ways = space.nested.astype(float), (np.arange(last + 1) == last).astype(float)
+    for stages in range(1, max(widths, default=0) + 1):
+        ways = nested @ ways
+        plans += layouts[stages] * ways[0]
+        if plans > MOST_PLANS:
+            break
+    return plans
 
 
 def least_bytes(space: CutSpace, model: CostModel, plans: Sequence[Plans]) -> float:
@@ -76,7 +87,7 @@ def chosen(space: CutSpace, model: CostModel, plans: list[Plans], slack: float, 
     few: of the fullest device and of all messages. Of these the one is taken whose cost and slowest stage are the least
     together; of equals the one that sends least, on the fewest devices, whose stages have the most equal work.
     """
-    prices = model.prices(space, plans)
+    prices = model.prices(space, plans, ROUNDING + slack)
     best = min((float(price.min()) for price in prices), default=math.inf)
     if best == math.inf:
         return None

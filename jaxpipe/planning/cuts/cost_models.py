@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxpipe.costs.network import Network
 from jaxpipe.planning.cuts.cut_space import CutSpace
-from jaxpipe.planning.cuts.free_pipeline import one_f_one_b_seconds
+from jaxpipe.planning.cuts.free_pipeline import Timelines, shortest
 from jaxpipe.planning.dispatch_timeline import CALL_SECONDS, SEND_SECONDS
 
 
@@ -54,10 +54,13 @@ class CostModel(ABC):
         """Raise ``PartitionError`` if the model does not know what was given."""
 
     @abstractmethod
-    def prices(self, space: CutSpace, plans: Sequence[tuple[np.ndarray, Layout]]) -> list[np.ndarray]:
+    def prices(
+        self, space: CutSpace, plans: Sequence[tuple[np.ndarray, Layout]], within: float = math.inf
+    ) -> list[np.ndarray]:
         """Return what each row of cuts ``[plans, stages + 1]`` costs on the devices of a layout.
 
-        It is infinite where a stage does not fit the memory, or a link is missing.
+        It is infinite where a stage does not fit the memory, or a link is missing; and it may be where it is more than
+        ``within`` times the least.
         """
 
     def objective(self, space: CutSpace, stages: Stages) -> float:
@@ -136,24 +139,26 @@ class Synchronous(CostModel):
         """Micro-batches of a step, of all replicas together."""
         return self.num_microbatches or 1
 
-    def prices(self, space: CutSpace, plans: Sequence[tuple[np.ndarray, Layout]]) -> list[np.ndarray]:
+    def prices(
+        self, space: CutSpace, plans: Sequence[tuple[np.ndarray, Layout]], within: float = math.inf
+    ) -> list[np.ndarray]:
         alike: dict[tuple[int, int], list[int]] = {}
         for k, (_, layout) in enumerate(plans):
             rounds = -(-self.m // math.lcm(*map(len, layout)))
             alike.setdefault((len(layout), rounds), []).append(k)
-        prices: list[np.ndarray] = [np.zeros(0)] * len(plans)
+        timelines = []
         for (_, rounds), numbers in alike.items():
             parts = [self._timeline(space, *plans[k]) for k in numbers]
-            forward, backward, ways, trained, besides = (np.concatenate(part) for part in zip(*parts, strict=True))
-            known = None if trained.all() else trained
-            seconds = one_f_one_b_seconds(forward, backward, ways, ways, rounds, known) + besides
+            timelines.append(Timelines(*(np.concatenate(part) for part in zip(*parts, strict=True)), rounds))
+        prices: list[np.ndarray] = [np.zeros(0)] * len(plans)
+        for numbers, seconds in zip(alike.values(), shortest(timelines, within), strict=True):
             ends = np.cumsum([len(plans[k][0]) for k in numbers])[:-1]
             for k, part in zip(numbers, np.split(seconds, ends), strict=True):
                 prices[k] = part
         return prices
 
     def _timeline(self, space: CutSpace, cuts: np.ndarray, layout: Layout) -> tuple[np.ndarray, ...]:
-        """Return what ``one_f_one_b_seconds`` takes for each of some cuts, and the seconds of the gradients' sums."""
+        """Return the parts of ``Timelines`` for some cuts, but for the micro-batches."""
         sizes = np.array([len(devices) for devices in layout])
         each = math.lcm(*sizes.tolist()) // sizes
         rates = self.rates(layout) / math.lcm(*sizes.tolist())

@@ -1,8 +1,71 @@
 """The seconds of a step of 1F1B on devices that run free, for many plans at once."""
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
+
+
+#: How many plans are priced at a time, those with the least bounds first.
+PRICED_AT_ONCE = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Timelines:
+    """The work of some plans with as many stages, by stage as ``one_f_one_b_seconds`` takes it.
+
+    ``besides`` are the seconds of each plan that follow the pipeline's.
+    """
+
+    forward: np.ndarray
+    backward: np.ndarray
+    ways: np.ndarray
+    trained: np.ndarray
+    besides: np.ndarray
+    num_microbatches: int
+
+    def seconds(self, rows: np.ndarray) -> np.ndarray:
+        """Return the seconds of a step of some plans."""
+        trained, ways = self.trained[rows], self.ways[rows]
+        known = None if trained.all() else trained
+        work = self.forward[rows], self.backward[rows]
+        return one_f_one_b_seconds(*work, ways, ways, self.num_microbatches, known) + self.besides[rows]
+
+    def bounds(self) -> np.ndarray:
+        """Return what a step of each plan takes at least.
+
+        A stage waits for its first message, does all its work, and what it sends back last goes on to the first stage.
+        And it keeps no more micro-batches than there are stages from it on, each for the round trip behind it.
+        """
+        m, (plans, stages) = self.num_microbatches, self.forward.shape
+        none = np.zeros((plans, 1))
+        backward = np.where(self.trained, self.backward, 0.0)
+        back = np.where(self.trained[:, :-1], self.ways, 0.0)
+        begins = np.hstack([none, np.cumsum(self.forward[:, :-1] + self.ways, axis=1)])
+        follows = np.hstack([none, np.cumsum(backward[:, :-1] + back, axis=1)])
+        busy = begins + m * (self.forward + backward) + follows
+        trips = np.hstack([self.ways + back, none]) + self.forward + backward
+        trips = np.cumsum(trips[:, ::-1], axis=1)[:, ::-1]
+        kept = stages - np.arange(stages)
+        waits = begins + ((m - 1) // kept + 1) * trips + (m - 1) % kept * self.forward + follows
+        return np.maximum(busy, np.where(self.trained, waits, 0.0)).max(1) + self.besides
+
+
+def shortest(timelines: Sequence[Timelines], within: float) -> list[np.ndarray]:
+    """Return the seconds of all plans; infinite for some that take more than ``within`` times the shortest."""
+    bounds = [timeline.bounds() for timeline in timelines]
+    seconds = [np.full(len(bound), np.inf) for bound in bounds]
+    least = math.inf
+    for k in sorted(range(len(bounds)), key=lambda k: bounds[k].min(initial=math.inf)):
+        order = bounds[k].argsort(kind="stable")
+        size = PRICED_AT_ONCE if within < math.inf else len(order)
+        while len(order) and bounds[k][order[0]] <= least * within:
+            rows, order, size = order[:size], order[size:], 2 * size
+            seconds[k][rows] = timelines[k].seconds(rows)
+            least = min(least, float(seconds[k][rows].min()))
+    return seconds
 
 
 def one_f_one_b_seconds(

@@ -39,7 +39,9 @@ class Bottleneck(CostModel):
             possible = possible & (held <= min(self.memory[d] for d in group.devices))
         return np.where(possible, self.stage_seconds(space, group), np.inf)
 
-    def prices(self, space: CutSpace, plans: Sequence[tuple[np.ndarray, Layout]]) -> list[np.ndarray]:
+    def prices(
+        self, space: CutSpace, plans: Sequence[tuple[np.ndarray, Layout]], within: float = math.inf
+    ) -> list[np.ndarray]:
         prices = []
         for cuts, layout in plans:
             groups = [DeviceGroup(devices, sum(map(len, layout[k + 1 :]))) for k, devices in enumerate(layout)]

@@ -21,6 +21,8 @@ from jaxpipe.planning.cuts.layouts import Limits, along, numbers_of_devices
 
 #: How many layouts are priced with balanced cuts, and for how many of the best cuts are searched.
 MOST_LAYOUTS, BEST_LAYOUTS = 160, 5
+#: Cuts of layouts whose steps take more than this times the shortest are not searched.
+MUCH = 1.5
 #: By how much stages may take longer than the slowest of balanced ones, if that makes less to send.
 LOOSER = (1.0, 1.01, 1.03, 1.1, 1.3)
 #: With more devices than this their order is not improved.
@@ -102,7 +104,7 @@ def _balanced(space: CutSpace, model: Synchronous, layouts: Sequence[Layout]) ->
 
 def _fastest(space: CutSpace, model: Synchronous, plans: Sequence[Plans], most: int) -> list[Plans]:
     """Return the plans with the shortest steps, one for each layout, fastest first."""
-    prices = model.prices(space, plans)
+    prices = model.prices(space, plans, MUCH)
     ranked = sorted((float(price.min()), k) for k, price in enumerate(prices))
     return [(plans[k][0][[prices[k].argmin()]], plans[k][1]) for price, k in ranked[:most] if price < math.inf]
 
@@ -125,7 +127,7 @@ def shifted(space: CutSpace, model: Synchronous, cuts: np.ndarray, layout: Layou
     seconds = float(model.prices(space, [(cuts, layout)])[0][0])
     while len(layout) > 1:
         others = _shifts(space, model, cuts[0], layout)
-        prices = model.prices(space, [(others, layout)])[0]
+        prices = model.prices(space, [(others, layout)], within=1)[0]
         if not prices.min(initial=math.inf) < seconds / ROUNDING:
             break
         cuts, seconds = others[[prices.argmin()]], float(prices.min())

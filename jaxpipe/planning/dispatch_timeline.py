@@ -11,6 +11,7 @@ from typing import TypedDict
 from jaxpipe.schedules import Kind, Schedule, Timeline, simulate
 from jaxpipe.schedules.joined_work import program_kinds
 from jaxpipe.schedules.replicas import StageReplicas
+from jaxpipe.schedules.table import KINDS
 
 
 #: Seconds of the host for a call of a compiled program with about 40 arrays, and for a send to another device of its
@@ -57,7 +58,7 @@ def dispatched_timeline(
         backward_input=called(whole, backward_input),
         backward_weight=called(Kind.BACKWARD_WEIGHT, backward_weight),
         communication=_links(schedule, dispatching),
-        begins=_begins(schedule, first, dispatching),
+        begins=_calls(schedule, dispatching.processes, stage_replicas.round_size)[0],
         lockstep=False,
     )
 
@@ -114,23 +115,31 @@ def search_arguments(
     )
 
 
-def _begins(
-    schedule: Schedule, first: dict[int, set[Kind]], dispatching: Dispatching
-) -> dict[tuple[Kind, int, int], float]:
-    """Return when the host has called each action; what goes on in a program that was called before is left out."""
-    p, count = schedule.num_devices, schedule.total_stages
-    processes, round_size = dispatching.processes, dispatching.stage_replicas.round_size
+def host_seconds(schedule: Schedule, processes: Sequence[Sequence[int]], stage_replicas: StageReplicas) -> float:
+    """Return how long the busiest process takes for the calls and sends of a step; no step is shorter."""
+    return _calls(schedule, processes, stage_replicas.round_size)[1]
+
+
+def _calls(schedule: Schedule, processes: Sequence[Sequence[int]], round_size: int) -> tuple[dict[int, float], float]:
+    """Return when the host has called each action, by its result's number, and when it is done with all calls.
+
+    What goes on in a program that was called before is left out of the first.
+    """
+    p, count, m = schedule.num_devices, schedule.total_stages, schedule.num_microbatches
+    first = [{kinds[0] for kinds in program_kinds(schedule, s)} for s in range(count)]
     now = {process: 0.0 for row in processes for process in row}
-    called: dict[tuple[Kind, int, int], float] = {}
+    called: dict[int, float] = {}
     for tick in schedule.ticks:
         for device, actions in enumerate(tick):
-            for action in actions:
-                s = action.chunk * p + device
-                sends = p > 1 and (s + 1 < count if action.kind is Kind.FORWARD else s > 0)
-                sends = sends and action.kind is not Kind.BACKWARD_WEIGHT
-                before = [now[process] for process in processes[device]]
-                for process in processes[device]:
-                    now[process] += round_size * (CALL_SECONDS * (action.kind in first[s]) + SEND_SECONDS * sends)
-                if action.kind in first[s]:
-                    called[action.kind, s, action.microbatch] = max(before)
-    return called
+            here = processes[device]
+            for kind, j, chunk in actions:
+                s = chunk * p + device
+                seconds = 0.0
+                if kind in first[s]:
+                    called[(len(KINDS) * s + KINDS.index(kind)) * m + j] = max([now[process] for process in here])
+                    seconds = CALL_SECONDS
+                if p > 1 and (s + 1 < count if kind is Kind.FORWARD else s > 0 and kind is not Kind.BACKWARD_WEIGHT):
+                    seconds += SEND_SECONDS
+                for process in here:
+                    now[process] += round_size * seconds
+    return called, max(now.values())

@@ -14,10 +14,13 @@ from jaxpipe.costs.sharded_profile import groups_of
 from jaxpipe.errors import JaxpipeError, PartitionError, ScheduleError
 from jaxpipe.plan import idle_stages
 from jaxpipe.planning.candidate import Candidate, Cut, build_candidate
+from jaxpipe.planning.cuts.placed_stages import plan_bound
 from jaxpipe.planning.describe_plan import least_seconds, stage_search_arguments
+from jaxpipe.planning.dispatch_timeline import host_seconds
 from jaxpipe.planning.place_stages import best_placed, place_stages
 from jaxpipe.planning.trace_request import Traced
-from jaxpipe.schedules import Schedule, list_schedule, schedule_makers
+from jaxpipe.schedules import Schedule, list_schedule, makespan_bound, schedule_makers
+from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.table import without_backward
 from jaxpipe.sharding.mesh_axes import STAGE
 from jaxpipe.sharding.submesh import Submesh
@@ -124,7 +127,8 @@ def _candidates(traced: Traced, replicate: bool | tuple[int, ...]) -> list[Candi
 
     @functools.cache
     def cuts(num_chunks: int) -> tuple[Cut, ...]:
-        partitions = place_stages(traced, traced.profile, replicate, num_chunks)
+        straight = None if replicate or num_chunks == 1 else cuts(1)[0].partition
+        partitions = place_stages(traced, traced.profile, replicate, num_chunks, straight)
         return tuple(Cut(traced, partition) for partition in partitions)
 
     def cut(schedule: Schedule) -> Cut:
@@ -137,21 +141,40 @@ def _candidates(traced: Traced, replicate: bool | tuple[int, ...]) -> list[Candi
         return []
     else:
         schedules = schedule_makers.make_replicated_schedules(request.schedules, cuts(1)[0].replicas, m)
-    candidates = _of_schedules(schedules, cut)
+    candidates = _of_schedules(traced, schedules, cut)
     if request.schedules is not schedule_makers.AUTO or request.num_devices == 1 or replicate:
         return candidates
     sources = list(candidates)
     # Interleaved 1F1B may lose to zero-bubble where an order with a split backward pass, on its cuts, does not.
     if all(candidate.schedule.num_chunks == 1 for candidate in candidates):
+        more = [schedule for schedule in schedules if schedule.num_chunks > 1]
         with contextlib.suppress(PartitionError):  # too few operators for so many stages
-            sources += _of_schedules([schedule for schedule in schedules if schedule.num_chunks > 1], cut)
+            sources += _of_schedules(traced, [x for x in more if not _is_longer(traced, x, candidates)], cut)
     return candidates + searched_candidates(candidates, sources)
 
 
-def _of_schedules(schedules: Sequence[Schedule], cut: Callable[[Schedule], Cut]) -> list[Candidate]:
+def _is_longer(traced: Traced, schedule: Schedule, candidates: Sequence[Candidate]) -> bool:
+    """Return whether no order with the stages and calls of a schedule is shorter than some candidate, however cut."""
+    if traced.request.runtime == "spmd" or traced.objective.frozen or not candidates:
+        return False
+    partition, stage_replicas = candidates[0].partition, candidates[0].cut.replicas
+    least = max(plan_bound(partition), _host_seconds(traced.request.mesh, schedule, stage_replicas))
+    return least >= (1 - SHORTER) * min(candidate.seconds for candidate in candidates)
+
+
+def _host_seconds(mesh: Mesh, schedule: Schedule, stage_replicas: StageReplicas) -> float:
+    """Return how long the calls of a step take where one process makes all of them; 0 where several share them."""
+    if len({device.process_index for device in mesh.devices.flat}) > 1:
+        return 0.0
+    return host_seconds(schedule, [(0,)] * schedule.num_devices, stage_replicas)
+
+
+def _of_schedules(traced: Traced, schedules: Sequence[Schedule], cut: Callable[[Schedule], Cut]) -> list[Candidate]:
     """Return a program for each schedule that may be faster than those before it."""
     candidates: list[Candidate] = []
     for schedule in schedules:
+        if _is_longer(traced, schedule, candidates):
+            continue
         least = 0.0
         try:
             chosen = cut(schedule)
@@ -183,9 +206,16 @@ def searched_candidates(candidates: Sequence[Candidate], sources: Sequence[Candi
         fixed = alike[0]
         size = fixed.schedule.num_devices, fixed.schedule.num_microbatches
         arguments = stage_search_arguments(fixed.program, fixed.partition)
-        for limits in _limits([x.schedule for x in alike]):
-            tell(f"Searching for a schedule of {size[0] * chunks} stages with {list(limits)} stashes in flight")
+        calls = min(_host_seconds(x.traced.request.mesh, x.schedule, x.program.stage_replicas) for x in alike)
+        for limits, waiting in _limits(alike):
             arguments["in_flight"] = list(limits)
+            least = max(calls, makespan_bound(*size, **arguments))
+            fastest = min(x.seconds for x in best)
+            if fixed.traced.request.budget is None and least > (1 + ALIKE) * fastest:
+                continue
+            if any((1 - SHORTER) * x.seconds <= least and x.waiting_bytes <= waiting for x in best):
+                continue
+            tell(f"Searching for a schedule of {size[0] * chunks} stages with {list(limits)} stashes in flight")
             maker = functools.partial(list_schedule, **arguments)
             schedule = schedule_makers.check_schedule(maker(*size), *size)
             candidate = build_candidate(fixed.cut, schedule, maker)
@@ -200,15 +230,16 @@ def _dominates(other: Candidate, candidate: Candidate) -> bool:
     return about <= candidate.seconds and other.waiting_bytes <= candidate.waiting_bytes
 
 
-def _limits(schedules: Sequence[Schedule]) -> Iterator[tuple[int, ...]]:
-    """Yield the most stashes of each device: those of the first of some tables, and the fewest of any.
+def _limits(sources: Sequence[Candidate]) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yield the most stashes of each device, and their bytes: those of the first table, and the fewest of any.
 
     With several stages on a device it is a stash of each for as many micro-batches as there are devices: as many bytes
     as zero-bubble holds with one.
     """
-    first, *_ = schedules
-    if first.num_chunks > 1:
-        yield (first.total_stages,) * first.num_devices
+    first, schedule = sources[0], sources[0].schedule
+    if schedule.num_chunks > 1:
+        yield (schedule.total_stages,) * schedule.num_devices, first.waiting_bytes
         return
-    rows = [tuple(schedule.in_flight(d) for d in range(schedule.num_devices)) for schedule in schedules]
-    yield from dict.fromkeys((rows[0], min(rows, key=sum)))
+    fewest = min(sources, key=lambda source: sum(source.schedule.most_in_flight))
+    for source in dict.fromkeys((first, fewest)):
+        yield source.schedule.most_in_flight, source.waiting_bytes

@@ -35,12 +35,17 @@ NO_LINK = 1e12
 
 @phase("cut")
 def place_stages(
-    traced: Traced, profile: Profile, replicate: bool | tuple[int, ...], num_chunks: int
+    traced: Traced,
+    profile: Profile,
+    replicate: bool | tuple[int, ...],
+    num_chunks: int,
+    straight: Partition | None = None,
 ) -> tuple[Partition, ...]:
     """Return stages, ``num_chunks`` on each device, and their devices: several for a stage if ``replicate`` says so.
 
     With one device for each stage there may be a second answer, balanced whatever the step's beginning and end take.
-    For one program, whose devices walk in step, it is the only one.
+    For one program, whose devices walk in step, it is the only one. Several stages on a device follow the devices of
+    ``straight``, the answer for one stage on each, which is searched for if it is left out.
     """
     request, objective = traced.request, traced.objective
     network = request.network or slowest_used(traced.links, request.mesh)
@@ -62,13 +67,14 @@ def place_stages(
     if replicate:
         return (partition_layers(profile, network, replicate=replicate, idle=False, **asked),)
     asked["replicate"] = request.replicas
-    placed = partition_layers(profile, network, num_stages=request.num_devices, **asked)
-    if request.network is None:
-        placed = replace(stay(placed, request.mesh), network=traced.links)
+    if straight is None:
+        straight = partition_layers(profile, network, num_stages=request.num_devices, **asked)
+        if request.network is None:
+            straight = replace(stay(straight, request.mesh), network=traced.links)
     if num_chunks > 1:
-        return (_interleaved(placed, num_chunks, **asked),)
-    even = balanced(placed)
-    return (even,) if request.runtime == "spmd" else tuple(dict.fromkeys((placed, even)))
+        return (_interleaved(straight, num_chunks, **asked),)
+    even = balanced(straight)
+    return (even,) if request.runtime == "spmd" else tuple(dict.fromkeys((straight, even)))
 
 
 def best_placed(schedule: Schedule, partitions: Sequence[Partition]) -> int:

@@ -150,7 +150,7 @@ def _known_schedules(request: Request, num_microbatches: int) -> list[Schedule]:
     if isinstance(request.devices_per_stage, tuple):
         replicas = StageReplicas(request.devices_per_stage)
         return schedule_makers.make_replicated_schedules(request.schedules, replicas, num_microbatches)
-    if request.devices_per_stage:
+    if request.devices_per_stage or request.schedules is schedule_makers.AUTO:
         return []
     return schedule_makers.make_schedules(request.schedules, request.num_devices, num_microbatches)
 

@@ -1,19 +1,19 @@
 """The time that a schedule takes, with every device running free or with all devices in step."""
 
-from collections import defaultdict, deque
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedules.table import Action, Kind, Schedule
+from jaxpipe.schedules.table import KINDS, Action, Kind, Schedule
 
 
 #: Seconds of a micro-batch: for every stage the same, or by stage.
 Seconds = float | Sequence[float]
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """One action on the timeline, in seconds from the start of the step."""
 
     stage: int
@@ -52,7 +52,7 @@ def simulate(
     backward_input: Seconds | None = None,
     backward_weight: Seconds | None = None,
     communication: float | Sequence[tuple[float, float]] = 0.0,
-    begins: "Mapping[_Work, float] | None" = None,
+    begins: Mapping[int, float] | None = None,
     lockstep: bool = False,
 ) -> Timeline:
     """Run a schedule on paper.
@@ -69,7 +69,7 @@ def simulate(
       communication: seconds from one device to another, for all, or for each stage and the next, forward and back. A
         message leaves when its work is done and holds nobody up but whoever waits for it. In step: of the exchange
         after a tick.
-      begins: running free, when an action may begin at the earliest, by kind, stage and micro-batch.
+      begins: running free, when an action may begin at the earliest, by the number of its result (``Step``).
       lockstep: all devices walk through the ticks in step.
 
     Raises:
@@ -99,7 +99,7 @@ def simulate(
     end = max((span.end for span in spans), default=0.0)
     if lockstep and schedule.num_devices > 1:
         end += communication
-    return Timeline(tuple(spans), float(end), tuple(schedule.in_flight(s) for s in range(schedule.num_devices)))
+    return Timeline(tuple(spans), float(end), schedule.most_in_flight)
 
 
 Costs = dict[Kind, tuple[float, ...]]
@@ -151,56 +151,18 @@ def _in_step(schedule: Schedule, seconds: Costs, communication: float) -> list[S
 
 
 def _free(
-    schedule: Schedule, seconds: Costs, links: Sequence[tuple[float, float]], begins: "Mapping[_Work, float]"
+    schedule: Schedule, seconds: Costs, links: Sequence[tuple[float, float]], begins: Mapping[int, float]
 ) -> list[Span]:
-    """Each device walks through its own list as far as it can, and waits for the first result that it lacks."""
-    p = schedule.num_devices
-    orders = [list(schedule.order(s)) for s in range(p)]
-    free, position = [0.0] * p, [0] * p
-    done: dict[_Work, float] = {}
-    waiting: dict[_Work, list[int]] = defaultdict(list)
-    spans: list[Span] = []
-    ready = deque(range(p))
-    while ready:
-        s = ready.popleft()
-        while position[s] < len(orders[s]):
-            action = orders[s][position[s]]
-            stage = action.chunk * p + s
-            needs = _needs(schedule, action.kind, stage, action.microbatch)
-            missing = next((need for need in needs if need not in done), None)
-            if missing is not None:
-                waiting[missing].append(s)
-                break
-            arrivals = [done[need] + (_way(links, need[1], stage) if need[1] % p != s else 0.0) for need in needs]
-            result = action.kind, stage, action.microbatch
-            start = max([free[s], begins.get(result, 0.0), *arrivals])
-            free[s] = start + seconds[action.kind][stage]
-            done[result] = free[s]
-            spans.append(Span(s, action, start, free[s]))
-            position[s] += 1
-            ready += waiting.pop(result, ())
-    stuck = next((s for s in range(p) if position[s] < len(orders[s])), None)
-    if stuck is not None:
-        raise ScheduleError(
-            f"{schedule.name}: deadlock: device {stuck} cannot run {orders[stuck][position[stuck]]}, since its "
-            "dependency comes later in its own list, or behind an action that waits."
-        )
+    """Each action begins when its device is free, and all that it needs has arrived."""
+    free, ends, spans = [0.0] * schedule.num_devices, dict[int, float](), list[Span]()
+    costs = [seconds[kind][s] if kind in seconds else 0.0 for s in range(schedule.total_stages) for kind in KINDS]
+    ways = [*itertools.chain.from_iterable(links), 0.0]
+    for device, action, work, result, needs in schedule.steps:
+        start = free[device]
+        for need, way in needs:
+            start = max(start, ends[need] + ways[way])
+        if begins:
+            start = max(start, begins.get(result, 0.0))
+        free[device] = ends[result] = end = start + costs[work]
+        spans.append(Span(device, action, start, end))
     return spans
-
-
-#: Kind, stage and micro-batch.
-_Work = tuple[Kind, int, int]
-
-
-def _way(links: Sequence[tuple[float, float]], source: int, target: int) -> float:
-    return links[source][0] if source < target else links[target][1]
-
-
-def _needs(schedule: Schedule, kind: Kind, stage: int, j: int) -> list[_Work]:
-    """Return what must be done before an action: kind, stage and micro-batch."""
-    if kind is Kind.FORWARD:
-        return [(kind, stage - 1, j)] if stage else []
-    if kind is Kind.BACKWARD_WEIGHT:
-        return [(Kind.BACKWARD_INPUT, stage, j)]
-    last = stage + 1 == schedule.num_devices * schedule.num_chunks
-    return [(Kind.FORWARD, stage, j), *([] if last else [(kind, stage + 1, j)])]

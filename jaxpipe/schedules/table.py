@@ -2,7 +2,7 @@
 
 import enum
 import itertools
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -34,6 +34,8 @@ class Kind(enum.Enum):
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"
 
+    __hash__ = object.__hash__  # that of Enum hashes a name, and tables of thousands of actions look kinds up
+
 
 #: The order of actions within a tick.
 KINDS = tuple(Kind)
@@ -51,6 +53,25 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind.value}{self.microbatch}" + (f"'{self.chunk}" if self.chunk else "")
+
+
+class Step(NamedTuple):
+    """An action of a device, and what it waits for.
+
+    Attributes:
+      device: that does it.
+      action: what it does.
+      work: the number of its kind of work in its stage, ``4 * stage + KINDS.index(kind)``.
+      result: the number of its result, ``work * num_microbatches + microbatch``.
+      needs: the results that it reads, each with its way: ``2 * s`` from stage ``s`` to the next, ``2 * s + 1`` back to
+        it, -1 on a device.
+    """
+
+    device: int
+    action: Action
+    work: int
+    result: int
+    needs: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -170,6 +191,59 @@ class Schedule:
                 held += (action.kind is Kind.FORWARD) - (action.kind is last)
                 most = max(most, held)
         return most if self.has_backward else 0
+
+    @cached_property
+    def most_in_flight(self) -> tuple[int, ...]:
+        """By device, the most stashes that it holds at the same time."""
+        return tuple(map(self.in_flight, range(self.num_devices)))
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """The actions of all devices, each behind what it needs.
+
+        Raises:
+          ScheduleError: if an action waits for one behind it.
+        """
+        orders = [list(self.order(d)) for d in range(self.num_devices)]
+        position, ready = [0] * self.num_devices, deque(range(self.num_devices))
+        done = bytearray(len(KINDS) * self.total_stages * self.num_microbatches)
+        waiting: dict[int, list[int]] = defaultdict(list)
+        steps: list[Step] = []
+        while ready:
+            d = ready.popleft()
+            for action in itertools.islice(orders[d], position[d], None):
+                step = self._step(d, action)
+                missing = next((need for need, _ in step.needs if not done[need]), None)
+                if missing is not None:
+                    waiting[missing].append(d)
+                    break
+                done[step.result] = True
+                steps.append(step)
+                position[d] += 1
+                if step.result in waiting:
+                    ready += waiting.pop(step.result)
+        stuck = next((d for d in range(self.num_devices) if position[d] < len(orders[d])), None)
+        if stuck is not None:
+            raise ScheduleError(
+                f"{self.name}: deadlock: device {stuck} cannot run {orders[stuck][position[stuck]]}, since its "
+                "dependency comes later in its own list, or behind an action that waits."
+            )
+        return tuple(steps)
+
+    def _step(self, device: int, action: Action) -> Step:
+        kind, j, chunk = action
+        stage, m = chunk * self.num_devices + device, self.num_microbatches
+        work = len(KINDS) * stage + KINDS.index(kind)
+        apart = -1 if self.num_devices == 1 else 2 * stage
+        if kind is Kind.FORWARD:
+            needs = (((work - len(KINDS)) * m + j, apart - 2 if apart > 0 else -1),) if stage else ()
+        elif kind is Kind.BACKWARD_WEIGHT:
+            needs = (((work - 1) * m + j, -1),)
+        else:
+            needs = (((len(KINDS) * stage) * m + j, -1),)
+            if stage + 1 < self.total_stages:
+                needs += (((work + len(KINDS)) * m + j, apart + 1 if apart >= 0 else -1),)
+        return Step(device, action, work, work * m + j, needs)
 
     @property
     def staleness(self) -> tuple[int, ...]:

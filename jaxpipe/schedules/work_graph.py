@@ -6,6 +6,7 @@ its mirror, in which time runs backward. A schedule for either is a schedule for
 """
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -88,62 +89,57 @@ def list_scheduled(graph: WorkGraph, ranks: Ranks, patience: float) -> Sequenced
     ``patience`` of its seconds: 1 never waits, 0 always. None if devices whose stashes are all in use wait for each
     other.
     """
-    device = _Devices(graph, ranks, patience)
-    while device.events:
-        now, d = heapq.heappop(device.events)
-        if device.free[d] <= now:
-            device.step(d, now)
-    total = len(graph.operations) * graph.num_microbatches
-    if len(device.log) < total:
-        return None
-    return Sequenced(max(device.free), tuple(device.log), tuple(map(tuple, device.ends)))
-
-
-class _Devices:
-    """All devices while work is given to them."""
-
-    def __init__(self, graph: WorkGraph, ranks: Ranks, patience: float):
-        self.graph, self.ranks, self.patience = graph, ranks, patience
-        self.free, self.held = [0.0] * graph.num_devices, [0] * graph.num_devices
-        self.ends: list[list[float]] = [[] for _ in graph.operations]
-        self.log: list[tuple[int, int]] = []
-        self.events = [(0.0, d) for d in range(graph.num_devices)]
-        self._numbers = [graph.of_device(d) for d in range(graph.num_devices)]
-        self._followers: list[list[tuple[int, float]]] = [[] for _ in graph.operations]
-        for operation in graph.operations:
-            for source, seconds in operation.needs:
-                if graph.operations[source].device != operation.device:
-                    self._followers[source].append((operation.device, seconds))
-
-    def step(self, d: int, now: float) -> None:
-        """Begin work on a free device, if any is ready and nothing more urgent is near."""
-        operations, ends, ranks = self.graph.operations, self.ends, self.ranks
-        best, least = -1, float("inf")
+    operations, m = graph.operations, graph.num_microbatches
+    numbers = [graph.of_device(d) for d in range(graph.num_devices)]
+    needs, followers = [x.needs for x in operations], _followers(graph)
+    free, held = [0.0] * graph.num_devices, [0] * graph.num_devices
+    ends: list[list[float]] = [[] for _ in operations]
+    log: list[tuple[int, int]] = []
+    events = [(0.0, d) for d in range(graph.num_devices)]
+    while events:
+        now, d = heapq.heappop(events)
+        if free[d] > now:
+            continue
+        best, least = -1, math.inf
         coming: list[tuple[float, float]] = []
-        for o in self._numbers[d]:
-            operation, j = operations[o], len(ends[o])
-            if j == self.graph.num_microbatches or (operation.takes > 0 and self.held[d] >= operation.room):
+        for o in numbers[d]:
+            j = len(ends[o])
+            if j == m or (operations[o].takes > 0 and held[d] >= operations[o].room):
                 continue
             arrival = 0.0
-            for source, seconds in operation.needs:
+            for source, seconds in needs[o]:
                 row = ends[source]
                 if len(row) <= j:
                     break
                 arrival = max(arrival, row[j] + seconds)
             else:
+                rank = ranks[o][j]
                 if arrival > now:
-                    coming.append((ranks[o][j], arrival))
-                elif ranks[o][j] < least:
-                    best, least = o, ranks[o][j]
+                    coming.append((rank, arrival))
+                elif rank < least:
+                    best, least = o, rank
         if best < 0:
-            return
+            continue
         taken = operations[best].seconds
-        if any(rank < least and now + taken - arrival > self.patience * taken for rank, arrival in coming):
-            return  # the message wakes the device
-        self.log.append((best, len(ends[best])))
-        self.held[d] += operations[best].takes
-        self.free[d] = end = now + taken
+        if any(rank < least and now + taken - arrival > patience * taken for rank, arrival in coming):
+            continue  # the message wakes the device
+        log.append((best, len(ends[best])))
+        held[d] += operations[best].takes
+        free[d] = end = now + taken
         ends[best].append(end)
-        heapq.heappush(self.events, (end, d))
-        for other, seconds in self._followers[best]:
-            heapq.heappush(self.events, (end + seconds, other))
+        heapq.heappush(events, (end, d))
+        for other, seconds in followers[best]:
+            heapq.heappush(events, (end + seconds, other))
+    if len(log) < len(operations) * m:
+        return None
+    return Sequenced(max(free), tuple(log), tuple(map(tuple, ends)))
+
+
+def _followers(graph: WorkGraph) -> list[list[tuple[int, float]]]:
+    """Return the other devices that read the result of each operation, and the seconds of the message."""
+    followers: list[list[tuple[int, float]]] = [[] for _ in graph.operations]
+    for operation in graph.operations:
+        for source, seconds in operation.needs:
+            if graph.operations[source].device != operation.device:
+                followers[source].append((operation.device, seconds))
+    return followers

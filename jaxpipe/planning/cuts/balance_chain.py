@@ -106,16 +106,21 @@ class Chain:
         values, chosen = np.zeros(1), []
         work, scale = space.seconds, UNEQUAL * max(float(space.crossing.mean()), 1.0)
         for s in range(count):
-            before, behind = np.arange(earliest[s], latest[s] + 1), np.arange(earliest[s + 1], latest[s + 1] + 1)
-            share = (work[None, behind] - work[before, None]) / (limit * self.rates[s])
-            possible = (share <= 1 + PRECISION) & (before[:, None] < behind[None])
+            behind = np.arange(earliest[s + 1], latest[s + 1] + 1)
+            reach = limit * self.rates[s] * (1 + PRECISION)
+            first = np.maximum(np.searchsorted(work, work[behind] - reach), earliest[s])
+            before = behind[:, None] - np.arange(max(int((behind - first).max()), 1), 0, -1)
+            inside = np.clip(before, earliest[s], latest[s])
+            share = (work[behind, None] - work[inside]) / (limit * self.rates[s])
+            possible = (share <= 1 + PRECISION) & (before == inside)
             if self.memory[s] < math.inf:
                 held = np.asarray(self.holds[s])
-                possible &= held[None, behind] - held[before, None] <= self.memory[s]
-            total = np.where(possible, values[:, None] + scale * share**2, np.inf)
-            best = total.argmin(0)
-            chosen.append(before[best])
-            values = total[best, np.arange(len(behind))]
+                possible &= held[behind, None] - held[inside] <= self.memory[s]
+            total = np.where(possible, values[inside - earliest[s]] + scale * share**2, np.inf)
+            best = total.argmin(1)
+            rows = np.arange(len(behind))
+            chosen.append(inside[rows, best])
+            values = total[rows, best]
             if s + 1 < count:
                 values = values + self._messages(s, space.crossing[behind])
         if not np.isfinite(values[-1]):

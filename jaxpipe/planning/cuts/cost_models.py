@@ -148,8 +148,9 @@ class Synchronous(CostModel):
             alike.setdefault((len(layout), rounds), []).append(k)
         timelines = []
         for (_, rounds), numbers in alike.items():
-            parts = [self._timeline(space, *plans[k]) for k in numbers]
-            timelines.append(Timelines(*(np.concatenate(part) for part in zip(*parts, strict=True)), rounds))
+            parts = zip(*(self._timeline(space, *plans[k]) for k in numbers), strict=True)
+            forward, backward, ways, trained, besides = map(np.concatenate, parts)
+            timelines.append(Timelines(forward, backward, ways, trained, besides, rounds))
         prices: list[np.ndarray] = [np.zeros(0)] * len(plans)
         for numbers, seconds in zip(alike.values(), shortest(timelines, within), strict=True):
             ends = np.cumsum([len(plans[k][0]) for k in numbers])[:-1]

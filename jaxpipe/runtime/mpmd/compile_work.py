@@ -40,12 +40,12 @@ class TracedWork:
     same: Mapping[Name, Name]  # of a result that is an operand or another result
     estimate: dict[Hashable, int] = field(default_factory=dict)  # of temporary bytes (``device_bytes``)
 
-    @property
+    @functools.cached_property
     def read_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the operands."""
         return tuple(shape_of(v.aval) for v in _compat.open_jaxpr(self.program.closed)[0].invars)
 
-    @property
+    @functools.cached_property
     def written_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the results."""
         return tuple(shape_of(v.aval) for v in _compat.open_jaxpr(self.program.closed)[0].outvars)

@@ -17,9 +17,11 @@ from jaxpipe import Network, Node, Profile
 from jaxpipe.costs.topology import INFINIBAND_HDR, NVLINK_A100, NVLINK_V100
 from jaxpipe.planning import partition_layers
 from jaxpipe.planning.cuts import choose_plan
-from jaxpipe.planning.cuts.free_pipeline import one_f_one_b_seconds
+from jaxpipe.planning.cuts.free_pipeline import Timelines, one_f_one_b_seconds, shortest
 from jaxpipe.planning.cuts.step_bound import step_bound
+from jaxpipe.planning.dispatch_timeline import Dispatching, dispatched_timeline, host_seconds
 from jaxpipe.schedules import gpipe, interleaved, one_f_one_b, simulate, zero_bubble
+from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.table import without_backward
 
 
@@ -41,6 +43,41 @@ def test_makespan_of_many_plans_is_the_simulators(frozen):
             links = list(zip(ahead[k].tolist(), back[k].tolist(), strict=True))
             work = {"forward": forward[k].tolist(), "backward": backward[k].tolist()}
             assert simulate(schedule, **work, communication=links, lockstep=False).makespan == seconds[k]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("within", [1.0, 1.05, math.inf])
+def test_plans_whose_bounds_are_high_are_left_out(frozen, within):
+    """No bound is above what its plan takes, and of all plans none within the limit is missing."""
+    r = np.random.default_rng(2)
+    for m, p in itertools.product((1, 3, 8, 20), (1, 2, 5, 9)):
+        parts = []
+        for _ in range(2):
+            forward, backward, ways = r.random((300, p)), 2 * r.random((300, p)), 0.5 * r.random((300, p - 1))
+            trained = np.broadcast_to(np.arange(p) >= r.integers(0, p), (300, p)) if frozen else np.full((300, p), True)
+            parts.append(Timelines(forward, backward, ways, trained, r.random(300), m))
+        every = [
+            one_f_one_b_seconds(x.forward, x.backward, x.ways, x.ways, m, x.trained if frozen else None) + x.besides
+            for x in parts
+        ]
+        assert all((x.bounds() <= seconds * (1 + 1e-12)).all() for x, seconds in zip(parts, every, strict=True))
+        found, limit = np.concatenate(shortest(parts, within)), within * np.concatenate(every).min()
+        known, all_seconds = np.isfinite(found), np.concatenate(every)
+        assert (found[known] == all_seconds[known]).all()
+        assert known[all_seconds <= limit].all()
+        assert known.all() == (within == math.inf)
+
+
+def test_the_host_makes_all_calls_of_a_step():
+    """A table of ``p`` stages and ``m`` micro-batches: two calls, one in the last stage, and two sends between two."""
+    for p, m in ((1, 3), (2, 4), (4, 8)):
+        alone = StageReplicas((1,) * p)
+        seconds = host_seconds(one_f_one_b(p, m), [(0,)] * p, alone)
+        assert seconds == pytest.approx(m * ((2 * p - 1) * CALL + 2 * (p - 1) * SEND) - CALL)
+        nothing = Dispatching([(0.0, 0.0)] * p, [(0,)] * p, alone)
+        assert dispatched_timeline(one_f_one_b(p, m), *[[0.0] * p] * 3, nothing).makespan >= seconds
+    busiest = host_seconds(zero_bubble(4, 8), [(0,), (0,), (1,), (1,)], StageReplicas((1,) * 4))
+    assert busiest == pytest.approx(8 * (6 * CALL + 3 * SEND) - CALL)  # of the first: two stages, three of their sends
 
 
 table = functools.cache(one_f_one_b)

@@ -58,7 +58,7 @@ def dispatched_timeline(
         backward_input=called(whole, backward_input),
         backward_weight=called(Kind.BACKWARD_WEIGHT, backward_weight),
         communication=_links(schedule, dispatching),
-        begins=_calls(schedule, dispatching.processes, stage_replicas.round_size)[0],
+        begins=_calls(schedule, dispatching.processes, stage_replicas.round_size),
         lockstep=False,
     )
 
@@ -116,14 +116,14 @@ def search_arguments(
 
 
 def host_seconds(schedule: Schedule, processes: Sequence[Sequence[int]], stage_replicas: StageReplicas) -> float:
-    """Return how long the busiest process takes for the calls and sends of a step; no step is shorter."""
-    return _calls(schedule, processes, stage_replicas.round_size)[1]
+    """Return when the last call of a step begins if no host ever waits; no step is shorter."""
+    return max(_calls(schedule, processes, stage_replicas.round_size).values())
 
 
-def _calls(schedule: Schedule, processes: Sequence[Sequence[int]], round_size: int) -> tuple[dict[int, float], float]:
-    """Return when the host has called each action, by its result's number, and when it is done with all calls.
+def _calls(schedule: Schedule, processes: Sequence[Sequence[int]], round_size: int) -> dict[int, float]:
+    """Return when the host calls each action, by its result's number.
 
-    What goes on in a program that was called before is left out of the first.
+    What goes on in a program that was called before is left out.
     """
     p, count, m = schedule.num_devices, schedule.total_stages, schedule.num_microbatches
     first = [{kinds[0] for kinds in program_kinds(schedule, s)} for s in range(count)]
@@ -142,4 +142,4 @@ def _calls(schedule: Schedule, processes: Sequence[Sequence[int]], round_size: i
                     seconds += SEND_SECONDS
                 for process in here:
                     now[process] += round_size * seconds
-    return called, max(now.values())
+    return called

@@ -158,7 +158,16 @@ class Synchronous(CostModel):
                 prices[k] = part
         return prices
 
-    def _timeline(self, space: CutSpace, cuts: np.ndarray, layout: Layout) -> tuple[np.ndarray, ...]:
+    def likely(self, space: CutSpace, cuts: np.ndarray, layout: Layout, most: int) -> np.ndarray:
+        """Return the rows of cuts with the least bounds, so many at most."""
+        if len(cuts) <= most:
+            return cuts
+        rounds = -(-self.m // math.lcm(*map(len, layout)))
+        return cuts[Timelines(*self._timeline(space, cuts, layout), rounds).bounds().argsort(kind="stable")[:most]]
+
+    def _timeline(
+        self, space: CutSpace, cuts: np.ndarray, layout: Layout
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return the parts of ``Timelines`` for some cuts, but for the micro-batches."""
         sizes = np.array([len(devices) for devices in layout])
         each = math.lcm(*sizes.tolist()) // sizes

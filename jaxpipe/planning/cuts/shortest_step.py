@@ -13,7 +13,7 @@ import numpy as np
 from jaxpipe.costs.network import Network
 from jaxpipe.planning.cuts import device_orders
 from jaxpipe.planning.cuts.balance_chain import Chain
-from jaxpipe.planning.cuts.choose_plan import ROUNDING, Found, Plans, chosen
+from jaxpipe.planning.cuts.choose_plan import Found, Plans, chosen
 from jaxpipe.planning.cuts.cost_models import CostModel, Layout, Synchronous
 from jaxpipe.planning.cuts.cut_space import CutSpace
 from jaxpipe.planning.cuts.layouts import Limits, along, numbers_of_devices
@@ -31,6 +31,8 @@ MOST_ORDERED = 32
 STARTS, SHIFTS, SLOWEST = 2, (1, 2, 4), 12
 #: Up to so many stages two cuts are shifted at once.
 MOST_PAIRS = 8
+#: How many shifted cuts are priced, those with the least bounds, and by what share a step must get shorter to go on.
+MOST_SHIFTED, SHORTER = 100, 1e-4
 
 
 def shortest_step(
@@ -126,9 +128,9 @@ def shifted(space: CutSpace, model: Synchronous, cuts: np.ndarray, layout: Layou
     """Shift a cut, or some that follow each other, while that makes the step shorter."""
     seconds = float(model.prices(space, [(cuts, layout)])[0][0])
     while len(layout) > 1:
-        others = _shifts(space, model, cuts[0], layout)
+        others = model.likely(space, _shifts(space, model, cuts[0], layout), layout, MOST_SHIFTED)
         prices = model.prices(space, [(others, layout)], within=1)[0]
-        if not prices.min(initial=math.inf) < seconds / ROUNDING:
+        if not prices.min(initial=math.inf) < (1 - SHORTER) * seconds:
             break
         cuts, seconds = others[[prices.argmin()]], float(prices.min())
     return cuts

@@ -263,6 +263,7 @@ def _bits_to_count(length: int) -> int | None:
 
 
 @functools.cache
+@functools.cache
 def itemsize(dtype: DType) -> int:
     """Bytes of one element; for random keys, the bytes of the raw key data."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import jax
@@ -135,19 +135,20 @@ def _candidates(traced: Traced, replicate: bool | tuple[int, ...]) -> list[Candi
         ways = cuts(schedule.num_chunks)
         return ways[best_placed(schedule, [way.partition for way in ways])]
 
+    made: list[Schedule] = []
     if not replicate:
         schedules = schedule_makers.make_schedules(request.schedules, request.num_devices, m)
     elif cuts(1)[0].replicas.is_single:
         return []
     else:
-        schedules = schedule_makers.make_replicated_schedules(request.schedules, cuts(1)[0].replicas, m)
-    candidates = _of_schedules(traced, schedules, cut)
+        schedules = iter(schedule_makers.make_replicated_schedules(request.schedules, cuts(1)[0].replicas, m))
+    candidates = _of_schedules(traced, _noted(schedules, made), cut)
     if request.schedules is not schedule_makers.AUTO or request.num_devices == 1 or replicate:
         return candidates
     sources = list(candidates)
     # Interleaved 1F1B may lose to zero-bubble where an order with a split backward pass, on its cuts, does not.
     if all(candidate.schedule.num_chunks == 1 for candidate in candidates):
-        more = [schedule for schedule in schedules if schedule.num_chunks > 1]
+        more = [schedule for schedule in made if schedule.num_chunks > 1]
         with contextlib.suppress(PartitionError):  # too few operators for so many stages
             sources += _of_schedules(traced, [x for x in more if not _is_longer(traced, x, candidates)], cut)
     return candidates + searched_candidates(candidates, sources)
@@ -169,7 +170,13 @@ def _host_seconds(mesh: Mesh, schedule: Schedule, stage_replicas: StageReplicas)
     return host_seconds(schedule, [(0,)] * schedule.num_devices, stage_replicas)
 
 
-def _of_schedules(traced: Traced, schedules: Sequence[Schedule], cut: Callable[[Schedule], Cut]) -> list[Candidate]:
+def _noted(schedules: Iterator[Schedule], made: list[Schedule]) -> Iterator[Schedule]:
+    for schedule in schedules:
+        made.append(schedule)
+        yield schedule
+
+
+def _of_schedules(traced: Traced, schedules: Iterable[Schedule], cut: Callable[[Schedule], Cut]) -> list[Candidate]:
     """Return a program for each schedule that may be faster than those before it."""
     candidates: list[Candidate] = []
     for schedule in schedules:
@@ -188,6 +195,9 @@ def _of_schedules(traced: Traced, schedules: Sequence[Schedule], cut: Callable[[
         if not candidates or least < min(earlier.seconds for earlier in candidates):
             tell(f"{schedule.name}: {schedule.total_stages} stages with default storage")
             candidates.append(build_candidate(chosen, schedule))
+        first = candidates[0].schedule
+        if first.num_chunks == 1 and not first.splits_backward and _is_longer(traced, first, candidates):
+            break  # no table has fewer calls
     return candidates
 
 

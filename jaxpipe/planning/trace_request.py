@@ -152,7 +152,7 @@ def _known_schedules(request: Request, num_microbatches: int) -> list[Schedule]:
         return schedule_makers.make_replicated_schedules(request.schedules, replicas, num_microbatches)
     if request.devices_per_stage or request.schedules is schedule_makers.AUTO:
         return []
-    return schedule_makers.make_schedules(request.schedules, request.num_devices, num_microbatches)
+    return list(schedule_makers.make_schedules(request.schedules, request.num_devices, num_microbatches))
 
 
 def _for_groups(

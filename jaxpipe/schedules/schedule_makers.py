@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxpipe.errors import PartitionError, ScheduleError
 from jaxpipe.schedules.asynchronous import double_buffered, pipedream
@@ -71,15 +71,14 @@ def make_schedules(
     num_devices: int,
     num_microbatches: int,
     stage_replicas: StageReplicas | None = None,
-) -> list[Schedule]:
-    """Tables of some size, those left out that there are not for this size; one at least."""
+) -> Iterator[Schedule]:
+    """Make tables of some size one by one, those left out that there are not for this size; one at least."""
     first, *others = makers
     size = num_devices, num_microbatches
-    schedules = [check_schedule(first(*size), *size, stage_replicas)]
+    yield check_schedule(first(*size), *size, stage_replicas)
     for maker in others if num_devices > 1 else ():
         with contextlib.suppress(ScheduleError):
-            schedules.append(check_schedule(maker(*size), *size, stage_replicas))
-    return schedules
+            yield check_schedule(maker(*size), *size, stage_replicas)
 
 
 def make_replicated_schedules(
@@ -88,7 +87,7 @@ def make_replicated_schedules(
     """Return tables for stages with several devices; a micro-batch of the table is a round."""
     widths, rounds = " + ".join(map(str, stage_replicas.per_stage)), stage_replicas.rounds(num_microbatches)
     try:
-        schedules = make_schedules(makers, len(stage_replicas.per_stage), rounds, stage_replicas)
+        schedules = list(make_schedules(makers, len(stage_replicas.per_stage), rounds, stage_replicas))
     except (PartitionError, ScheduleError) as error:
         raise type(error)(
             f"{error} With stages on {widths} devices (devices_per_stage=) a micro-batch of a schedule is a round of "

@@ -4,11 +4,11 @@ The host follows a list far ahead of the devices, and memory is reserved in its 
 instruction that writes it to the last that reads it, a program's temporaries during its call.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.array_types import Device, Shaped
@@ -303,4 +303,4 @@ def _components(calls: CallList) -> dict[int, str]:
 
 def array_bytes(aval: Shaped) -> int:
     """Return the bytes of an array of some shape and type."""
-    return int(np.prod(aval.shape, dtype=np.int64)) * itemsize(aval.dtype)
+    return math.prod(aval.shape) * itemsize(aval.dtype)

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeAlias
 
 import jax
@@ -40,12 +41,12 @@ class TracedWork:
     same: Mapping[Name, Name]  # of a result that is an operand or another result
     estimate: dict[Hashable, int] = field(default_factory=dict)  # of temporary bytes (``device_bytes``)
 
-    @property
+    @cached_property
     def read_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the operands."""
         return tuple(shape_of(v.aval) for v in _compat.open_jaxpr(self.program.closed)[0].invars)
 
-    @property
+    @cached_property
     def written_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the results."""
         return tuple(shape_of(v.aval) for v in _compat.open_jaxpr(self.program.closed)[0].outvars)

@@ -180,7 +180,7 @@ class Front:
         return reruns_products(self.ways[0].stage)
 
     def within(self, room: float, targets: Targets | None = None) -> Point | None:
-        """Return the fastest point of no more bytes than a room; None if there is none.
+        """Return the fastest point of no more bytes than a room; None if no point is small enough.
 
         A way that can not be faster than what was found is not solved.
         """

@@ -19,6 +19,9 @@ from jaxpipe.text.progress import tell
 #: Fastest over slowest stage at which no better cut is looked for.
 BALANCED = 0.9
 
+#: The share of a step by which storage must have made it longer, or no other cut can make it much shorter.
+WORTH_A_CUT = 0.02
+
 #: How often a program is cut again at most.
 MOST_ROUNDS = 3
 
@@ -30,8 +33,11 @@ def balanced(first: PlannedStep, cut_again: Callable[[Profile], PlannedStep | No
     """
     best = now = first
     rounds = [_round(first)]
+    short_enough = (1 + WORTH_A_CUT) * first.candidate.seconds
     for _ in range(MOST_ROUNDS):
-        if rounds[-1].rate >= BALANCED or not any(stage.added_seconds for stage in now.plan.stages):
+        if best.plan.step_seconds <= short_enough or rounds[-1].rate >= BALANCED:
+            break
+        if not any(stage.added_seconds for stage in now.plan.stages):
             break
         tell(f"Cutting again with that storage, round {len(rounds) + 1}")
         try:

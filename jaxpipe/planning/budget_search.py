@@ -16,14 +16,19 @@ from jaxpipe.planning.compile_within_budget import SMALL_PLANS, adjusted, smalle
 from jaxpipe.planning.list_candidates import cut_again, leanest, list_candidates, price
 from jaxpipe.planning.price_storage import longest_microbatch, price_storage
 from jaxpipe.planning.storage.solver_time import SolverTime
-from jaxpipe.planning.storage.stage_budget import Solving, StageFitter, reruns_products
+from jaxpipe.planning.storage.stage_budget import StageFitter
+from jaxpipe.planning.storage.stage_front import Solving, reruns_products
 from jaxpipe.planning.trace_request import trace_request
+from jaxpipe.schedules.table import Kind
 from jaxpipe.text.progress import phase, tell
 from jaxpipe.text.units import bytes_text, seconds_text
 
 
 #: How many times as many micro-batches are tried where a budget is kept by no plan.
 MORE_MICROBATCHES = (2, 4, 8)
+
+#: By what share a step may be shorter with another schedule, if there were no budget, for storage to be chosen for it.
+PROMISED = 0.01
 
 
 class BudgetSearch:
@@ -99,7 +104,7 @@ class BudgetSearch:
         """Return the plan with the shortest step of predicted bytes within a budget; None if no plan is within."""
         best: PlannedStep | None = None
         for candidate in self.candidates:
-            if best is not None and price(candidate, self._least_seconds(candidate)) >= _price(best):
+            if best is not None and price(candidate, self._least_seconds(candidate)) >= (1 - PROMISED) * _price(best):
                 continue
             first = self._within(candidate, budget)
             if first is None:
@@ -114,8 +119,13 @@ class BudgetSearch:
         return best
 
     def _cut_again(self, candidate: Candidate, budget: int, charged: Profile) -> PlannedStep | None:
-        """Return the plan of the same schedule, cut for another profile, within a budget; None if it does not fit."""
-        return self._within(cut_again(candidate, charged), budget)
+        """Return the plan of the same schedule, cut for another profile, within a budget; None if it does not fit.
+
+        What its devices need besides what stages store is about what it was before.
+        """
+        other = cut_again(candidate, charged)
+        self._fitter(other, self._fitter(candidate).beyond)
+        return self._within(other, budget)
 
     def _least_seconds(self, candidate: Candidate) -> float:
         """Return what a step takes at least with some cuts and a schedule, within any budget."""
@@ -147,12 +157,14 @@ class BudgetSearch:
             yield self._refit(smallest.candidate, int(least + part * (most - least)))
         yield default
 
-    def _fitter(self, candidate: Candidate) -> StageFitter:
+    def _fitter(self, candidate: Candidate, held: Sequence[int] | None = None) -> StageFitter:
         if candidate not in self._fitters:
             program, partition, request = candidate.program, candidate.partition, candidate.traced.request
             prices, period = price_storage(request, program, partition), longest_microbatch(program, partition)
+            if held is None and program.schedule.backward_kind is Kind.BACKWARD:  # nothing waits for a later part of it
+                held = candidate.held_bytes
             self._fitters[candidate] = StageFitter(
-                program, candidate.needs, prices, self._solving, period, request.policy
+                program, candidate.needs, held, prices, self._solving, period, request.policy
             )
         return self._fitters[candidate]
 

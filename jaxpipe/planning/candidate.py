@@ -28,6 +28,7 @@ from jaxpipe.planning.trace_request import Traced
 from jaxpipe.runtime.asynchronous_updates import check_asynchronous
 from jaxpipe.runtime.executable_plan import ExecutablePlan, Update
 from jaxpipe.runtime.fold_state import shared_stages
+from jaxpipe.runtime.mpmd.device_bytes import array_bytes
 from jaxpipe.runtime.optimizer_by_stage import partition_update
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.replica_exchange import stage_exchange, warn_of_adam
@@ -111,6 +112,22 @@ class Candidate:
             d = self.program.device(s)
             held[d] += self.program.in_flight(d, s // self.program.num_devices) * _stash_bytes(self.program, stage)
         return max(held)
+
+    @cached_property
+    def held_bytes(self) -> list[int]:
+        """About what each device holds all the time: parameters, sums of gradients, optimizer state and the batch."""
+        program, update = self.program, self.update.by_stage
+        held = [
+            program.bytes_of(program.held(d)[0]) + program.sum_bytes(program.trained(d)) for d in program.device_numbers
+        ]
+        for t, s in zip(update.state, update.state_stage, strict=True):
+            if s is not None:
+                held[s % program.num_devices] += update.graph.tensors[t].bytes
+        batch = sum(map(array_bytes, self.traced.local))
+        users = {
+            program.device(s) for s, stage in zip(program.stage_numbers, program.stages, strict=True) if stage.used
+        }
+        return [n + batch if d in users else n for d, n in zip(program.device_numbers, held, strict=True)]
 
     @cached_property
     def mesh(self) -> Mesh:

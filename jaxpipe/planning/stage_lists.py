@@ -8,7 +8,7 @@ from jaxpipe.array_types import Device
 from jaxpipe.graph.sharding_annotations import outside_mesh
 from jaxpipe.plan import Plan
 from jaxpipe.runtime.executable_plan import ExecutablePlan
-from jaxpipe.runtime.mpmd.device_bytes import Peak, predicted_bytes
+from jaxpipe.runtime.mpmd.device_bytes import Peak
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
 from jaxpipe.runtime.program import Program
 from jaxpipe.target import building_for
@@ -23,27 +23,23 @@ class StageLists:
 
     def __init__(self, traces: dict[Any, Any]) -> None:
         """Nothing is listed yet; ``traces`` are those of other schedules for the same cuts, too."""
-        self._calls: dict[int, tuple[Program, Any]] = {}
+        self._listed: dict[int, tuple[Program, MpmdRuntime, dict[Device, Peak]]] = {}
         self._traces = traces
-
-    def with_list(self, planned: _Planned) -> _Planned:
-        """Return a plan with its list."""
-        program, planned = planned.program, replace(planned, traces=self._traces)
-        if id(program) not in self._calls:  # with the program, so that its number stays its own
-            self._calls[id(program)] = program, MpmdRuntime(planned).calls
-        return replace(planned, calls=self._calls[id(program)][1])
 
     @outside_mesh()
     @phase("bytes")
+    def _peaks(self, planned: ExecutablePlan) -> tuple[MpmdRuntime, dict[Device, Peak]]:
+        """Return the runtime of a plan's program with its list, and what each device needs along that."""
+        program = planned.program
+        if id(program) not in self._listed:  # with the program, so that its number stays its own
+            with building_for(planned.mesh.devices.flat[0].platform):
+                runtime = MpmdRuntime(replace(planned, traces=self._traces, calls=None))
+                self._listed[id(program)] = program, runtime, runtime.predicted
+        return self._listed[id(program)][1:]
+
     def with_bytes(self, planned: _Planned) -> _Planned:
         """Return a plan with its list, and the bytes that each device needs for it."""
-        with building_for(planned.mesh.devices.flat[0].platform):
-            return self._with_bytes(planned)
-
-    def _with_bytes(self, planned: _Planned) -> _Planned:
-        planned = self.with_list(planned)
-        runtime = MpmdRuntime(planned)
-        peaks = runtime.predicted
+        runtime, peaks = self._peaks(planned)
         each = [sum(peak.components.values()) for peak in peaks.values()]
         stages = tuple(peaks[row[0]].components for row in runtime.devices.rows)
         fullest = list(peaks.values())[each.index(max(each))]
@@ -56,12 +52,11 @@ class StageLists:
         )
         if plan.host is not None:
             plan = replace(plan, host=replace(plan.host, bytes=max(peak.host for peak in peaks.values())))
-        return replace(planned, plan=plan)
+        return replace(planned, plan=plan, traces=self._traces, calls=runtime.calls)
 
     def needs(self, planned: ExecutablePlan, program: Program) -> list[int]:
         """Return the predicted bytes of each device along the stage axis, for a plan with another program."""
-        runtime = MpmdRuntime(self.with_list(replace(planned, program=program, calls=None)))
-        peaks = predicted_bytes(runtime.calls, runtime.devices)
+        runtime, peaks = self._peaks(replace(planned, program=program))
         return [max(peaks[x].total for x in row) for row in runtime.devices.rows[: program.num_devices]]
 
 

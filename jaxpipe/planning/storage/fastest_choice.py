@@ -96,7 +96,7 @@ def _solve(
 
         return integer_program.solve(*args, **options)
 
-    reduced = without_small_items(problem)
+    reduced = without_small_items(problem, SHARE if least_peak else max(SHARE, gap))
     limits = {"time_limit": time_limit, "gap": gap, "slack": slack, "least_peak": least_peak}
     return kept_or_solved(solve, reduced, solver=solver, **limits)
 

@@ -1,7 +1,7 @@
 """A choice without a solver: items are given up that give most bytes for a second, then what still fits is taken back.
 
-Large models repeat layers, so items are given up in two ways, whose better result counts: one by one, and all items
-that are alike at once. In a row of equal layers the peak falls only when all of them have given up the same item.
+Large models repeat layers, so all items that are alike are given up at once: in a row of equal layers the peak falls
+only when all of them have given up the same item. Where that is not enough, items are given up one by one, too.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,16 +28,14 @@ class Changes:
 
 
 def give_up(problem: Problem) -> tuple[int, ...] | None:
-    """Return the fastest of the choices within the limits that are found; None if none is found."""
-    fastest = [_fastest(problem, k) for k in range(len(problem.items))]
-    starts = [_descended(problem, fastest, changes) for changes in (_singles(problem), _alike(problem))]
-    if not any(_fits(problem, choice) for choice in starts):
-        starts.append(_smallest(problem))
-    elif starts[0] != fastest:
-        starts.append(_descended(replace(problem, capacity=0), fastest, _alike(problem)))
-    fitting = [choice for choice in starts if _fits(problem, choice)]
-    ends = [_taken_back(problem, choice, order) for choice in fitting for order in (_by_seconds, _by_rate)]
-    return None if not ends else tuple(min(ends, key=lambda choice: _seconds(problem, choice)))
+    """Return a fast choice within the limits; None if none is found."""
+    choice = _descended(problem, [_fastest(problem, k) for k in range(len(problem.items))], _alike(problem))
+    if not _fits(problem, choice):
+        choice = _smallest(problem)
+    if not _fits(problem, choice):
+        return None
+    ends = [_taken_back(problem, choice, order) for order in (_by_rate, _by_seconds)]
+    return tuple(min(ends, key=lambda choice: _seconds(problem, choice)))
 
 
 def give_up_all(problem: Problem) -> tuple[int, ...] | None:

@@ -13,11 +13,11 @@ import numpy as np
 from jaxpipe.planning.storage.storage_problem import Item, Option, Problem
 
 
-#: The share of a problem's bytes that all small items together have at most.
+#: The share of a problem's bytes that all small items together have at most, where an exact answer is wanted.
 SHARE = 1e-3
 
 
-def without_small_items(problem: Problem) -> Problem:
+def without_small_items(problem: Problem, share: float = SHARE) -> Problem:
     """Return a problem whose small items can only be stored, with their bytes in every event instead of their own.
 
     Items and options keep their positions, so that a choice means the same in both problems; options of swaps, which
@@ -26,7 +26,7 @@ def without_small_items(problem: Problem) -> Problem:
     scale = problem.capacity if np.isfinite(problem.capacity) else max(problem.base)
     copies = max(1, problem.held + problem.frees)
     small: dict[int, int] = {}
-    left = int(SHARE * scale)
+    left = int(share * scale)
     for k in sorted(range(len(problem.items)), key=lambda k: problem.items[k].bytes):
         kept = _kept_on_device(problem.items[k])
         if not kept:

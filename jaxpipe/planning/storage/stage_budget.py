@@ -1,39 +1,31 @@
-"""Storage that keeps every device of a pipeline of stage programs within a memory budget, each stage by itself.
+"""Storage that keeps every device of a pipeline of stage programs within a memory budget.
 
-    default storage ──▶ predicted bytes of each device ──within──▶ on GPUs fewer products again, if they fit; done
-                               │ over: its own stages only
-                               ▼
-    problem (``held`` stashes at once, capacity = budget - all else on the device) ──▶ choice ──▶ predicted bytes ...
+    front of each stage ──pick within budget - all else on the device──▶ predicted bytes of each device ──fits──▶ done
+                               ▲            all else is what was predicted besides            │ over
+                               └──────────────────────────────────────────────────────────────┘
 
-The integer program knows the stashes and what is computed again; what else a device needs is read off the prediction
-for the stage programs, and corrects the capacity until these fit.
+The points of a front know the stashes and what is computed again; what else a device needs is read off the prediction
+for the stage programs.
 
 The last stage may also run its largest product in slices, logits as a rule, where that is faster within the budget.
 """
 
 # More than 15 of our modules: what a stage stores is priced, chosen and swapped by modules of their own.
 import functools
-import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from jaxpipe import _compat, multihost
 from jaxpipe.graph.allowed_codecs import FAST, Policy
-from jaxpipe.graph.op_cost import is_product
 from jaxpipe.graph.sharding_propagation import of_one_device, propagate
 from jaxpipe.planning.storage.choose_swaps import Link, Targets, choose_targets
-from jaxpipe.planning.storage.fastest_choice import Answer, choose, least_seconds, lowest_peak
 from jaxpipe.planning.storage.prices import Prices
-from jaxpipe.planning.storage.solver_time import SolverTime
-from jaxpipe.planning.storage.storage_items import Items, limited, stage_items, storage_plan
-from jaxpipe.planning.storage.storage_problem import NOT_STORED, Option, Outcome, Problem, simulate
-from jaxpipe.residuals import vjp_program
+from jaxpipe.planning.storage.stage_front import GAP, HIGHER_PEAKS, Front, Point, Solving, Way
+from jaxpipe.planning.storage.storage_items import Items, stage_items
 from jaxpipe.residuals.backward_graph import BackwardGraph
-from jaxpipe.residuals.choose_formats import GPU_RERUN_SHARE, default_plan
-from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.stages import Stage, in_slices
-from jaxpipe.runtime.stash_swap import StashSwap
 from jaxpipe.schedules.joined_work import program_kinds
 from jaxpipe.schedules.swap_points import HOST, swap_points
 from jaxpipe.schedules.table import DeviceNumber, StageNumber
@@ -41,20 +33,8 @@ from jaxpipe.text.progress import tell
 from jaxpipe.text.units import bytes_text
 
 
-#: How often limits are corrected by what the programs really need.
+#: How often points are picked, each time with what the last ones need besides.
 MOST_ROUNDS = 4
-
-#: Peaks with which the smallest plan is looked for: parts of the way from a problem's lowest to that by default. The
-#: search for the lowest takes half of the time, and the others the rest.
-HIGHER_PEAKS = (0.0, 0.25, 0.5, 0.75)
-
-#: Where memory is left, products that run again may take an eighth less of the time that default storage allows, two
-#: eighths less, and so on.
-RERUN_LEVELS = 8
-
-#: How far from the best a search may stop: the share of a micro-batch's seconds on the slowest stage that a better
-#: choice could save, or of what codecs and recomputation take.
-GAP = 0.01
 
 #: By what share of a budget predictions may be wrong.
 INEXACT = 0.1
@@ -77,73 +57,11 @@ class Fitted:
     solve_seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class Solving:
-    """A solver, and the time that it has for a plan.
-
-    Attributes:
-      solver: for cvxpy.
-      time: what is left for them.
-      for_smallest: seconds for each solution for the smallest plan.
-    """
-
-    solver: str
-    time: SolverTime
-    for_smallest: float
-    _fronts: dict[Problem, list[tuple[float, Answer]]] = field(default_factory=dict)
-
-    def fastest(self, problem: Problem, slack: float) -> tuple[Answer | None, float]:
-        """Return the fastest choice but for ``slack`` seconds, and the seconds that it took to find.
-
-        Equal stages have one front: what was the fastest within more bytes, and is within these, is so still.
-        """
-        front = self._fronts.setdefault(replace(problem, capacity=math.inf), [])
-        for capacity, answer in front:
-            if answer.outcome.peak_bytes <= problem.capacity <= capacity:
-                return answer, 0.0
-        answer, spent = self.time.solve(choose, problem, solver=self.solver, gap=GAP, slack=slack)
-        if answer is not None:
-            front.append((problem.capacity, answer))
-        return answer, spent
-
-
 @dataclass(frozen=True, eq=False)
-class _Way:
-    """A program of a stage, and what it may store.
+class _Picked:
+    """A point of each stage, their program, and predicted bytes by device."""
 
-    Attributes:
-      stage: its forward and backward program.
-      items: what it may store.
-      seconds: that a micro-batch takes longer than with the stage's operators as they are, whatever is stored.
-    """
-
-    stage: Stage
-    items: Items
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, eq=False)
-class _Chosen:
-    """An answer for a stage."""
-
-    way: _Way
-    answer: Answer
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a micro-batch for codecs and recomputation."""
-        return self.way.seconds + self.answer.outcome.seconds
-
-
-#: By stage, what was chosen for it; those with default storage are left out.
-Answers = Mapping[StageNumber, _Chosen]
-
-
-@dataclass(frozen=True, eq=False)
-class _Candidate:
-    """Answers, their program, and predicted bytes by device."""
-
-    answers: Answers
+    points: tuple[Point, ...]
     program: Program
     needs: Sequence[int]
 
@@ -155,6 +73,7 @@ class StageFitter:
         self,
         program: Program,
         measure: Callable[[Program], Sequence[int]],
+        held: Sequence[int] | None,
         prices: Prices,
         solving: Solving,
         period: float = 0.0,
@@ -165,289 +84,204 @@ class StageFitter:
         Args:
           program: with default storage.
           measure: predicted bytes of each device along the stage axis.
+          held: about what each device needs besides points; None if that has to be measured.
           prices: what choices cost.
           solving: by whom, and how long.
           period: seconds of a micro-batch on the slowest stage, with which swaps overlap.
           policy: the codecs that stages may use.
         """
-        self.program, self._measure, self._prices, self._solving = program, measure, prices, solving
+        self.program, self._measure, self._held, self._prices, self._solving = program, measure, held, prices, solving
         self._period, self._policy = period, policy
-        self._built: dict[tuple[StageNumber, _Way, tuple[int, ...]], VJPProgram] = {}
-        self._programs: dict[tuple[tuple[StageNumber, _Way, tuple[int, ...], StashSwap | None], ...], _Candidate] = {}
-        self._spent: dict[StageNumber, float] = {}
-        self._swaps: dict[StageNumber, Targets] = {}
-        self._rerunning: dict[tuple[StageNumber, int], _Chosen] = {}
+        self._known: dict[tuple[Point, ...], _Picked] = {}
 
     def within(self, budget: int) -> tuple[Program, tuple[Fitted, ...]] | None:
-        """Return the program with the fastest storage of predicted bytes within a budget; None if none is found."""
-        default = self._candidate({})
-        over = [d for d in self.program.device_numbers if default.needs[d] > budget]
-        self._swaps = self._swap_targets(default, over, budget)
-        best = self._refined(default, over, budget) if over else self._with_fewer_reruns(budget)
-        return None if best is None else (best.program, self._report(best.answers))
+        """Return the program with the fastest storage of predicted bytes within a budget; None if none is found.
 
-    def _refined(self, default: _Candidate, over: Sequence[DeviceNumber], budget: int) -> _Candidate | None:
-        """Return the fastest storage within a budget that is found for devices that are over it by default.
-
-        What a device needs besides what the problems of its stages know is corrected from round to round, until no more
-        than ``GAP`` of a step can be won by it.
+        What a device needs besides its points is corrected from round to round, until no more than ``GAP`` of a step
+        can be won by it.
         """
-        beyond = {d: self._beyond(default, d) for d in over}
-        if any(self._least_base(d) > budget - beyond[d] + INEXACT * budget for d in over):
+        beyond = self.beyond
+        if any(beyond[d] + self._least_base(d) > (1 + INEXACT) * budget for d in self.program.device_numbers):
             return None
-        now, best = default, None
+        targets, time = self._swap_targets(budget), self._solving.time
+        slack = GAP * self._period * self.program.num_microbatches
+        best, now = None, None
         for number in range(MOST_ROUNDS):
             tell(
-                f"{self.program.schedule.name}: choosing what "
-                f"{sum(len(self._stages_of(d)) for d in over)} stage(s) store "
-                f"within {bytes_text(budget)}, round {number + 1}; solvers took {self._solving.time.spent:.1f} of "
-                f"{self._solving.time.limit:g} s"
+                f"{self.program.schedule.name}: choosing what {len(self.program.stages)} stage(s) store within "
+                f"{bytes_text(budget)}, round {number + 1}; solvers took {time.spent:.1f} of {time.limit:g} s"
             )
-            answers = {s: a for d in over for s, a in self._solved(d, budget - beyond[d]).items()}
-            slack = GAP * self._period * self.program.num_microbatches
-            if best is not None and self._added(answers) >= self._added(best.answers) - slack:
+            points = self._points_within([budget - n for n in beyond], targets)
+            if best is not None and self._added(points) >= self._added(best.points) - slack:
                 break
-            now = self._candidate(answers)
+            now = self._picked(points)
             fits = max(now.needs) <= budget
-            if fits and (best is None or self._added(answers) < self._added(best.answers)):
+            if fits and (best is None or self._added(points) < self._added(best.points)):
                 best = now
-            needed = {d: self._beyond(now, d) for d in over}
-            # What turns out to be needed besides counts; where all fits, it may also be less than was thought.
-            corrected = needed if fits else {d: max(needed[d], beyond[d]) for d in over}
-            if corrected == beyond or (fits and all(needed[d] >= beyond[d] for d in over)):
+            if fits and self._added(points) + self.most_saved_seconds <= slack:
                 break
-            beyond = corrected
-        return best or self._with_smallest(now, budget)
+            needed = self._beyond(now)
+            if needed == beyond or (fits and all(map(operator.ge, needed, beyond))):
+                break
+            # What turns out to be needed besides counts; where all fits, it may also be less than was thought.
+            beyond = needed if fits or not number else list(map(max, needed, beyond))
+        assert now is not None
+        self.beyond = self._beyond(now)
+        best = best or self._with_smallest(now, budget)
+        return None if best is None else (best.program, self._report(best.points))
 
-    def _least_base(self, d: DeviceNumber) -> int:
-        """Return the bytes that the problems of a device's stages need whatever is chosen."""
-        return sum(min(max(way.items.problem.base) for way in self._ways[s]) for s in self._stages_of(d))
+    @cached_property
+    def beyond(self) -> list[int]:
+        """The bytes of each device besides points: as given, or else by default; then those of the last points."""
+        return list(self._held or self._beyond(self._default))
 
-    def _with_fewer_reruns(self, budget: int) -> _Candidate:
-        """Return default storage within a budget, but that each device runs as few products again as fit.
-
-        Stages of a device have the same level, so that what fits is tried together.
-        """
-        stages = zip(self.program.stage_numbers, self.program.stages, strict=True)
-        levels = {s: (-1, RERUN_LEVELS) for s, stage in stages if reruns_products(stage)}  # too few reruns, and enough
-        while any(enough - few > 1 for few, enough in levels.values()):
-            tried = {s: 0 if few < 0 else (few + enough) // 2 for s, (few, enough) in levels.items()}
-            needs = self._with_reruns(tried).needs
-            for s, level in tried.items():
-                few, enough = levels[s]
-                fits = needs[self.program.device(s)] <= budget
-                levels[s] = (few, level) if fits else (level, enough)
-        return self._with_reruns({s: enough for s, (_, enough) in levels.items()})
-
-    def _with_reruns(self, levels: Mapping[StageNumber, int]) -> _Candidate:
-        """Return default storage, but that some stages run fewer products again, where that is faster."""
-        chosen = {s: self._with_rerun_level(s, level) for s, level in levels.items() if level < RERUN_LEVELS}
-        return self._candidate({s: other for s, other in chosen.items() if other.seconds < self._default(s).seconds})
-
-    def _with_rerun_level(self, s: StageNumber, level: int) -> _Chosen:
-        """Return default storage of a stage where fewer products may run again."""
-        stage = self.program.stages[s]
-        if (s, level) not in self._rerunning:
-            assert stage.vjp is not None
-            backward_graph = stage.vjp.backward_graph
-            plan = default_plan(backward_graph, self._policy, stage.used, GPU_RERUN_SHARE * level / RERUN_LEVELS)
-            other = replace(stage, vjp=vjp_program.assemble(backward_graph, plan))
-            items = self._items(other)
-            outcome = simulate(self._without_swaps(s, math.inf, items), items.default)
-            assert outcome is not None
-            answer = Answer(items.default, outcome, "fewer reruns", outcome.seconds)
-            self._rerunning[s, level] = _Chosen(_Way(other, items), answer)
-        return self._rerunning[s, level]
+    def _beyond(self, picked: _Picked) -> list[int]:
+        """Return the bytes that each device needs beyond those of its points."""
+        return [need - known for need, known in zip(picked.needs, self._bytes(picked.points), strict=True)]
 
     @property
     def most_saved_seconds(self) -> float:
         """Seconds by which a step may be shorter than with default storage."""
-        stages = zip(self.program.stage_numbers, self.program.stages, strict=True)
-        return self.program.num_microbatches * sum(
-            self._default(s).seconds for s, stage in stages if reruns_products(stage)
-        )
+        seconds = (front.default.seconds for front in self._fronts if front.reruns_products)
+        return self.program.num_microbatches * sum(seconds)
 
-    @functools.cached_property
+    @cached_property
     def smallest(self) -> tuple[Program, tuple[Fitted, ...]]:
         """The program with the least predicted bytes on its fullest device. It does not depend on any budget."""
-        return self._smallest.program, self._report(self._smallest.answers)
-
-    @functools.cached_property
-    def _smallest(self) -> _Candidate:
         tell(f"{self.program.schedule.name}: looking for the smallest plan")
-        return self._candidate(self._smallest_on(self.program.device_numbers))
+        return self._smallest.program, self._report(self._smallest.points)
 
-    def _smallest_on(self, devices: Sequence[DeviceNumber]) -> Answers:
-        """Return answers for the stages of devices with as little memory as is found; none where default needs less.
+    @cached_property
+    def _smallest(self) -> _Picked:
+        return self._smallest_on(self.program.device_numbers)
 
-        Where the lowest peak of a problem does not make the program smaller, of which the problem knows a part, higher
-        ones may.
+    def _smallest_on(self, devices: Sequence[DeviceNumber]) -> _Picked:
+        """Return default storage, but on some devices points with as little memory as is found.
+
+        Where the smallest point does not make the program smaller, of which the front knows a part, larger ones may.
         """
-        default = self._candidate({})
-        least, answers = list(default.needs), dict[StageNumber, _Chosen]()
-        for part in HIGHER_PEAKS:
-            larger = [d for d in devices if least[d] >= default.needs[d]]
-            small = {s: self._small(s, part) for d in larger for s in self._stages_of(d)}
-            candidate = self._candidate({s: chosen for s, chosen in small.items() if chosen is not None})
-            for d in larger:
-                if candidate.needs[d] < least[d]:
-                    least[d] = candidate.needs[d]
-                    answers |= {s: a for s, a in candidate.answers.items() if self.program.device(s) == d}
-        return answers
+        default = self._default
+        points, left = list(default.points), list(devices)
+        for part in (0.0, *HIGHER_PEAKS):
+            stages = [s for d in left for s in self._stages_of(d)]
+            tried = self._picked([self._fronts[s].small(part) if s in stages else p for s, p in enumerate(points)])
+            smaller = [d for d in left if tried.needs[d] < default.needs[d]]
+            for s in (s for d in smaller for s in self._stages_of(d)):
+                points[s] = tried.points[s]
+            left = [d for d in left if d not in smaller]
+            if not left:
+                break
+        return self._picked(points)
 
-    @functools.cached_property
+    @cached_property
     def most_smaller(self) -> int:
         """Bytes that a choice without swaps may take less than the smallest plan at most, as the problems count them.
 
         This is of the device that needs most.
         """
         needs = self._smallest.needs
-        fullest = max(self.program.device_numbers, key=lambda d: needs[d])
-        saved = 0
-        for s in self._stages_of(fullest):
-            answers = [answer for way in self._ways[s] if (answer := self._lowest_peak(s, way))]
-            chosen = self._smallest.answers.get(s)
-            peak = (self._default(s) if chosen is None else chosen.answer.outcome).peak_bytes
-            saved += max(0, peak - min((answer.least_bytes for answer in answers), default=0))
-        return saved
+        stages = self._stages_of(max(self.program.device_numbers, key=lambda d: needs[d]))
+        return sum(max(0, self._smallest.points[s].bytes - self._fronts[s].least_bytes) for s in stages)
 
-    def _lowest_peak(self, s: StageNumber, way: _Way) -> Answer | None:
-        """Return the answer with the lowest peak for one way of a stage."""
-        problem = self._without_swaps(s, math.inf, way.items)
-        options = {"solver": self._solving.solver, "gap": GAP, "time_limit": self._solving.for_smallest / 2}
-        return multihost.from_first(functools.partial(lowest_peak, problem, **options))
-
-    def _small(self, s: StageNumber, part: float) -> _Chosen | None:
-        """Return a stage's answer with the lowest peak, or the fastest within one higher by a part of the way back."""
-        seconds = self._solving.for_smallest / 2
-        options = {"solver": self._solving.solver, "gap": GAP}
-        answers = []
-        for way in self._ways[s]:
-            answer = self._lowest_peak(s, way)
-            if answer is not None and part:
-                problem, lowest = self._without_swaps(s, math.inf, way.items), answer.outcome.peak_bytes
-                higher = replace(problem, capacity=lowest + part * (self._default(s).peak_bytes - lowest))
-                each = seconds / (len(HIGHER_PEAKS) - 1)
-                answer = multihost.from_first(functools.partial(choose, higher, time_limit=each, **options))
-            if answer is not None:
-                answers.append(_Chosen(way, answer))
-        return min(answers, key=lambda chosen: chosen.answer.outcome.peak_bytes, default=None)
-
-    def _with_smallest(self, now: _Candidate, budget: int) -> _Candidate | None:
-        """A candidate with the smallest storage on the devices that are over the budget; None if they still are."""
-        over = [d for d in self.program.device_numbers if now.needs[d] > budget]
-        kept = {s: a for s, a in now.answers.items() if self.program.device(s) not in over}
-        mixed = self._candidate({**kept, **self._smallest_on(over)})
+    def _with_smallest(self, now: _Picked, budget: int) -> _Picked | None:
+        """Return the smallest points on the devices that are over the budget, and what is picked on others."""
+        over = {d for d in self.program.device_numbers if now.needs[d] > budget}
+        smallest = self._smallest_on(sorted(over)).points
+        pairs = zip(self.program.stage_numbers, smallest, now.points, strict=True)
+        mixed = self._picked([small if self.program.device(s) in over else point for s, small, point in pairs])
         return mixed if max(mixed.needs) <= budget else None
 
-    def _solved(self, d: DeviceNumber, room: float) -> dict[StageNumber, _Chosen]:
-        """Answers for the stages of a device, within a room that they share as they would by default."""
-        peaks = {s: self._default(s).peak_bytes for s in self._stages_of(d)}
-        answers: dict[StageNumber, _Chosen] = {}
-        for s, peak in peaks.items():
-            chosen = self._fastest(s, room * peak / max(1, sum(peaks.values()))) or self._small(s, 0.0)
-            if chosen is not None:
-                answers[s] = chosen
-        return answers
+    def _points_within(self, rooms: Sequence[float], targets: Mapping[StageNumber, Targets]) -> list[Point]:
+        """Return the fastest point of each stage within the room of its device, or else the smallest.
 
-    def _fastest(self, s: StageNumber, capacity: float) -> _Chosen | None:
-        """The fastest answer for a stage; a way that can not be faster than what was found is not solved."""
-        best: _Chosen | None = None
-        for way in self._ways[s]:
-            problem = self._problem(s, capacity, way.items)
-            if best is not None and best.seconds <= way.seconds + least_seconds(problem):
-                continue
-            slack = GAP * self._period / self._prices.slow[s]
-            answer, spent = self._solving.fastest(problem, slack)
-            self._spent[s] = self._spent.get(s, 0.0) + spent
-            if answer is not None and (best is None or way.seconds + answer.outcome.seconds < best.seconds):
-                best = _Chosen(way, answer)
-        return best
+        The stages of a device share its room as they would by default.
+        """
+        shared = self._bytes([front.default for front in self._fronts])
+        points = []
+        for s, front in zip(self.program.stage_numbers, self._fronts, strict=True):
+            d = self.program.device(s)
+            room = rooms[d] * front.default.bytes / max(1, shared[d])
+            points.append(front.within(room, targets.get(s)) or front.small(0.0))
+        return points
 
-    def _beyond(self, candidate: _Candidate, d: DeviceNumber) -> float:
-        """Return the bytes that a device needs beyond those that the problems of its stages know."""
-        outcomes = [
-            candidate.answers[s].answer.outcome if s in candidate.answers else self._default(s)
-            for s in self._stages_of(d)
-        ]
-        return candidate.needs[d] - sum(outcome.peak_bytes for outcome in outcomes)
+    def _bytes(self, points: Sequence[Point]) -> list[int]:
+        """Return the bytes of the points of each device together: all stashes, and one backward pass at a time."""
+        total = []
+        for d in self.program.device_numbers:
+            here = [points[s] for s in self._stages_of(d)]
+            working = max(point.bytes - point.stash_bytes for point in here)
+            total.append(sum(point.stash_bytes for point in here) + working)
+        return total
+
+    def _least_base(self, d: DeviceNumber) -> int:
+        """Return the bytes that the backward passes of a device's stages need at once whatever is stored."""
+        return max(min(max(way.items.problem.base) for way in self._fronts[s].ways) for s in self._stages_of(d))
 
     def _stages_of(self, d: DeviceNumber) -> list[StageNumber]:
         return [s for s in self.program.stage_numbers if self.program.device(s) == d]
 
-    def _swap_targets(
-        self, default: _Candidate, over: Sequence[DeviceNumber], budget: int
-    ) -> dict[StageNumber, Targets]:
-        """Find memory elsewhere for the stages of devices that are over the budget, the fullest first."""
+    def _swap_targets(self, budget: int) -> dict[StageNumber, Targets]:
+        """Find memory elsewhere for the stages of devices that are over the budget by default, the fullest first."""
         program, links = self.program, self._prices.links
-        if not program.stage_replicas.is_single or not program.schedule.has_backward:
+        linked = links.host_bytes or any(map(any, links.bandwidth))
+        if not linked or not program.stage_replicas.is_single or not program.schedule.has_backward:
             return {}
+        needs = self._default.needs
+        over = [d for d in program.device_numbers if needs[d] > budget]
         apart = [d for d in program.device_numbers if d not in over]
-        rooms = {program.schedule.stage(d, 0): budget - default.needs[d] for d in apart}
+        rooms = {program.schedule.stage(d, 0): budget - needs[d] for d in apart}
         chosen: dict[StageNumber, Targets] = {}
-        for d in sorted(over, key=lambda d: -default.needs[d]):
+        for d in sorted(over, key=lambda d: -needs[d]):
             for s in self._stages_of(d):
-                points = swap_points(program.schedule, s)
-                fewer = self._held(s) - points.home
-                if fewer <= 0 or not self._stays_apart(s):
+                points, held = swap_points(program.schedule, s), self._fronts[s].held
+                if held is None or held <= points.home:
                     continue
                 reach = {t: Link(links.bandwidth[s][t], links.latency[s][t], n) for t, n in rooms.items()}
                 if links.host_bytes:
                     reach[HOST] = Link(links.host_bandwidth[s], links.host_latency[s], links.host_bytes)
-                targets = choose_targets(reach, points.away, (default.needs[d] - budget) / fewer)
+                targets = choose_targets(reach, points.away, (needs[d] - budget) / (held - points.home))
                 if targets is None:
                     continue
                 chosen[s] = targets
-                size = min(targets.most_bytes, self._default(s).stash_bytes)
+                size = min(targets.most_bytes, self._fronts[s].default.answer.outcome.stash_bytes)
                 for target in targets.targets:
                     if target.stage != HOST:
                         rooms[target.stage] -= int(points.away * size * target.share)
         return chosen
 
-    def _stays_apart(self, s: StageNumber) -> bool:
-        """Return whether a stage's stash leaves its forward program."""
-        return len(program_kinds(self.program.schedule, s)[0]) == 1
+    @cached_property
+    def _fronts(self) -> tuple[Front, ...]:
+        """The front of each stage."""
+        return tuple(map(self._front, self.program.stage_numbers))
 
-    def _held(self, s: StageNumber) -> int:
-        """The most stashes of a stage at once."""
-        return self.program.in_flight(self.program.device(s), s // self.program.num_devices)
+    def _front(self, s: StageNumber) -> Front:
+        program = self.program
+        stays_apart = len(program_kinds(program.schedule, s)[0]) == 1  # its stash leaves its forward program
+        held = program.in_flight(program.device(s), s // program.num_devices)
+        return Front(
+            ways=self._ways(s),
+            items_of=self._items,
+            held=held if stays_apart else None,
+            home=swap_points(program.schedule, s).home if stays_apart else 0,
+            period=self._period,
+            slack=GAP * self._period / self._prices.slow[s],
+            solving=self._solving,
+            policy=self._policy,
+        )
 
-    def _with_swaps(self, s: StageNumber, items: Items) -> Items:
-        """The items of a stage, all of which may also be in other memory between the passes."""
-        targets = self._swaps.get(s)
-        if targets is None:
-            return items
-        home, problem = swap_points(self.program.schedule, s).home, items.problem
-
-        def swapped(option: Option) -> Option:
-            seconds = option.bytes / targets.bandwidth
-            return replace(option, name=f"swap {option.name}", held=home, link_seconds=seconds)
-
-        widened = [replace(item, options=(*item.options, *map(swapped, item.options))) for item in problem.items]
-        overlap = max(0.0, self._period - targets.latency)
-        problem = replace(problem, items=tuple(widened), most_swapped=targets.most_bytes, overlap=overlap)
-        return replace(items, problem=problem, formats=tuple((*formats, *formats) for formats in items.formats))
-
-    def _swap(self, s: StageNumber, chosen: _Chosen) -> StashSwap | None:
-        """The swaps that a choice stands for."""
-        items = self._with_swaps(s, chosen.way.items)
-        options = zip(items.tensors, items.problem.items, chosen.answer.choice, strict=True)
-        tensors = [t for t, item, k in options if k != NOT_STORED and item.options[k].held is not None]
-        return StashSwap(tuple(tensors), self._swaps[s].targets) if tensors else None
-
-    @functools.cached_property
-    def _ways(self) -> list[list[_Way]]:
-        """By stage, its program as it is, and with its largest product in slices if it can be."""
-        ways = [[_Way(stage, self._items(stage))] for stage in self.program.stages]
-        last, stage = ways[-1], self.program.stages[-1]
-        sliced = None
-        if stage.is_trained and stage.fold is None and self.program.specs.submesh.size == 1:
-            sliced = in_slices(stage, self.program.objective.results[0], self._policy)
-        if sliced is not None:
-            other, looped = sliced
-            again = sum(self._prices.seconds(stage.graph, op) for op in looped)
-            last.append(_Way(other, self._items(other), again))
-        return ways
+    def _ways(self, s: StageNumber) -> tuple[Way, ...]:
+        """Return a stage's program as it is, and of the last stage with its largest product in slices if it can be."""
+        stage, program = self.program.stages[s], self.program
+        way = Way(stage, self._items(stage))
+        is_last, on_one_device = s == len(program.stages) - 1, program.specs.submesh.size == 1
+        if not is_last or not on_one_device or not stage.is_trained or stage.fold is not None:
+            return (way,)
+        sliced = in_slices(stage, program.objective.results[0], self._policy)
+        if sliced is None:
+            return (way,)
+        other, looped = sliced
+        again = sum(self._prices.seconds(stage.graph, op) for op in looped)
+        return way, Way(other, self._items(other), again)
 
     def _items(self, stage: Stage) -> Items:
         """Return the tensors that a stage may store, on one of its devices."""
@@ -468,63 +302,33 @@ class StageFitter:
         split, shape = propagate(graph, given, specs.submesh.shape).specs, specs.submesh.shape
         return replace(backward_graph, graph=of_one_device(graph, split, shape))
 
-    def _problem(self, s: StageNumber, capacity: float, items: Items) -> Problem:
-        """A stage's problem, with swaps."""
-        return self._without_swaps(s, capacity, self._with_swaps(s, items))
+    @property
+    def _default(self) -> _Picked:
+        """Default storage."""
+        return self._picked([front.default for front in self._fronts])
 
-    def _without_swaps(self, s: StageNumber, capacity: float, items: Items) -> Problem:
-        """A stage's problem.
+    def _picked(self, points: Sequence[Point]) -> _Picked:
+        """Return the program with some points; of the same points the same one."""
+        key = tuple(points)
+        if key not in self._known:
+            is_default = all(point is front.default for point, front in zip(points, self._fronts, strict=True))
+            stages = tuple(point.stage for point in points)
+            program = self.program if is_default else replace(self.program, stages=stages)
+            self._known[key] = _Picked(key, program, self._measure(program))
+        return self._known[key]
 
-        Where forward and backward pass are one program, its only stash goes piece by piece. Other stashes are arrays
-        that are there until the backward pass that reads them is done.
-        """
-        if not self._stays_apart(s):
-            return limited(items, capacity, frees=True)
-        return limited(items, capacity, held=self._held(s), frees=False)
-
-    def _default(self, s: StageNumber) -> Outcome:
-        """The outcome of a stage's default storage."""
-        items = self._ways[s][0].items
-        outcome = simulate(self._without_swaps(s, math.inf, items), items.default)
-        assert outcome is not None
-        return outcome
-
-    def _candidate(self, answers: Answers) -> _Candidate:
-        """The program with some answers; the same one for the same choices."""
-        swaps = {s: self._swap(s, chosen) for s, chosen in answers.items()}
-        choices = tuple((s, answers[s].way, answers[s].answer.choice, swaps[s]) for s in sorted(answers))
-        if choices not in self._programs:
-            stages = list(self.program.stages)
-            for s, way, choice, swap in choices:
-                items = self._with_swaps(s, way.items)
-                if (s, way, choice) not in self._built:
-                    built = vjp_program.assemble(items.backward_graph, storage_plan(items, choice))
-                    self._built[s, way, choice] = built
-                stages[s] = replace(way.stage, vjp=self._built[s, way, choice], swap=swap)
-            program = replace(self.program, stages=tuple(stages)) if choices else self.program
-            self._programs[choices] = _Candidate(answers, program, self._measure(program))
-        return self._programs[choices]
-
-    def _added(self, answers: Answers) -> float:
-        """Seconds that storage adds to a step: those of the slowest device for all micro-batches."""
+    def _added(self, points: Sequence[Point]) -> float:
+        """Return the seconds that storage adds to a step: those of the slowest device for all micro-batches."""
         added = [0.0] * self.program.num_devices
-        for s, fitted in zip(self.program.stage_numbers, self._report(answers), strict=True):
+        for s, fitted in zip(self.program.stage_numbers, self._report(points), strict=True):
             added[self.program.device(s)] += fitted.added_seconds * self._prices.slow[s]
         return self.program.num_microbatches * max(added)
 
-    def _report(self, answers: Answers) -> tuple[Fitted, ...]:
+    def _report(self, points: Sequence[Point]) -> tuple[Fitted, ...]:
         """Return how the storage of each stage was chosen."""
-        reports = [Fitted()] * len(self.program.stages)
-        for s, chosen in answers.items():
-            added = chosen.seconds - self._default(s).seconds
-            reports[s] = Fitted(chosen.answer.status, added, chosen.answer.gap, self._spent.get(s, 0.0))
-        return tuple(reports)
-
-
-def reruns_products(stage: Stage) -> bool:
-    """Return whether a stage with default storage runs products again, as many as a GPU may."""
-    if _compat.runs_breadth_first() or stage.vjp is None:
-        return False
-    formats, operators = stage.vjp.plan.formats, stage.vjp.graph.operators
-    again = {t for t, saved in formats.items() if not saved.format.is_stored}
-    return any(is_product(op) and not again.isdisjoint(op.outputs) for op in operators)
+        return tuple(
+            Fitted(point.answer.status, point.seconds - front.default.seconds, point.answer.gap, sum(front.spent))
+            if point is not front.default
+            else Fitted()
+            for point, front in zip(points, self._fronts, strict=True)
+        )

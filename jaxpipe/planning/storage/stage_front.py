@@ -1,0 +1,283 @@
+"""The front of a stage: points of bytes and seconds, each a way to store, from ample to small.
+
+    fewer products again ◀── more bytes ── default storage ── fewer bytes ──▶ choices of the integer program
+
+A point is made when a room in memory is first asked for, and kept. Equal stages share what is solved.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from jaxpipe import _compat, multihost
+from jaxpipe.graph.allowed_codecs import Policy
+from jaxpipe.graph.op_cost import is_product
+from jaxpipe.planning.storage.choose_swaps import Targets
+from jaxpipe.planning.storage.fastest_choice import Answer, choose, least_seconds, lowest_peak
+from jaxpipe.planning.storage.solver_time import SolverTime
+from jaxpipe.planning.storage.storage_items import Items, limited, storage_plan
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, Option, Problem, simulate
+from jaxpipe.residuals import vjp_program
+from jaxpipe.residuals.choose_formats import GPU_RERUN_SHARE, default_plan
+from jaxpipe.runtime.stages import Stage
+from jaxpipe.runtime.stash_swap import StashSwap
+
+
+#: Rooms above a problem's lowest peak in which the smallest plan is looked for, too: parts of the way to that by
+#: default. The search for the lowest takes half of the time, and the others the rest.
+HIGHER_PEAKS = (0.25, 0.5, 0.75)
+
+#: Where memory is left, products that run again may take an eighth less of the time that default storage allows, two
+#: eighths less, and so on.
+RERUN_LEVELS = 8
+
+#: How far from the best a search may stop: the share of a micro-batch's seconds on the slowest stage that a better
+#: choice could save, or of what codecs and recomputation take.
+GAP = 0.01
+
+
+@dataclass(frozen=True)
+class Solving:
+    """A solver, and the time that it has for a plan.
+
+    Attributes:
+      solver: for cvxpy.
+      time: what is left for them.
+      for_smallest: seconds for each solution for the smallest plan.
+    """
+
+    solver: str
+    time: SolverTime
+    for_smallest: float
+    _fronts: dict[Problem, list[tuple[float, Answer]]] = field(default_factory=dict)
+
+    def fastest(self, problem: Problem, slack: float) -> tuple[Answer | None, float]:
+        """Return the fastest choice but for ``slack`` seconds, and the seconds that it took to find.
+
+        Equal stages have one front: what was the fastest within more bytes, and is within these, is so still.
+        """
+        front = self._fronts.setdefault(replace(problem, capacity=math.inf), [])
+        for capacity, answer in front:
+            if answer.outcome.peak_bytes <= problem.capacity <= (1 + GAP) * capacity:
+                return answer, 0.0
+        answer, spent = self.time.solve(choose, problem, solver=self.solver, gap=GAP, slack=slack)
+        if answer is not None:
+            front.append((problem.capacity, answer))
+        return answer, spent
+
+    def lowest(self, problem: Problem) -> Answer | None:
+        """Return the choice with the lowest peak."""
+        return self._in_time(lowest_peak, problem, self.for_smallest / 2)
+
+    def small(self, problem: Problem) -> Answer | None:
+        """Return the fastest choice of a small plan."""
+        return self._in_time(choose, problem, self.for_smallest / 2 / len(HIGHER_PEAKS))
+
+    def _in_time(self, search: Callable[..., Answer | None], problem: Problem, seconds: float) -> Answer | None:
+        options = {"solver": self.solver, "gap": GAP, "time_limit": seconds}
+        return multihost.from_first(functools.partial(search, problem, **options))
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """A program of a stage, and what it may store.
+
+    Attributes:
+      stage: its forward and backward program, with default storage.
+      items: what it may store.
+      seconds: that a micro-batch takes longer than with the stage's operators as they are, whatever is stored.
+    """
+
+    stage: Stage
+    items: Items
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Point:
+    """A way to store, with its bytes and seconds.
+
+    Attributes:
+      way: the program of the stage; its items have swaps if there are targets.
+      answer: what is stored.
+      held: how many stashes are there besides what is counted by event.
+      targets: memory elsewhere for what is swapped.
+    """
+
+    way: Way
+    answer: Answer
+    held: int
+    targets: Targets | None = None
+
+    @property
+    def stash_bytes(self) -> int:
+        """The bytes of all stashes, which are there whatever stage of the device is at work."""
+        outcome = self.answer.outcome
+        return self.held * (outcome.stash_bytes - outcome.swapped_bytes)
+
+    @property
+    def bytes(self) -> int:
+        """The most bytes of all stashes and of a backward pass at once."""
+        return self.answer.outcome.peak_bytes
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a micro-batch for codecs and recomputation."""
+        return self.way.seconds + self.answer.outcome.seconds
+
+    @cached_property
+    def stage(self) -> Stage:
+        """The stage's programs with this storage."""
+        items, choice = self.way.items, self.answer.choice
+        if choice == items.default:
+            return self.way.stage
+        options = zip(items.tensors, items.problem.items, choice, strict=True)
+        tensors = tuple(t for t, item, k in options if k != NOT_STORED and item.options[k].held is not None)
+        swap = StashSwap(tensors, self.targets.targets) if self.targets is not None and tensors else None
+        vjp = vjp_program.assemble(items.backward_graph, storage_plan(items, choice))
+        return replace(self.way.stage, vjp=vjp, swap=swap)
+
+
+@dataclass(frozen=True, eq=False)
+class Front:
+    """The points of one stage.
+
+    Attributes:
+      ways: its program as it is, and others.
+      items_of: gives the items of a stage's program.
+      held: its stashes at once; None where forward and backward pass are one program, whose only stash goes piece by
+        piece. Other stashes are arrays that are there until the backward pass that reads them is done.
+      home: its stashes at once on its device where stashes are swapped.
+      period: seconds of a micro-batch on the slowest stage, with which swaps overlap.
+      slack: seconds of a micro-batch that count for nothing.
+      solving: by whom, and how long.
+      policy: the codecs that it may use.
+    """
+
+    ways: tuple[Way, ...]
+    items_of: Callable[[Stage], Items]
+    held: int | None
+    home: int
+    period: float
+    slack: float
+    solving: Solving
+    policy: Policy
+    spent: list[float] = field(default_factory=list)  # seconds of solvers
+    _points: dict[tuple[Way, tuple[int, ...], Targets | None], Point] = field(default_factory=dict)
+    _levels: dict[int, Point] = field(default_factory=dict)
+    _swapping: dict[tuple[Way, Targets], Way] = field(default_factory=dict)
+
+    @cached_property
+    def default(self) -> Point:
+        """Default storage."""
+        return self._by_default(self.ways[0], "default")
+
+    @cached_property
+    def reruns_products(self) -> bool:
+        """True if products run again with default storage, as many as a GPU may."""
+        return reruns_products(self.ways[0].stage)
+
+    def within(self, room: float, targets: Targets | None = None) -> Point | None:
+        """Return the fastest point of no more bytes than a room; None if no point is small enough.
+
+        A way that can not be faster than what was found is not solved.
+        """
+        if room >= self.default.bytes:
+            return self._with_fewer_reruns(room)
+        best: Point | None = None
+        for way in self.ways:
+            way = way if targets is None else self._with_swaps(way, targets)
+            problem = self._problem(way, room)
+            if best is not None and best.seconds <= way.seconds + least_seconds(problem):
+                continue
+            answer, spent = self.solving.fastest(problem, self.slack)
+            self.spent.append(spent)
+            if answer is not None and (best is None or way.seconds + answer.outcome.seconds < best.seconds):
+                best = self._point(way, answer, targets)
+        return best
+
+    def small(self, part: float) -> Point:
+        """Return the smallest point, or the fastest in a room larger by a part of the way to default storage."""
+        points = []
+        for way in self.ways:
+            answer = self._lowest(way)
+            if answer is not None and part:
+                lowest = answer.outcome.peak_bytes
+                room = lowest + part * (self.default.bytes - lowest)
+                answer = self.solving.small(self._problem(way, room))
+            if answer is not None:
+                points.append(self._point(way, answer))
+        return min(points, key=lambda point: point.bytes, default=self.default)
+
+    @property
+    def least_bytes(self) -> int:
+        """The bytes without swaps below which no choice is, as solvers count."""
+        return min((answer.least_bytes for way in self.ways if (answer := self._lowest(way))), default=0)
+
+    def _lowest(self, way: Way) -> Answer | None:
+        return self.solving.lowest(self._problem(way, math.inf))
+
+    def _with_fewer_reruns(self, room: float) -> Point:
+        """Return default storage, but that as few products run again as fit, where that is faster."""
+        few, enough = -1, RERUN_LEVELS if self.reruns_products else 0
+        while enough - few > 1:
+            level = 0 if few < 0 else (few + enough) // 2
+            few, enough = (few, level) if self._with_level(level).bytes <= room else (level, enough)
+        point = self._with_level(enough)
+        return point if point.seconds < self.default.seconds else self.default
+
+    def _with_level(self, level: int) -> Point:
+        """Return default storage where fewer products may run again."""
+        stage = self.ways[0].stage
+        if level == RERUN_LEVELS or not self.reruns_products:
+            return self.default
+        if level not in self._levels:
+            assert stage.vjp is not None
+            graph = stage.vjp.backward_graph
+            plan = default_plan(graph, self.policy, stage.used, GPU_RERUN_SHARE * level / RERUN_LEVELS)
+            other = replace(stage, vjp=vjp_program.assemble(graph, plan))
+            self._levels[level] = self._by_default(Way(other, self.items_of(other)), "fewer reruns")
+        return self._levels[level]
+
+    def _by_default(self, way: Way, status: str) -> Point:
+        """Return the default storage of a way."""
+        outcome = simulate(self._problem(way, math.inf), way.items.default)
+        assert outcome is not None
+        return Point(way, Answer(way.items.default, outcome, status, outcome.seconds), self.held or 0)
+
+    def _point(self, way: Way, answer: Answer, targets: Targets | None = None) -> Point:
+        """Return the point of an answer; of equal choices the same, whose programs are built once."""
+        return self._points.setdefault((way, answer.choice, targets), Point(way, answer, self.held or 0, targets))
+
+    def _problem(self, way: Way, capacity: float) -> Problem:
+        if self.held is None:
+            return limited(way.items, capacity, frees=True)
+        return limited(way.items, capacity, held=self.held, frees=False)
+
+    def _with_swaps(self, way: Way, targets: Targets) -> Way:
+        """Return a way of which all items may also be in other memory between the passes."""
+
+        def swapped(option: Option) -> Option:
+            seconds = option.bytes / targets.bandwidth
+            return replace(option, name=f"swap {option.name}", held=self.home, link_seconds=seconds)
+
+        if (way, targets) not in self._swapping:
+            items, overlap = way.items, max(0.0, self.period - targets.latency)
+            widened = [
+                replace(item, options=(*item.options, *map(swapped, item.options))) for item in items.problem.items
+            ]
+            problem = replace(items.problem, items=tuple(widened), most_swapped=targets.most_bytes, overlap=overlap)
+            formats = tuple((*formats, *formats) for formats in items.formats)
+            self._swapping[way, targets] = replace(way, items=replace(items, problem=problem, formats=formats))
+        return self._swapping[way, targets]
+
+
+def reruns_products(stage: Stage) -> bool:
+    """Return whether a stage with default storage runs products again, as many as a GPU may."""
+    if _compat.runs_breadth_first() or stage.vjp is None:
+        return False
+    formats, operators = stage.vjp.plan.formats, stage.vjp.graph.operators
+    again = {t for t, saved in formats.items() if not saved.format.is_stored}
+    return any(is_product(op) and not again.isdisjoint(op.outputs) for op in operators)

@@ -1,5 +1,6 @@
 """The variables of a Linen module, and how to run a user's function on it."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -153,13 +154,10 @@ def _shapes(
         result, calls = make_variables(module, function, key, batch, variables, assumed)
         return result
 
-    try:
+    with contextlib.suppress(*([Exception] if assumed else ())):
         shapes = with_axes(lambda: jax.eval_shape(make, jax.random.key(0), batch, variables))
-    except Exception:
-        if not assumed:
-            raise
-        return _shapes(module, function, batch, variables)
-    return shapes, calls
+        return shapes, calls
+    return _shapes(module, function, batch, variables)
 
 
 def _annotated(tree: PyTree) -> tuple[P, ...]:

@@ -36,8 +36,11 @@ class MissingAttributeError(ModelError, AttributeError):
     """An attribute that the model of a loss does not have; ``hasattr`` and ``getattr`` take it as any other."""
 
 
-class ReturnsOtherError(Exception):
-    """A call returns, or leaves of the variables, other arrays than its initialization, which it was taken to do."""
+class ReturnsOtherError(BaseException):
+    """A call returns, or leaves of the variables, other arrays than its initialization, which it was taken to do.
+
+    It goes through a loss that catches any ``Exception``.
+    """
 
 
 class LinenModel:

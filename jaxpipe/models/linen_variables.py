@@ -20,6 +20,7 @@ from jaxpipe.models.call_function import call_function
 from jaxpipe.models.check_batch import shape_of
 from jaxpipe.models.linen_facade import LinenModel, handed_on, separated, without_sown
 from jaxpipe.models.observed_calls import Observed, observed_calls
+from jaxpipe.models.purify_nnx import part
 from jaxpipe.models.variable_trees import by_path, merged, path_text
 from jaxpipe.text.value_text import listed
 
@@ -127,19 +128,17 @@ class _InitializingLinenModel(LinenModel):
 
     def _initialization(self, args: PyTree, kwargs: PyTree) -> tuple[_Initialize, list[Array]]:
         """Return how variables are made from a key and the arrays among the arguments, and these."""
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        places = [k for k, x in enumerate(leaves) if isinstance(x, jax.Array)]
+        given, fill = part((args, kwargs), lambda x: isinstance(x, jax.Array))
         mutable = self._returns_initial() or nn.DenyList(_NOT_INITIALIZED)
 
         def initialize(key: Array, arrays: list[Array]) -> tuple[PyTree, PyTree, PyTree]:
-            given = dict(zip(places, arrays, strict=True))
-            args, kwargs = jax.tree.unflatten(tree, [given.get(k, x) for k, x in enumerate(leaves)])
+            args, kwargs = fill(arrays)
             with observed_calls(self.observed, has_streams=False):
                 initial: Any = self.module.init_with_output(self._rngs(key), *args, mutable=mutable, **kwargs)
             sown, variables = separated(initial[1], self.observed.sown)
             return initial[0], variables, sown
 
-        return initialize, [leaves[k] for k in places]
+        return initialize, [x for _, x in given]
 
 
 def _made_inside(initialize: _Initialize, key: Array, arguments: list[jax.ShapeDtypeStruct], known: PyTree) -> PyTree:

@@ -165,10 +165,9 @@ def _trace_layers(
     model = replace(model, replica_axis=request.replica_axis)
     check_model_features(request, model)
     check_effect(request.gradient_dtype, [v.aval.dtype for v in model.parameters])
-    try:
+    with contextlib.suppress(ReturnsOtherError):
         return trace_layers(request, model, microbatch)
-    except ReturnsOtherError:
-        return _trace_layers(request, microbatch, variables, batch, assumed=False)
+    return _trace_layers(request, microbatch, variables, batch, assumed=False)
 
 
 def _known_schedules(request: Request, num_microbatches: int) -> list[Schedule]:

@@ -83,6 +83,8 @@ def bind_linen(
         model = LinenModel(module, variables, key, search.calls if bound else search.calls.copy())
         with handed_on():
             result = call_function(function, model, batch, key)
+        if bound:
+            search.calls.returned.clear()  # it was as assumed
         left = {**variables, **model.state}
         after = by_path(left)
 

@@ -66,6 +66,7 @@ def bind_linen(
     count, trained = params_def.num_leaves, params_def.num_leaves + overwritten_def.num_leaves
 
     bound_function, batch_key = function, shape_key(jax.tree.map(shape_of, microbatch))
+    once = len(search.calls.returned) == 1  # no variable follows from the result of another call
 
     def arrays(tree: PyTree) -> dict[Path, ArrayLike]:
         tree = unfreeze(plain_tree(tree, [*overwritten, *state]))
@@ -102,7 +103,7 @@ def bind_linen(
         variable_tree=variable_tree,
         arrays=arrays,
         levels=(("params",),),
-        make=lambda key, batch: make_variables(module, function, key, batch)[0],
+        make=lambda key, batch: make_variables(module, function, key, batch, assumed=once)[0],
         batch=search.batch,
         annotated=((*_annotated(params), *_annotated(overwritten)), _annotated(state)),
         overwritten=frozenset(range(count, trained)),

@@ -1,5 +1,7 @@
 """Initial values: the bits of plain initialization, where they depend on data too."""
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -98,3 +100,43 @@ def test_layers_of_a_scan_do_not_depend_on_what_they_hand_on(inside):
     pipeline = jaxpipe.partition(Layers(), mesh_of(2), X, loss=loss, **settings)
     plain = jax.tree.map(np.asarray, Layers().init(KEY, X))
     assert_same_bits(pipeline.parameters(pipeline.init(KEY)), plain)
+
+
+@pytest.mark.parametrize("kind", ["same", "shorter", "sown", "state"])
+def test_a_module_is_traced_twice_unless_its_calls_do_other_than_its_initialization(kind):
+    traced = []
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            traced.append(self.is_initializing())
+            y = nn.Dense(8)(x)
+            if kind == "sown" and not self.is_initializing():
+                self.sow("intermediates", "mean", y.mean())
+            if kind == "state" and not self.is_initializing():
+                self.variable("seen", "mean", lambda: y.mean())
+            return y[:, :4] if kind == "shorter" and self.is_initializing() else y
+
+        @nn.compact
+        def head(self, y):
+            return nn.Dense(3, name="out")(y)
+
+    def loss(model, x):
+        return jnp.square(model(model(x), method="head")).mean()
+
+    def plain(variables, x):
+        y: Any = Net().apply(variables, x, mutable=["intermediates", "seen"])
+        out: Any = Net().apply(variables, y[0], method="head")
+        return jnp.square(out).mean()
+
+    pipeline = jaxpipe.partition(
+        Net(), mesh_of(2), X, loss=loss, optimizer=optax.sgd(0.1), num_microbatches=1, profile="analytic"
+    )
+    assert (traced == [True, False]) is (kind == "same")
+    state = pipeline.init(KEY, X)
+    parameters = pipeline.parameters(state)
+    assert parameters["params"]["out"]["kernel"].shape == (8, 3)
+    (value, _), gradients = pipeline.value_and_grad(state, X)
+    expected, expected_gradients = jax.jit(jax.value_and_grad(plain))(parameters, X)
+    assert_same_bits(value, expected)
+    assert_same_bits(gradients, expected_gradients["params"])

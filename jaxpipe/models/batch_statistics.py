@@ -5,7 +5,7 @@
     examples ──product of each with each──▶ similarities                        (contrastive losses)
 
 A loss sums over the examples too, but nothing of single examples comes after that sum. The axes of examples are those
-that grow with the micro-batch: the program is traced for two sizes, if the sums over first axes in it leave it open.
+that grow with the micro-batch: the program is traced for another size, if the sums over first axes in it leave it open.
 New running statistics and random draws are signs that an evaluation or a prediction runs in training mode.
 """
 
@@ -79,8 +79,8 @@ def find_statistics(objective: MicrobatchProgram, rows: int, trace: Callable[[in
     if _guessed(objective, rows) == nothing:
         return nothing
     try:
-        # Not of this size: an axis of length 1 is broadcast otherwise than a longer one.
-        pair = trace(2 * rows), trace(4 * rows)
+        # An axis of length 1 is broadcast otherwise than a longer one.
+        pair = (objective if rows > 1 else trace(2)), trace(2 * max(rows, 2))
     except Exception:  # whatever a function raises that is made for batches of one size
         return nothing
     return _find(*pair, _Search(_grown_axes))

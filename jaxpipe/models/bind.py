@@ -72,6 +72,7 @@ def bind(
     stage_shape: Mapping[str, int] | None = None,
     axis_rules: AxisRules = (),
     batch: PyTree = None,
+    assumed: bool = False,
 ) -> BoundModel:
     """Find a model's variables.
 
@@ -84,6 +85,8 @@ def bind(
       stage_shape: the mesh axes over which stages are sharded, and their sizes.
       axis_rules: the mesh axes of logical ones, for a model that names such (``flax.linen.logical_axis_rules``).
       batch: shapes of the whole batch, of which state may have a row for each example; left out: as ``microbatch``.
+      assumed: whether each call of a Linen module may be taken to return what its initialization does, which saves a
+        trace of it. ``function`` raises ``ReturnsOtherError`` when it is traced if that is wrong; then bind without.
 
     Raises:
       ModelError: if the model is of another kind, or its variables are missing or do not fit.
@@ -91,7 +94,7 @@ def bind(
     check_model(model)
     batch = microbatch if batch is None else batch
     with nn.logical_axis_rules(axis_rules) if axis_rules else contextlib.nullcontext():
-        bound = _bind(model, function, microbatch, batch, variables)
+        bound = _bind(model, function, microbatch, batch, variables, assumed)
     bound = replace(bound, axis_rules=axis_rules, stage_shape=stage_shape or {})
     if variables is not None or not isinstance(model, nn.Module):
         bound = replace(bound, examples=_example_axes(bound, function, microbatch, batch))
@@ -112,9 +115,11 @@ def _example_axes(bound: BoundModel, function: UserFunction, microbatch: PyTree,
     return example_axes(names, avals, batch_size(microbatch), batch_size(batch), call)
 
 
-def _bind(model: Model, function: UserFunction, microbatch: PyTree, batch: PyTree, variables: PyTree) -> BoundModel:
+def _bind(
+    model: Model, function: UserFunction, microbatch: PyTree, batch: PyTree, variables: PyTree, assumed: bool
+) -> BoundModel:
     if isinstance(model, nn.Module):
-        return bind_linen(model, function, microbatch, batch, variables)
+        return bind_linen(model, function, microbatch, batch, variables, assumed)
     if isinstance(model, nnx.Module):
         return bind_nnx(model, None)
     if (factory := nnx_factory(model)) is not None:

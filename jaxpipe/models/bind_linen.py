@@ -1,5 +1,6 @@
 """The variables of a Linen module, and how to run a user's function on it."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,7 +14,7 @@ from jaxpipe.errors import ModelError
 from jaxpipe.graph.sharding_annotations import with_axes
 from jaxpipe.models.bound_model import BoundModel, Called, UserFunction, named
 from jaxpipe.models.call_function import call_function
-from jaxpipe.models.check_batch import batch_size, shape_of
+from jaxpipe.models.check_batch import batch_size, shape_key, shape_of
 from jaxpipe.models.example_state import Axes, changed_axes
 from jaxpipe.models.linen_facade import TRAINED, LinenModel, handed_on, without_sown
 from jaxpipe.models.linen_variables import make_variables
@@ -43,7 +44,7 @@ class _Search:
 
 
 def bind_linen(
-    module: nn.Module, function: UserFunction, microbatch: PyTree, batch: PyTree, variables: PyTree
+    module: nn.Module, function: UserFunction, microbatch: PyTree, batch: PyTree, variables: PyTree, assumed: bool
 ) -> BoundModel:
     """Find a module's variables, as ``bind``; of one with values, not yet the axes of examples."""
     if isinstance(function, jax.stages.Wrapped):
@@ -52,7 +53,7 @@ def bind_linen(
             "function itself; a step is compiled as a whole."
         )
     if variables is None or is_train_state(variables):  # which may have fields that are no collections
-        search = _initial(module, function, microbatch, batch)
+        search = _initial(module, function, microbatch, batch, assumed)
     else:
         search = _given(module, function, microbatch, batch, unfreeze(plain_tree(variables)))
     if not search.variables:
@@ -63,6 +64,9 @@ def bind_linen(
     overwritten = {name: search.variables[name] for name in TRAINED[1:] if name in search.variables}
     params_def, overwritten_def, state_def = map(jax.tree.structure, (params, overwritten, state))
     count, trained = params_def.num_leaves, params_def.num_leaves + overwritten_def.num_leaves
+
+    bound_function, batch_key = function, shape_key(jax.tree.map(shape_of, microbatch))
+    once = len(search.calls.returned) == 1  # no variable follows from the result of another call
 
     def arrays(tree: PyTree) -> dict[Path, ArrayLike]:
         tree = unfreeze(plain_tree(tree, [*overwritten, *state]))
@@ -76,9 +80,12 @@ def bind_linen(
         }
 
     def call(function: UserFunction, variables: PyTree, key: Array, batch: PyTree) -> Called:
-        model = LinenModel(module, variables, key, search.calls)
+        bound = batch_key == shape_key(jax.tree.map(shape_of, batch)) and function is bound_function
+        model = LinenModel(module, variables, key, search.calls if bound else search.calls.copy())
         with handed_on():
             result = call_function(function, model, batch, key)
+        if bound:
+            search.calls.returned.clear()  # it was as assumed
         left = {**variables, **model.state}
         after = by_path(left)
 
@@ -96,7 +103,7 @@ def bind_linen(
         variable_tree=variable_tree,
         arrays=arrays,
         levels=(("params",),),
-        make=lambda key, batch: make_variables(module, function, key, batch)[0],
+        make=lambda key, batch: make_variables(module, function, key, batch, assumed=once)[0],
         batch=search.batch,
         annotated=((*_annotated(params), *_annotated(overwritten)), _annotated(state)),
         overwritten=frozenset(range(count, trained)),
@@ -104,9 +111,9 @@ def bind_linen(
     )
 
 
-def _initial(module: nn.Module, function: UserFunction, microbatch: PyTree, batch: PyTree) -> _Search:
+def _initial(module: nn.Module, function: UserFunction, microbatch: PyTree, batch: PyTree, assumed: bool) -> _Search:
     """Find the variables that calls need; of state that is longer for a batch, those for the batch."""
-    variables, calls = _shapes(module, function, microbatch)
+    variables, calls = _shapes(module, function, microbatch, assumed=assumed)
     search = _Search(variables, calls, microbatch)
     rows, size = batch_size(microbatch), batch_size(batch)
     state = by_path(search.state)
@@ -115,7 +122,7 @@ def _initial(module: nn.Module, function: UserFunction, microbatch: PyTree, batc
     if rows == size or not any(n == rows or (n % rows == 0 and path not in statistics) for n, path in sizes):
         return search
     try:
-        larger = _Search(*_shapes(module, function, batch), batch)
+        larger = _Search(_shapes(module, function, batch, assumed=assumed)[0], calls, batch)
     except Exception:  # a loss that is made for the micro-batch
         return search
     grown = by_path(larger.state)
@@ -137,18 +144,23 @@ def _given(module: nn.Module, function: UserFunction, microbatch: PyTree, batch:
 
 
 def _shapes(
-    module: nn.Module, function: UserFunction, batch: PyTree, variables: PyTree = None
+    module: nn.Module, function: UserFunction, batch: PyTree, variables: PyTree = None, assumed: bool = False
 ) -> tuple[PyTree, Observed]:
-    """Return the shapes of a module's variables, and what a loss's calls do, without computing anything."""
+    """Return the shapes of a module's variables, and what a loss's calls do, without computing anything.
+
+    If the loss fails with what is ``assumed`` of the calls, that is not assumed.
+    """
     calls = Observed()
 
     def make(key: Array, batch: PyTree, variables: PyTree) -> PyTree:
         nonlocal calls
-        result, calls = make_variables(module, function, key, batch, variables)
+        result, calls = make_variables(module, function, key, batch, variables, assumed)
         return result
 
-    shapes = with_axes(lambda: jax.eval_shape(make, jax.random.key(0), batch, variables))
-    return shapes, calls
+    with contextlib.suppress(*([Exception] if assumed else ())):
+        shapes = with_axes(lambda: jax.eval_shape(make, jax.random.key(0), batch, variables))
+        return shapes, calls
+    return _shapes(module, function, batch, variables)
 
 
 def _annotated(tree: PyTree) -> tuple[P, ...]:

@@ -20,7 +20,7 @@ from flax.errors import ApplyScopeInvalidVariablesTypeError
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from jaxpipe import _compat
-from jaxpipe.array_types import Array, PyTree
+from jaxpipe.array_types import Array, PyTree, PyTreeDef
 from jaxpipe.errors import ModelError
 from jaxpipe.models.call_function import RNGS, call_function, takes_rngs
 from jaxpipe.models.observed_calls import Observed, observed_calls
@@ -36,11 +36,19 @@ class MissingAttributeError(ModelError, AttributeError):
     """An attribute that the model of a loss does not have; ``hasattr`` and ``getattr`` take it as any other."""
 
 
+class ReturnsOtherError(BaseException):
+    """A call returns, or leaves of the variables, other arrays than its initialization, which it was taken to do.
+
+    It goes through a loss that catches any ``Exception``.
+    """
+
+
 class LinenModel:
     """The ``model`` of a loss, for a Linen module: ``model(*args)`` is ``module.apply`` with state threaded.
 
     Every collection but ``params`` is mutable; call number n > 0 uses ``fold_in(key, n)`` for random numbers, the
-    first the micro-batch's key itself.
+    first the micro-batch's key itself. Raises ``ReturnsOtherError`` if calls do else than what ``observed`` says that
+    they return, if it does.
     """
 
     def __init__(self, module: nn.Module, variables: PyTree, key: Array, observed: Observed | None = None):
@@ -50,7 +58,9 @@ class LinenModel:
         self._key = key
         self._number = 0
         self._draws: Counter[str] = Counter()
-        self.observed = Observed() if observed is None else observed.copy()
+        self._known = Observed() if observed is None else observed
+        self.observed = self._known.copy()
+        self._given_paths = frozenset(by_path(variables))
         self._trace = _compat.current_trace()
 
     @property
@@ -80,7 +90,25 @@ class LinenModel:
             if name in kwargs:
                 raise ModelError(f"model(..., {name}=) in a loss: {given}. Leave {name}= out.")
         self._number += 1
-        return self._call(self._key_of(self._number - 1), *args, **kwargs)
+        result = self._call(self._key_of(self._number - 1), *args, **kwargs)
+        self._check_returned(result)
+        return result
+
+    def _check_returned(self, result: PyTree) -> None:
+        if not self._known.returned:
+            return
+        tree, seen = self._seen(result)
+        expected = dict(enumerate(self._known.returned, 1)).get(self._number, (None, {}))
+        # Variables that are made by later calls only were none when this was expected.
+        seen = {path: x for path, x in seen.items() if path in expected[1] or path not in self._given_paths}
+        if expected != (tree, seen) or self._known != self.observed:
+            raise ReturnsOtherError
+
+    def _seen(self, result: PyTree) -> tuple[PyTreeDef, dict[Path, object]]:
+        """Return all that the code behind a call can see of it while it is traced."""
+        leaves, tree = jax.tree.flatten(result)
+        seen = {("", str(k)): x for k, x in enumerate(leaves)} | by_path(self.variables)
+        return tree, {k: (x.shape, x.dtype, x.weak_type) if isinstance(x, jax.Array) else x for k, x in seen.items()}
 
     def _key_of(self, call: int) -> Array:
         return jax.random.fold_in(self._key, call) if call else self._key
@@ -96,7 +124,7 @@ class LinenModel:
             result, new = self.module.apply(
                 variables, *args, rngs=self._rngs(key), mutable=nn.DenyList(TRAINED), **kwargs
             )
-        self._sown, new = _separated(new, self.observed.sown)
+        self._sown, new = separated(new, self.observed.sown)
         return result, new
 
     def _rngs(self, key: Array) -> dict[str, Array]:
@@ -123,7 +151,7 @@ class LinenModel:
     __contains__ = __getitem__ = __iter__ = _refuse
 
 
-def _separated(tree: PyTree, sown: Collection[Path]) -> tuple[PyTree, PyTree]:
+def separated(tree: PyTree, sown: Collection[Path]) -> tuple[PyTree, PyTree]:
     """Split nested dictionaries into what was sown, by path, and the rest."""
     collected, rest = {}, {}
     for key, value in tree.items():
@@ -131,7 +159,7 @@ def _separated(tree: PyTree, sown: Collection[Path]) -> tuple[PyTree, PyTree]:
         if () in inner:
             collected[key] = value
         elif inner and isinstance(value, Mapping):
-            parts = _separated(value, inner)
+            parts = separated(value, inner)
             collected |= {} if _is_empty(parts[0]) else {key: parts[0]}
             rest |= {} if _is_empty(parts[1]) else {key: parts[1]}
         else:
@@ -145,7 +173,7 @@ def _is_empty(tree: PyTree) -> bool:
 
 def without_sown(variables: PyTree, observed: Observed) -> PyTree:
     """Return variables without what calls collect."""
-    return _separated(variables, observed.sown)[1]
+    return separated(variables, observed.sown)[1]
 
 
 def _changed(new: PyTree, before: PyTree) -> PyTree:

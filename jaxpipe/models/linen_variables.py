@@ -18,14 +18,18 @@ from jaxpipe.array_types import Array, PyTree
 from jaxpipe.errors import ModelError
 from jaxpipe.models.call_function import call_function
 from jaxpipe.models.check_batch import shape_of
-from jaxpipe.models.linen_facade import LinenModel, handed_on, without_sown
+from jaxpipe.models.linen_facade import LinenModel, handed_on, separated, without_sown
 from jaxpipe.models.observed_calls import Observed, observed_calls
+from jaxpipe.models.purify_nnx import part
 from jaxpipe.models.variable_trees import by_path, merged, path_text
 from jaxpipe.text.value_text import listed
 
 
-#: Makes the variables of a call from a key and the arrays among its arguments.
-_Initialize = Callable[[Array, list[Array]], PyTree]
+#: Makes the result and the variables of a call, and what it has sown, from a key and the arrays among its arguments.
+_Initialize = Callable[[Array, list[Array]], tuple[PyTree, PyTree, PyTree]]
+
+#: The collection that ``Module.init`` leaves out.
+_NOT_INITIALIZED = "intermediates"
 
 
 def make_variables(
@@ -34,16 +38,19 @@ def make_variables(
     key: Array,
     batch: PyTree,
     variables: PyTree = None,
+    assumed: bool = False,
 ) -> tuple[dict[str, PyTree], Observed]:
     """Return the variables that the calls of ``function(model, batch)`` need, made with ``key``, and what calls do.
 
     Args:
       variables: values to use instead.
+      assumed: whether a call is taken to return what its initialization returns, and to leave the variables that this
+        makes, so that the model runs once for each call; ``Observed.returned`` then says what is assumed.
 
     Raises:
       ModelError: if initial values depend on the arguments of a call inside a transformation.
     """
-    model = _InitializingLinenModel(module, key, variables)
+    model = _InitializingLinenModel(module, key, variables, assumed)
     with handed_on():
         call_function(function, model, batch, key)
     return model.made(), model.observed
@@ -52,9 +59,10 @@ def make_variables(
 class _InitializingLinenModel(LinenModel):
     """Makes the variables that each call needs and has not found; what calls then leave of them, the loss sees."""
 
-    def __init__(self, module: nn.Module, key: Array, variables: PyTree = None):
+    def __init__(self, module: nn.Module, key: Array, variables: PyTree = None, assumed: bool = False):
         super().__init__(module, variables or {}, key)
         self._given = variables is not None
+        self._assumed = assumed
         self._made: list[Callable[[PyTree], PyTree]] = []  # of the variables of the calls before
 
     @property
@@ -86,19 +94,33 @@ class _InitializingLinenModel(LinenModel):
                     raise
                 self.observed.split.add(missing[1])
             else:
-                if self.observed == known:  # else the variables may hold what calls before have sown
+                # Else the variables may hold what calls before have sown.
+                if self.observed == known or (self._assumed and self.observed.split == known.split):
                     self._keep(new, variables)
                     return result
+
+    def _apply(self, variables: PyTree, key: Array, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
+        if self._returns_initial():
+            return self._output, self.state
+        return super()._apply(variables, key, *args, **kwargs)
+
+    def _returns_initial(self) -> bool:
+        return self._assumed and _compat.current_trace() is self._trace
+
+    def _check_returned(self, result: PyTree) -> None:
+        if self._assumed:
+            self.observed.returned.append(self._seen(result))
 
     def _with_initial(self, key: Array, args: PyTree, kwargs: PyTree) -> PyTree:
         """Return the variables of calls so far, and those that a call needs besides."""
         initialize, arguments = self._initialization(args, kwargs)
         if _compat.current_trace() is self._trace:
-            new = initialize(key, arguments)
-            self._made.append(lambda _: new)
+            self._output, new, self._sown = initialize(key, arguments)
             self._variables = merged(new, self._variables)
+            new.pop(_NOT_INITIALIZED, None)
+            self._made.append(lambda _: new)
             return self._variables
-        shapes = jax.eval_shape(initialize, key, arguments)
+        shapes = jax.eval_shape(lambda *given: initialize(*given)[1], key, arguments)
         number, avals = self._number - 1, [shape_of(x) for x in arguments]
         # The key is made outside of the transformation.
         self._made.append(lambda known: _made_inside(initialize, self._key_of(number), avals, known))
@@ -106,17 +128,17 @@ class _InitializingLinenModel(LinenModel):
 
     def _initialization(self, args: PyTree, kwargs: PyTree) -> tuple[_Initialize, list[Array]]:
         """Return how variables are made from a key and the arrays among the arguments, and these."""
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        places = [k for k, x in enumerate(leaves) if isinstance(x, jax.Array)]
+        given, fill = part((args, kwargs), lambda x: isinstance(x, jax.Array))
+        mutable = self._returns_initial() or nn.DenyList(_NOT_INITIALIZED)
 
-        def initialize(key: Array, arrays: list[Array]) -> PyTree:
-            given = dict(zip(places, arrays, strict=True))
-            args, kwargs = jax.tree.unflatten(tree, [given.get(k, x) for k, x in enumerate(leaves)])
+        def initialize(key: Array, arrays: list[Array]) -> tuple[PyTree, PyTree, PyTree]:
+            args, kwargs = fill(arrays)
             with observed_calls(self.observed, has_streams=False):
-                variables = self.module.init(self._rngs(key), *args, **kwargs)
-            return without_sown(variables, self.observed)
+                initial: Any = self.module.init_with_output(self._rngs(key), *args, mutable=mutable, **kwargs)
+            sown, variables = separated(initial[1], self.observed.sown)
+            return initial[0], variables, sown
 
-        return initialize, [leaves[k] for k in places]
+        return initialize, [x for _, x in given]
 
 
 def _made_inside(initialize: _Initialize, key: Array, arguments: list[jax.ShapeDtypeStruct], known: PyTree) -> PyTree:
@@ -125,7 +147,7 @@ def _made_inside(initialize: _Initialize, key: Array, arguments: list[jax.ShapeD
 
     def leaves_of(key: Array, arguments: list[Array]) -> list[Array]:
         nonlocal tree
-        leaves, tree = jax.tree.flatten(initialize(key, arguments))
+        leaves, tree = jax.tree.flatten(initialize(key, arguments)[1])
         return leaves
 
     closed = _compat.trace_without_scope(leaves_of, shape_of(key), arguments)

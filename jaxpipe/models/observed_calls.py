@@ -16,7 +16,7 @@ import flax.linen as nn
 from flax import nnx
 from flax.core import lift
 
-from jaxpipe.array_types import PyTree
+from jaxpipe.array_types import PyTree, PyTreeDef
 from jaxpipe.models.variable_trees import Path
 
 
@@ -28,14 +28,17 @@ class Observed:
       sown: of Linen, collection and path of every value that ``sow`` has collected.
       split: of Linen, the streams beside "params" that a lifted transformation names, to split them or not.
       sown_variables: of NNX, type and name of every variable that ``sow`` has made or changed.
+      returned: of Linen, what the code behind each call can see of it, if that is taken to be what its initialization
+        returns and leaves.
     """
 
     sown: set[Path] = field(default_factory=set)
     split: set[str] = field(default_factory=set)
     sown_variables: set[tuple[type[nnx.Variable], str]] = field(default_factory=set)
+    returned: list[tuple[PyTreeDef, dict[Path, object]]] = field(default_factory=list, compare=False)
 
     def copy(self) -> "Observed":
-        """Return the same facts, to which others may be added."""
+        """Return the same facts, but for what is returned, to which others may be added."""
         return Observed(set(self.sown), set(self.split), set(self.sown_variables))
 
 

@@ -3,7 +3,7 @@
 import contextvars
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import flax.linen as nn
 import jax
@@ -12,7 +12,7 @@ from flax.linen import transforms
 
 from jaxpipe.array_types import Array, PyTree
 from jaxpipe.models.decorated_class import twin_class
-from jaxpipe.models.purify_nnx import Leaves, PureCall, Result, is_array
+from jaxpipe.models.purify_nnx import PureCall, check_numeric, part
 
 
 #: ``PureCall -> result``; what a decorator does with the call.
@@ -70,21 +70,24 @@ def _lift(method: Callable[..., PyTree], *, runner: Runner) -> Callable[..., PyT
         *args: PyTree,
         **kwargs: PyTree,
     ) -> PyTree:
-        flat, treedef = jax.tree_util.tree_flatten_with_path((variables, rngs, args, kwargs))
-        leaves = Leaves([(_name(path), value) for path, value in flat])
-        result = Result()
+        # Of (variable groups, key groups, args, kwargs), the first two have an owner.
+        given, fill = part((variables, rngs, args, kwargs))
+        paths, leaves = [path for path, _ in given], tuple(x for _, x in given)
+        names = tuple(map(_name, paths))
+        check_numeric(names, leaves)
+        finish: Callable[[Sequence[Array]], PyTree]
 
         def pure(*arrays: Array) -> list[Array]:
-            new = jax.tree_util.tree_unflatten(treedef, leaves.fill(arrays))
-            scopes = scope_fn(new[0], new[1])
-            output = method(scopes, *new[2], **new[3])
-            return result.take((output, repack_fn(scopes)))
+            nonlocal finish
+            groups, keys, new_args, new_kwargs = fill(arrays)
+            scopes = scope_fn(groups, keys)
+            output = method(scopes, *new_args, **new_kwargs)
+            results, finish = part((output, repack_fn(scopes)))
+            return [x for _, x in results]
 
-        # Of (variable groups, key groups, args, kwargs), the first two have an owner.
-        paths = [path for path, value in flat if is_array(value)]
         parameters = tuple(path[0].idx == 0 and _keys(path)[:1] == ["params"] for path in paths)
         held = tuple(path[0].idx < 2 for path in paths)
-        return runner(PureCall(pure, leaves.arrays, leaves.names, parameters, held, finish=result.give))
+        return runner(PureCall(pure, leaves, names, parameters, held, finish=lambda outputs: finish(outputs)))
 
     return lift.pack(inner, (True,), (True,), (True,), enable_kwargs=True)
 

@@ -21,9 +21,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxpipe.array_types import Array, PyTree, PyTreeDef
+from jaxpipe.array_types import Array, PyTree
 from jaxpipe.errors import DifferentiationError, ModelError
 from jaxpipe.models.decorated_class import twin_class
+from jaxpipe.models.variable_trees import by_path
 from jaxpipe.text.value_text import shown
 
 
@@ -62,34 +63,35 @@ def purify(function: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> 
     _check_target(function)
     if isinstance(function, nnx.Pytree):
         args, function = (function, *args), _call
-    flat, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_module)
-    modules = [leaf for _, leaf in flat if is_module(leaf)]
-    inputs = Leaves([(_name(path), leaf) for path, leaf in flat if not is_module(leaf)])
-    variables = _Variables(modules)
-    in_container = [len(path) > 2 for path, leaf in flat if is_array(leaf)]
-    result = Result()
+    given, fill = part((args, kwargs), lambda x: is_module(x) or is_array(x), is_module)
+    inputs = [(path, x) for path, x in given if not is_module(x)]
+    names = [_name(path) for path, _ in inputs]
+    check_numeric(names, [x for _, x in inputs])
+    variables = _Variables([x for _, x in given if is_module(x)])
+    count = len(variables.values)
+    finished: tuple[int, Callable[[Sequence[Array]], PyTree]] = 0, lambda _: None
 
     def pure(*leaves: Array) -> list[Array]:
-        count = len(variables.values)
-        copies: Sequence[PyTree] = variables.build(leaves[:count])
-        rebuilt, rest = iter(copies), iter(inputs.fill(leaves[count:]))
-        values = [next(rebuilt) if is_module(leaf) else next(rest) for _, leaf in flat]
-        new_args, new_kwargs = jax.tree_util.tree_unflatten(treedef, values)
+        nonlocal finished
+        copies = variables.build(leaves[:count])
+        rebuilt, rest = iter(copies), iter(leaves[count:])
+        new_args, new_kwargs = fill([next(rebuilt if is_module(x) else rest) for _, x in given])
         with module_scopes(copies):
-            output = function(*new_args, **new_kwargs)
-        return result.take(output) + variables.changes(copies, leaves[:count])
+            output, give = part(function(*new_args, **new_kwargs))
+        finished = len(output), give
+        return [*(x for _, x in output), *variables.changes(copies, leaves[:count])]
 
     def finish(outputs: Sequence[Array]) -> PyTree:
-        count = result.count
-        variables.write(outputs[count:])
-        return result.give(outputs[:count])
+        size, give = finished
+        variables.write(outputs[size:])
+        return give(outputs[:size])
 
     return PureCall(
         function=pure,
-        leaves=(*variables.values, *inputs.arrays),
-        names=(*variables.names, *inputs.names),
-        parameters=(*variables.parameters, *(False for _ in in_container)),
-        held=(*(True for _ in variables.values), *in_container),
+        leaves=(*variables.values, *(x for _, x in inputs)),
+        names=(*variables.names, *names),
+        parameters=(*variables.parameters, *(False for _ in inputs)),
+        held=(*(True for _ in variables.values), *(len(path) > 2 for path, _ in inputs)),
         finish=finish,
     )
 
@@ -121,48 +123,28 @@ def is_module(value: object) -> bool:
     return isinstance(value, nnx.Pytree) and not isinstance(value, nnx.Variable)
 
 
-class Leaves:
-    """Named leaves, parted into arrays and static values."""
+def part(
+    tree: PyTree, wanted: Callable[[Any], bool] = is_array, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[tuple[jax.tree_util.KeyPath, Any]], Callable[[Sequence[Any]], PyTree]]:
+    """Part a tree: the leaves that are ``wanted``, each with its path, and the tree with others in their places."""
+    flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    rest = [None if wanted(x) else (x,) for _, x in flat]
 
-    def __init__(self, named: Sequence[tuple[str, PyTree]]):
-        for name, value in named:
-            if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "OSUMm":
-                raise DifferentiationError(
-                    f"Argument {name} is a NumPy array of dtype {value.dtype}, which JAX cannot trace. Pass numbers "
-                    "as a numeric array, and anything static as a plain Python value."
-                )
-        self._named = named
-        self.names = tuple(name for name, value in named if is_array(value))
-        self.arrays = tuple(value for _, value in named if is_array(value))
+    def fill(values: Sequence[Any]) -> PyTree:
+        new = iter(values)
+        return jax.tree.unflatten(treedef, [next(new) if x is None else x[0] for x in rest])
 
-    def fill(self, arrays: Sequence[Array]) -> list[PyTree]:
-        """All leaves, with other arrays."""
-        new = iter(arrays)
-        return [next(new) if is_array(value) else value for _, value in self._named]
+    return [(path, x) for path, x in flat if wanted(x)], fill
 
 
-class Result:
-    """The structure of a result and its static leaves, remembered while the function is traced."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def take(self, output: PyTree) -> list[Array]:
-        """The arrays of a result."""
-        leaves, self._treedef = jax.tree.flatten(output)
-        self._static = [None if is_array(x) else (x,) for x in leaves]
-        arrays = [x for x in leaves if is_array(x)]
-        self.count = len(arrays)
-        return arrays
-
-    def give(self, arrays: Sequence[Array]) -> PyTree:
-        """The result with other arrays."""
-        new = iter(arrays)
-        return jax.tree.unflatten(self._treedef, [next(new) if s is None else s[0] for s in self._static])
-
-
-#: The path of an NNX variable.
-_Keys = tuple[Any, ...]
+def check_numeric(names: Sequence[str], arrays: Sequence[Array]) -> None:
+    """Raise ``DifferentiationError`` if arguments of some names are NumPy arrays of what is no number."""
+    for name, x in zip(names, arrays, strict=True):
+        if isinstance(x, (np.ndarray, np.generic)) and x.dtype.kind in "OSUMm":
+            raise DifferentiationError(
+                f"Argument {name} is a NumPy array of dtype {x.dtype}, which JAX cannot trace. Pass numbers as a "
+                "numeric array, and anything static as a plain Python value."
+            )
 
 
 class _Variables:
@@ -171,58 +153,31 @@ class _Variables:
     def __init__(self, modules: Sequence[nnx.Pytree]):
         self._modules = tuple(modules)
         self._graphdef, state = nnx.split(self._modules)
-        flat = nnx.to_flat_state(state)
-        self._trees = [(path, jax.tree.structure(variable)) for path, variable in flat]
-        names, values, parameters = [], [], []
-        for path, variable in flat:
-            for inner, value in jax.tree_util.tree_flatten_with_path(variable)[0]:
-                keys = [*path, *(entry.key for entry in inner if isinstance(entry, jax.tree_util.DictKey))]
-                names.append("/".join(map(str, keys[1:] if len(modules) == 1 else keys)))
-                values.append(value)
-                parameters.append(isinstance(variable, nnx.Param))
-        self.names, self.values, self.parameters = tuple(names), tuple(values), tuple(parameters)
-        self._changed: list[tuple[_Keys, PyTreeDef]] = []
-
-    def _state(self, values: Sequence[Array]) -> nnx.State:
-        return nnx.from_flat_state(_filled(self._trees, values))
+        arrays, self._tree = by_path(state), jax.tree.structure(state)
+        self.names = tuple("/".join(path[1:] if len(modules) == 1 else path) for path in arrays)
+        self.values = tuple(arrays.values())
+        variables = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        self.parameters = tuple(isinstance(x, nnx.Param) for x in variables for _ in jax.tree.leaves(x))
 
     def build(self, values: Sequence[Array]) -> Sequence[nnx.Pytree]:
         """New modules with other values."""
-        return nnx.merge(self._graphdef, self._state(values), copy=True) if self._modules else ()
+        return nnx.merge(self._graphdef, jax.tree.unflatten(self._tree, values), copy=True) if self._modules else ()
 
     def changes(self, copies: Sequence[nnx.Pytree], old: Sequence[Array]) -> list[Array]:
         """The values of variables that a call has set or added; remembers which."""
-        before = {path: jax.tree.leaves(variable) for path, variable in _filled(self._trees, old)}
-        self._changed = []
-        arrays = []
-        for path, variable in nnx.to_flat_state(nnx.split(tuple(copies))[1]):
-            leaves, treedef = jax.tree.flatten(variable)
-            previous = before.get(path)
-            if previous is None or any(a is not b for a, b in zip(leaves, previous, strict=True)):
-                self._changed.append((path, treedef))
-                arrays.extend(leaves)
+        before = {path: jax.tree.leaves(x) for path, x in nnx.to_flat_state(jax.tree.unflatten(self._tree, old))}
+        changed = []
+        for path, variable in nnx.to_flat_state(nnx.state(tuple(copies))):
+            leaves = jax.tree.leaves(variable)
+            if path not in before or any(a is not b for a, b in zip(leaves, before[path], strict=True)):
+                changed.append((path, variable))
+        arrays, self._changed = jax.tree.flatten(nnx.from_flat_state(changed))
         return arrays
 
     def write(self, arrays: Sequence[Array]) -> None:
         """Set the variables that a call has changed to their new values, and add the new ones."""
-        known = dict(nnx.to_flat_state(nnx.split(self._modules)[1]))
-        updated = []
-        for path, variable in _filled(self._changed, arrays):
-            if path in known:
-                updated.append((path, variable))
-            else:
-                owner: PyTree = self._modules
-                for key in path[:-1]:
-                    owner = owner[key] if isinstance(key, int) else getattr(owner, key)
-                setattr(owner, path[-1], variable)
-        if updated:
-            nnx.update(self._modules, nnx.from_flat_state(updated))
-
-
-def _filled(trees: Sequence[tuple[_Keys, PyTreeDef]], values: Sequence[Array]) -> list[tuple[_Keys, PyTree]]:
-    """Return the variables of some structures by path, with values."""
-    new = iter(values)
-    return [(path, jax.tree.unflatten(tree, [next(new) for _ in range(tree.num_leaves)])) for path, tree in trees]
+        if arrays:
+            nnx.update(self._modules, jax.tree.unflatten(self._changed, arrays))
 
 
 def _name(path: jax.tree_util.KeyPath) -> str:
@@ -240,7 +195,7 @@ _here: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("here", 
 
 
 @contextlib.contextmanager
-def module_scopes(modules: Sequence[nnx.Module]) -> Iterator[None]:
+def module_scopes(modules: Sequence[Any]) -> Iterator[None]:
     """Run every NNX module's ``__call__`` under a ``jax.named_scope`` of its path, as Linen does by itself.
 
     The modules are private copies: for the time of the call their class is one that opens the scope.

@@ -324,6 +324,8 @@ def _without_conditionals(graph: Graph, owner: Sequence[int | None]) -> Graph:
     Args:
       owner: the parameter that each input belongs to, if it does to one.
     """
+    if not any(op.name == "cond" for op in graph.operators):
+        return graph
     builder = GraphBuilder(graph.tensors, graph.constants)
     stand_in: dict[TensorNumber, TensorNumber] = {}
     belongs = {t: k for t, k in zip(graph.inputs, owner, strict=True) if k is not None}

@@ -1,7 +1,9 @@
 """A request and a batch as a traced program, with what its operators cost: the first step of planning."""
 
 # More than 15 of our modules: model, batch, optimizer, profile and links of a request are read here.
-from collections.abc import Sequence
+import contextlib
+import gc
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -21,6 +23,7 @@ from jaxpipe.models import check_batch
 from jaxpipe.models.batch_statistics import FEW_EXAMPLES, find_statistics, may_compare
 from jaxpipe.models.bind import bind
 from jaxpipe.models.bound_model import BoundModel
+from jaxpipe.models.linen_facade import ReturnsOtherError
 from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_results, with_rows
 from jaxpipe.models.traced_update import TracedUpdate
 from jaxpipe.models.trained_parameters import without_frozen
@@ -118,6 +121,19 @@ class _Programs:
     layers: TracedLayers
 
 
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Look for no cycles of objects meanwhile: that takes long where much is made that is kept."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_without_collection()
 def _trace_programs(request: Request, batch: PyTree, variables: PyTree) -> _Programs:
     size = check_batch.batch_size(batch)
     m = _default_microbatches(size, request) if request.num_microbatches is None else request.num_microbatches
@@ -132,17 +148,26 @@ def _trace_programs(request: Request, batch: PyTree, variables: PyTree) -> _Prog
     check_runtime_features(request, _known_schedules(request, m))
     batching = Batching(check_batch.shared_leaves(batch), request.replicas, m)
     microbatch = with_rows(batch, size // (request.replicas * m))
-    submesh, rules = request.submesh.shape, request.options.axis_rules
-    model = bind(request.model, request.loss, microbatch, variables, submesh, rules, batch)
-    model = replace(model, replica_axis=request.replica_axis)
-    check_model_features(request, model)
-    check_effect(request.gradient_dtype, [v.aval.dtype for v in model.parameters])
-    layers = trace_layers(request, model, microbatch)
+    layers = _trace_layers(request, microbatch, variables, batch, assumed=request.replica_axis is None)
     warn_unused(request.policy, (op.path for op in layers.objective.graph.operators), "storage")
     enough = _leaving_examples(request, layers.model, layers.objective, microbatch, size, m)
     if enough != m:
         return _trace_programs(replace(request, num_microbatches=enough), batch, variables)
     return _Programs(request, batching, microbatch, layers)
+
+
+def _trace_layers(
+    request: Request, microbatch: PyTree, variables: PyTree, batch: PyTree, assumed: bool
+) -> TracedLayers:
+    """Bind the model and trace it; ``assumed`` as in ``bind``, which is found out by the trace of the loss."""
+    submesh, rules = request.submesh.shape, request.options.axis_rules
+    model = bind(request.model, request.loss, microbatch, variables, submesh, rules, batch, assumed)
+    model = replace(model, replica_axis=request.replica_axis)
+    check_model_features(request, model)
+    check_effect(request.gradient_dtype, [v.aval.dtype for v in model.parameters])
+    with contextlib.suppress(ReturnsOtherError):
+        return trace_layers(request, model, microbatch)
+    return _trace_layers(request, microbatch, variables, batch, assumed=False)
 
 
 def _known_schedules(request: Request, num_microbatches: int) -> list[Schedule]:

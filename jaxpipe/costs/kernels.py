@@ -22,7 +22,7 @@ from jaxpipe import _compat
 from jaxpipe.array_types import Equation, TensorNumber
 from jaxpipe.costs.device_rates import Rates
 from jaxpipe.graph.graph import Graph, Operator, Tensor, read_graph
-from jaxpipe.graph.op_cost import REDUCTIONS, contraction, is_product, weight
+from jaxpipe.graph.op_cost import COMPUTE_AGAIN, REDUCTIONS, contraction, is_product, weight
 
 
 #: Operators that draw random bits or derive a key.
@@ -31,9 +31,6 @@ RANDOM = frozenset(["random_bits", "random_fold_in", "random_seed", "random_spli
 #: Operations for each word of them: twenty rounds of Threefry, each an addition, a rotation (three) and an exclusive
 #: or, with a key added after every fourth (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 RANDOM_WORK = 110
-
-#: What several operators read is written once if to compute it again reads more than this many times its own bytes.
-COMPUTE_AGAIN = 1.5
 
 #: A product's kernel adds what has at most this share of its bytes, a bias. What is made of at most this share of its
 #: bytes is made by the first kernel that reads it.

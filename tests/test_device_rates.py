@@ -17,6 +17,7 @@ from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.roofline import analytic
 from jaxpipe.graph.graph import trace
 from jaxpipe.residuals.backward_graph import build_backward_graph
+from jaxpipe.target import building_for
 from tests.support.texts import one_line
 
 
@@ -214,6 +215,23 @@ def test_backward_work_of_a_transformer_block_is_twice_its_forward_work(model):
     assert len(blocks) == 3
     for forward, backward in blocks.values():
         assert 1.8 < backward / forward < 2.2
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("device", ["cpu", "H100"])
+def test_operators_of_equal_layers_have_equal_seconds(platform, device):
+    """Though a backward pass on a GPU runs the attention scores of some layers again and not those of others."""
+    model = models.Transformer(vocab=256, num_layers=6, width=64, num_heads=4, max_length=32, tied=False)
+    with building_for(platform):
+        profile = profiled(model, tokens(32, 32), device)
+    by_layer = collections.defaultdict(list)
+    for name, *seconds in zip(profile.names, profile.forward_seconds, profile.backward_seconds, strict=True):
+        layer = re.search(r"Block_\d+", name)
+        if layer:
+            by_layer[layer.group()].append((name.replace(layer.group(), ""), *seconds))
+    _, *layers, _ = by_layer.values()
+    assert len(layers) == 4 and sum(forward for _, forward, _ in layers[0]) > 0
+    assert all(layer == layers[0] for layer in layers)
 
 
 def test_a_block_moves_the_bytes_that_xla_moves():

@@ -9,7 +9,8 @@ import numpy as np
 
 from jaxpipe.array_types import Device, TensorNumber
 from jaxpipe.costs.device_rates import rates_of
-from jaxpipe.costs.operator_groups import cut_groups, equal_operators, group_programs, group_vjp
+from jaxpipe.costs.equal_operators import averaged, equal_operators
+from jaxpipe.costs.operator_groups import cut_groups, group_programs, group_vjp
 from jaxpipe.costs.profile import Measurement, Profile
 from jaxpipe.costs.roofline import analytic
 from jaxpipe.costs.timing import Program, time_programs
@@ -45,8 +46,7 @@ def measure(backward_graph: BackwardGraph, device: Device, *, held: Iterable[Ten
             shares.append(share)
     seconds = given + np.tensordot(time_programs(programs), np.reshape(shares, (-1, *estimated.shape)), axes=1)
     for direction, kinds in enumerate(equal_operators(backward_graph)):
-        for kind in kinds:
-            seconds[:, direction, kind] = seconds[:, direction, kind].mean(axis=1, keepdims=True)
+        seconds[:, direction] = averaged(seconds[:, direction], kinds)
     low, median, high = np.quantile(seconds, (0.25, 0.5, 0.75), axis=0)
     spread = (high - low) / 2
     measurement = Measurement(

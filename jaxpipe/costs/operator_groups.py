@@ -6,7 +6,6 @@ normalization, an activation) is in the same group, where its backward pass reco
 """
 
 import itertools
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -19,7 +18,6 @@ from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.backward_graph import BackwardGraph
 from jaxpipe.residuals.stored_formats import Format
 from jaxpipe.residuals.vjp_program import VJPProgram
-from jaxpipe.text.stable_text import writer
 
 
 #: A group takes at least this share of the estimated time, so that there are not more than about as many.
@@ -44,25 +42,6 @@ def cut_groups(graph: Graph, estimates: Sequence[float]) -> list[range]:
             start = groups.pop().start
         groups.append(range(start, len(graph.operators)))
     return groups
-
-
-def equal_operators(backward_graph: BackwardGraph) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the operators of a program by kind: those of equal work in its forward pass, and in its backward pass.
-
-    Equal are the primitive, its parameters, the shapes and types of its operands, and for the backward pass also which
-    operands and results have a cotangent. Numbers in the program's text may differ, as do those that random keys are
-    folded with.
-    """
-    graph, write = backward_graph.source, writer(values=False)
-    differentiated = {t for step in backward_graph.steps for t in (*step.cotangents_in, *step.cotangents_out)}
-    forward, backward = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
-    for k, op in enumerate(graph.operators):
-        atoms = op.inputs if op.equation is None else op.equation.invars
-        operands = [graph.tensors[a].aval if isinstance(a, int) else a.aval for a in atoms]
-        key = f"{op.name} {write(op.params)} {write(operands)}"
-        forward[key].append(k)
-        backward[f"{key} {[t in differentiated for t in (*op.inputs, *op.outputs)]}"].append(k)
-    return list(forward.values()), list(backward.values())
 
 
 def group_vjp(backward_graph: BackwardGraph, operators: range, held: Sequence[TensorNumber] = ()) -> VJPProgram:

@@ -1,16 +1,15 @@
 """Seconds of operators from the rates of a device: the larger of arithmetic and memory time, for each kernel."""
 
 import dataclasses
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from jaxpipe import _compat
-from jaxpipe.array_types import Equation, TensorNumber
+import numpy as np
+
+from jaxpipe.array_types import TensorNumber
 from jaxpipe.costs.device_rates import Rates
-from jaxpipe.costs.kernels import Body, elementwise_work, owner_seconds, product_flops, product_rate
+from jaxpipe.costs.equal_operators import averaged, equal_operators
+from jaxpipe.costs.kernels import Body, operator_work, owner_seconds
 from jaxpipe.costs.profile import Edge, Profile
-from jaxpipe.graph.graph import Graph, Operator
-from jaxpipe.graph.op_cost import is_product, weight
 from jaxpipe.residuals.backward_graph import BackwardGraph
 from jaxpipe.residuals.choose_formats import ResidualPlan, default_plan
 from jaxpipe.residuals.stored_formats import Format, stored_bytes
@@ -19,15 +18,21 @@ from jaxpipe.residuals.stored_formats import Format, stored_bytes
 def analytic(
     backward_graph: BackwardGraph, rates: Rates, *, held: Iterable[TensorNumber] = (), device_kind: str = ""
 ) -> Profile:
-    """A roofline estimate of every operator and of its backward program; ``held`` inputs are kept alive anyway."""
+    """A roofline estimate of every operator and of its backward program; ``held`` inputs are kept alive anyway.
+
+    Operators of equal work have the mean of what all of them take.
+    """
     held = tuple(held)
     plan = default_plan(backward_graph, held=held)
-    operators = backward_graph.source.operators
+    source = backward_graph.source
+    passes = forward_seconds(backward_graph, plan, rates), backward_seconds(backward_graph, plan, rates)
+    kinds = equal_operators(backward_graph)
+    forward, backward = (averaged(np.array(each), equal) for each, equal in zip(passes, kinds, strict=True))
     return dataclasses.replace(
         count_costs(backward_graph, plan, held),
-        forward_seconds=tuple(forward_seconds(backward_graph, plan, rates)),
-        backward_seconds=tuple(backward_seconds(backward_graph, plan, rates)),
-        forward_flops=tuple(flops(op, backward_graph.source) for op in operators),
+        forward_seconds=tuple(forward.tolist()),
+        backward_seconds=tuple(backward.tolist()),
+        forward_flops=tuple(operator_work(op, source.tensors, rates).flops for op in source.operators),
         source="analytic",
         device_kind=device_kind,
         rates=rates,
@@ -41,7 +46,7 @@ def forward_seconds(backward_graph: BackwardGraph, plan: ResidualPlan, rates: Ra
     owner = 0
     for op in graph.operators:
         owner = next((home[t] for t in op.outputs if t in home), owner)
-        body.add(op, graph, number, owner)
+        body.add(op, graph.tensors, number, owner)
     results = [body.known(t, graph.tensors, number) for t in graph.outputs]
     for t in plan.stored:
         if t in number and t not in graph.inputs:
@@ -72,7 +77,7 @@ def backward_seconds(backward_graph: BackwardGraph, plan: ResidualPlan, rates: R
             elif u in producers and (missing := [v for v in producers[u].inputs if v not in number]):
                 pending += missing
             elif u in producers:
-                body.add(producers[u], graph, number, owner)
+                body.add(producers[u], graph.tensors, number, owner)
             else:
                 body.known(u, graph.tensors, number)
         return number[t]
@@ -83,47 +88,11 @@ def backward_seconds(backward_graph: BackwardGraph, plan: ResidualPlan, rates: R
         given += [body.known(t, source.tensors, cotangents) for t in step.cotangents_in]
         local = dict(zip(program.inputs, given, strict=True))
         for op in program.operators:
-            body.add(op, program, local, owner)
+            body.add(op, program.tensors, local, owner)
         for t, result in zip(step.cotangents_out, program.outputs, strict=True):
             value = body.known(result, program.tensors, local)
             cotangents[t] = body.join(cotangents[t], value, owner) if t in cotangents else value
     return owner_seconds(body, [cotangents[t] for t in backward_graph.wrt if t in cotangents], len(source.operators))
-
-
-def seconds(operators: Sequence[Operator], graph: Graph, rates: Rates) -> float:
-    """The larger of arithmetic and memory time, for each operator that does real work; else the bytes it writes.
-
-    This is what operators take that run again here and there, each by itself: whole programs take less (``kernels``).
-    """
-    total = 0.0
-    for op in operators:
-        moved = sum(graph.tensors[t].bytes for t in op.outputs)
-        if weight(op) is None:
-            moved += sum(graph.tensors[t].bytes for t in op.inputs)
-        if weight(op) != 0:
-            rate = product_rate(op, rates) if is_product(op) else rates.element_flops
-            total += max(flops(op, graph) / rate, moved / rates.bytes)
-    return total
-
-
-def flops(op: Operator, graph: Graph) -> float:
-    """Floating-point operations of one operator; of cheap arithmetic, those for each element it writes."""
-    cost = elementwise_work(op)
-    if cost is None:
-        return equation_flops(op.equation)
-    return float(cost * sum(graph.tensors[t].size for t in op.outputs))
-
-
-def equation_flops(equation: Equation) -> float:
-    """Floating-point operations of one equation; those of the programs inside it, where it has any."""
-    name, params = equation.primitive.name, equation.params
-    if name in ("dot_general", "conv_general_dilated"):
-        return product_flops(equation)
-    inner = _compat.inner_programs(equation)
-    if inner:
-        times = params.get("length", 1) or 1
-        return times * sum(equation_flops(e) for program in inner for e in _compat.open_jaxpr(program)[0].eqns)
-    return float(sum(math.prod(a.aval.shape) for a in (*equation.invars, *equation.outvars)))
 
 
 def count_costs(backward_graph: BackwardGraph, plan: ResidualPlan, held: Iterable[TensorNumber] = ()) -> Profile:

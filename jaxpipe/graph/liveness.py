@@ -11,7 +11,7 @@ from jaxpipe import _compat
 from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.buffer_packing import Buffer, alive_bytes, reserved_bytes
 from jaxpipe.graph.graph import Graph, Operator, read_graph
-from jaxpipe.graph.op_cost import COSTLY, ELEMENTWISE, REDUCTIONS, VIEWS
+from jaxpipe.graph.op_cost import COMPUTE_AGAIN, COSTLY, ELEMENTWISE, REDUCTIONS, VIEWS
 from jaxpipe.graph.operator_vjp import writes_zeros
 
 
@@ -25,18 +25,8 @@ _MOVING = (VIEWS - _ALIASES) | {"concatenate", "dynamic_slice", "gather", "pad",
 _FUSED = ELEMENTWISE | {"dynamic_slice"}
 _FUSED_ON_GPU = _FUSED | {"gather"}
 
-#: An elementwise result that several read is computed again by each on a GPU if it follows from no more bytes than so
-#: many times its own; else it is written.
-_MOST_READ_AGAIN = 4
-
 #: The dimensions of a matrix.
 _MATRIX = 2
-
-#: The dimensions of a batch of images: rows, height, width, channels.
-_IMAGES = 4
-
-#: A concatenation of more arrays than this does not take in what others read too; XLA's limit is a matter of size.
-_FUSED_PIECES = 4
 
 
 def peak_bytes(function: Callable[..., Any], *avals: Any, donated: Any = ()) -> int:
@@ -44,7 +34,8 @@ def peak_bytes(function: Callable[..., Any], *avals: Any, donated: Any = ()) -> 
 
     A model of what XLA does: elementwise operators are fused into their readers, so that only some tensors are ever
     written to memory: results of products, convolutions, reductions and control flow, what those read (reductions
-    and long concatenations only if others read it too), what is returned, and what is costly and read more than once.
+    only if others read it too), what is returned, and what is costly and read more than once; on a GPU also what
+    several read and is computed from much more than its own bytes.
     A written tensor lives from its operator to the last written tensor that is computed from it. The branches of a
     conditional are programs of their own, whose tensors live only inside, but for what they return.
 
@@ -204,8 +195,8 @@ class _Written:
         for op in operators:
             for t in op.outputs:
                 several = len(readers.get(t, ())) > 1
-                stopped = any(_takes_values(reader) for reader in readers.get(t, ()))
-                if op.name not in fused - {"concatenate"} or (several and (op.name in COSTLY or stopped)):
+                reduced = any(reader.name in REDUCTIONS for reader in readers.get(t, ()))
+                if op.name not in fused - {"concatenate"} or (several and (op.name in COSTLY or reduced)):
                     self.tensors.add(t)
         shared = frozenset(t for t, ops in readers.items() if len(ops) > 1)
         self._follow(graph, frozenset() if _compat.runs_breadth_first() else shared)
@@ -285,12 +276,9 @@ class _Written:
             for t in op.outputs:
                 if self.resolve(t) == t:
                     read = sum(graph.tensors[u].bytes for u in here)
-                    if t in shared and read > _MOST_READ_AGAIN * graph.tensors[t].bytes:
+                    if t in shared and read > COMPUTE_AGAIN * graph.tensors[t].bytes:
                         self.tensors.add(t)
                     self.sources[t], self.in_place[t] = frozenset(here), frozenset(still - moved)
-        if not _compat.runs_breadth_first():
-            for t in self.in_place.keys() & _summed_over_images(graph, self.resolve):
-                self.in_place[t] = nothing
 
 
 def _fused() -> frozenset[str]:
@@ -368,21 +356,6 @@ def _scattered_into(graph: Graph) -> dict[Operator, TensorNumber]:
     return into
 
 
-def _summed_over_images(graph: Graph, resolve: Callable[[TensorNumber], TensorNumber]) -> set[TensorNumber]:
-    """Return the feature maps that are added up over all dimensions but the last, for biases and normalizations.
-
-    A GPU writes such a map in the kernel of the sum, which writes over no operand. Sums over tokens, measured on
-    transformers, are kernels of their own.
-    """
-    summed = set()
-    for op in graph.operators:
-        if op.name == "reduce_sum" and op.equation is not None:
-            rank = op.equation.invars[0].aval.ndim
-            if rank >= _IMAGES and tuple(op.equation.params["axes"]) == tuple(range(rank - 1)):
-                summed.add(resolve(op.inputs[0]))
-    return summed
-
-
 def _positions(op: Operator, graph: Graph) -> int:
     """Bytes for the positions of maxima, which XLA writes for the gradient of a pooling layer in every dimension.
 
@@ -391,8 +364,3 @@ def _positions(op: Operator, graph: Graph) -> int:
     source, operand = (graph.tensors[t] for t in op.inputs)
     indices = 4 * len(operand.shape)
     return indices * (operand.size + source.size) + source.bytes
-
-
-def _takes_values(reader: Operator) -> bool:
-    """Return whether an operator reads from memory what others read too, rather than to compute it again for itself."""
-    return reader.name in REDUCTIONS or (reader.name == "concatenate" and len(reader.inputs) > _FUSED_PIECES)

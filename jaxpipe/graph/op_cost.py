@@ -50,6 +50,10 @@ ELEMENTWISE = ARITHMETIC | TRANSCENDENTAL | VIEWS
 COSTLY = TRANSCENDENTAL | {"div", "integer_pow", "rem", "rsqrt", "sqrt"}
 
 
+#: What several read is written if to compute it again reads more than this many times its own bytes.
+COMPUTE_AGAIN = 1.5
+
+
 def weight(op: Operator) -> int | None:
     """Relative work for one element: 0 for a view, 1 for arithmetic, 4 for a transcendental function.
 

@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpipe.array_types import TensorNumber
-from jaxpipe.costs import roofline
 from jaxpipe.costs.device_rates import Rates, known_rates
+from jaxpipe.costs.kernels import operator_seconds
 from jaxpipe.costs.profile import Profile
 from jaxpipe.graph.op_cost import weight
 from jaxpipe.models.bound_model import BoundModel
@@ -280,7 +280,8 @@ def _weight_share(stage: Stage, rates: Rates) -> float:
     assert stage.vjp is not None
     parts = stage.vjp.input_steps, stage.vjp.weight_steps
     first, second = (
-        sum(roofline.seconds(step.program.operators, step.program, rates) for step in steps) for steps in parts
+        sum(operator_seconds(op, step.program.tensors, rates) for step in steps for op in step.program.operators)
+        for steps in parts
     )
     return second / (first + second) if second else 0.0
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from jaxpipe.costs.kernels import graph_seconds
+from jaxpipe.costs.kernels import program_cost
 from jaxpipe.graph.op_cost import weight
 from jaxpipe.planning.check_request import Request
 from jaxpipe.planning.cuts.placed_stages import Partition, stage_speeds
@@ -15,7 +15,7 @@ from jaxpipe.runtime.program import Program
 def price_storage(request: Request, program: Program, partition: Partition) -> Prices:
     """Return what it costs to compute an operator again, to encode and to swap."""
     graph, profile = program.objective.graph, partition.profile
-    estimated = sum(graph_seconds(graph, rates_in(profile)))
+    _, estimated = program_cost(graph, rates_in(profile))
     profiled = {
         (t, op.name): seconds
         for op, seconds in zip(graph.operators, profile.forward_seconds, strict=True)

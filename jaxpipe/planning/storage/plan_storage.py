@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 
 from jaxpipe.costs.device_rates import OTHER, Rates
-from jaxpipe.costs.roofline import seconds
+from jaxpipe.costs.kernels import operator_seconds
 from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.graph.graph import Graph, Operator, is_differentiable
 from jaxpipe.planning.storage.fastest_choice import Answer, check_solver, choose, lowest_peak, raised
@@ -149,7 +149,7 @@ def plan_storage(
 
 
 def _seconds(graph: Graph, rates: Rates, op: Operator) -> float:
-    return seconds([op], graph, rates)
+    return operator_seconds(op, graph.tensors, rates)
 
 
 def _rows(items: Items, answer: Answer) -> tuple[TensorChoice, ...]:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxpipe.array_types import TensorNumber
-from jaxpipe.costs import roofline
 from jaxpipe.costs.device_rates import Rates
+from jaxpipe.costs.kernels import operator_seconds
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.planning.storage.choose_swaps import Links
 
@@ -36,4 +36,4 @@ class Prices:
     def seconds(self, graph: Graph, op: Operator) -> float:
         """Return the seconds of an operator: as profiled if that is known, else in proportion to an estimate."""
         known = self.profiled.get((op.outputs[0], op.name))
-        return self.scale * roofline.seconds([op], graph, self.rates) if known is None else known
+        return self.scale * operator_seconds(op, graph.tensors, self.rates) if known is None else known

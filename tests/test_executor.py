@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import jaxpipe
 from jaxpipe.errors import PartitionError, ScheduleError
 from jaxpipe.runtime.spmd.pair_ticks import pair_ticks
-from jaxpipe.runtime.spmd.tick_table import inbox
+from jaxpipe.runtime.spmd.tick_table import ARRIVED, tick_table
 from jaxpipe.schedules import Action, Kind, Schedule, gpipe, interleaved, one_f_one_b, zero_bubble
 from jaxpipe.schedules.table import table
 from tests.support.compare import FUSION, arrays, assert_same_bits, relative_l2
@@ -238,18 +238,18 @@ def test_nothing_is_computed_twice(schedule):
     assert [len(re.findall(r" dot\(", program.as_text())) for program in compiled] == [4 + 4 + 3] * 2
 
 
-def test_messages_wait_in_an_inbox():
+def test_messages_wait_in_the_arena():
     """Stage 1 takes both messages late: two wait for it."""
     f, b = ([Action(kind, j) for j in range(2)] for kind in (Kind.FORWARD, Kind.BACKWARD))
     cells = [[f[0], f[1], None, None, None, None, b[0], b[1]], [None, None, None, f[0], f[1], b[0], b[1], None]]
     ticks = tuple(tuple((a,) if a else () for a in tick) for tick in zip(*cells, strict=True))
     schedule = Schedule("drawn", 2, 2, ticks)
     schedule.validate()
-    count, landed, read = inbox(schedule, Kind.FORWARD)
-    assert count == 2
-    assert landed[1].tolist() == [0, 1, -1, -1, -1, -1, -1, -1]
-    assert read[1].tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
-    assert inbox(schedule, Kind.BACKWARD)[0] == 1
+    forward = tick_table(schedule, [[1, 0, 0, 0]] * 2)
+    assert forward.pages == 2
+    assert forward.landed[ARRIVED, 1].tolist() == [[0, 1], [1, 1], *[[0, 0]] * 6]
+    assert forward.work[0, 1, :, 2 + ARRIVED].tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
+    assert tick_table(schedule, [[0, 1, 0, 0]] * 2).pages == 1
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from jax import lax
 
 import jaxpipe
 from examples import models as zoo
-from jaxpipe.runtime.stage_switch import overwrite, switch
+from jaxpipe.runtime.spmd.stage_switch import overwrite, switch
 from jaxpipe.schedules import one_f_one_b
 from tests.support.compare import arrays, assert_same_bits
 from tests.support.pipeline_models import Case, classifier, images, linen, pipeline_of, plain_gradients
@@ -199,7 +199,7 @@ def test_sharing_branches_changes_no_bit(schedule, monkeypatch):
         return arrays(pipeline.parameters(state)), count_products(lowered(pipeline))
 
     shared, few = trained()
-    for name in ("spmd.stage_branches", "optimizer_by_stage", "spmd.shared_parameters"):
+    for name in ("spmd.tick_loop", "spmd.update_in_place"):
         monkeypatch.setattr(f"jaxpipe.runtime.{name}.switch", lax.switch)
     apart, many = trained()
     assert few < many / 2

@@ -8,21 +8,15 @@ small values may meet. Exchanges come in rounds; after the last, every stage has
 """
 
 import functools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-import jax.numpy as jnp
-from jax import lax
-
-from jaxpipe.array_types import Array, Shaped, TensorNumber
+from jaxpipe.array_types import TensorNumber
 from jaxpipe.errors import PartitionError
-from jaxpipe.graph.graph import Graph, Operator, run
+from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.stacked_layers import Stacks
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.traced_update import TracedUpdate, transformation_of
-from jaxpipe.runtime.stage_switch import switch
-from jaxpipe.runtime.uint32_words import pack_words, unpack_words, word_count
-from jaxpipe.sharding.mesh_axes import STAGE
 
 
 #: The end of a learning rate's path in a state of ``optax.inject_hyperparams``.
@@ -152,52 +146,6 @@ def _assign_stages(
                 )
             exchange(t)
     return tuple(tuple(ts) for ts in exchanged), rounds
-
-
-def exchanged_values(
-    update: PartitionedUpdate,
-    read: Callable[[int], tuple[Sequence[Array], Sequence[Array], Sequence[Array]]],
-    shared_state: Sequence[Array],
-    num_stages: int,
-) -> dict[TensorNumber, Array]:
-    """Return the values that all stages know before they compute new parameters, by tensor; inside ``shard_map``.
-
-    ``read`` gives a stage's parameters, gradients and state out of this device's buffers.
-    """
-    graph = update.graph
-    everywhere: dict[TensorNumber, Array] = dict(graph.constants)
-    shared = [t for t, s in zip(update.state, update.state_stage, strict=True) if s is None]
-    everywhere.update(zip(shared, shared_state, strict=True))
-    common = [op for op in graph.operators if not any(t in update.stage_of for t in op.outputs)]
-
-    def advance(limit: int) -> None:
-        run([op for op in common if update.round[op.outputs[0]] == limit], everywhere)
-
-    advance(0)
-    for number, tensors in enumerate(update.exchanged):
-        avals = {t: graph.tensors[t].aval for t in tensors}
-
-        def send(s: int, avals: Mapping[TensorNumber, Shaped] = avals) -> Array:
-            env = _environment(update, s, everywhere, read(s))
-            mine = [t for t in avals if update.stage_of[t] == s]
-            run(needed_operators(operators_of(update, s), mine, env), env)
-            values = [env[t] if t in mine else jnp.zeros(aval.shape, aval.dtype) for t, aval in avals.items()]
-            return pack_words(values, sum(map(word_count, values)))
-
-        words = lax.psum(switch(lax.axis_index(STAGE), [lambda s=s: send(s) for s in range(num_stages)]), STAGE)
-        everywhere.update(zip(tensors, unpack_words(words, list(avals.values())), strict=True))
-        advance(number + 1)
-    return everywhere
-
-
-def _environment(
-    update: PartitionedUpdate, s: int, everywhere: dict[TensorNumber, Array], buffers: tuple[Sequence[Array], ...]
-) -> dict[TensorNumber, Array]:
-    """Values by tensor number that a stage begins with."""
-    env = dict(everywhere)
-    for numbers, values in zip(held_by(update, s), buffers, strict=True):
-        env.update(zip(numbers, values, strict=True))
-    return env
 
 
 def operators_of(update: PartitionedUpdate, s: int) -> list[Operator]:

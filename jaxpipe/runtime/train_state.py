@@ -33,9 +33,8 @@ class TrainState:
     """Parameters, state and optimizer state of all stages; a pytree of global arrays, to be treated as a whole.
 
     Attributes:
-      parameters, variables, optimizer: buffers ``[devices, length]``, one row on each device along the stage axis.
-      residual: buffers ``[devices, replicas, length]`` with what each replica has not sent of its gradients; none
-        if gradients are exchanged whole.
+      parameters, variables, optimizer: arrays of the stages; of one program vectors, a part of each on every device.
+      residual: the same of what each replica has not sent of its gradients; none if gradients are exchanged whole.
       shared: optimizer state that every device has (step counts, schedules).
       key: the random key of the run.
       step: steps taken.

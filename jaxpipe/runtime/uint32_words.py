@@ -1,4 +1,4 @@
-"""Arrays of any type as 32-bit words: what is sent between stages and kept in the arena."""
+"""Arrays of any type as 32-bit words: what is sent between stages and kept for later."""
 
 import math
 from collections.abc import Sequence
@@ -8,12 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpipe.array_types import Array, DType, Shaped
+from jaxpipe.array_types import Array, Shaped
 from jaxpipe.graph.graph import itemsize
-
-
-#: Every bit set: a NaN in each floating type. What no stage has written holds it.
-POISON = np.uint32(0xFFFFFFFF)
 
 
 def word_count(aval: Shaped) -> int:
@@ -61,19 +57,12 @@ def from_words(words: Array, aval: Shaped) -> Array:
     return lax.reshape(flat, tuple(aval.shape))
 
 
-def zeros(shape: Sequence[int], dtype: DType) -> Array:
-    """An array of zeros; of random keys that are zeros."""
-    aval = jax.ShapeDtypeStruct(shape, dtype)
-    is_key = jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
-    return from_words(jnp.zeros(word_count(aval), jnp.uint32), aval) if is_key else jnp.zeros(shape, dtype)
-
-
 def pack_words(values: Sequence[Array], length: int) -> Array:
-    """Arrays one after the other in a vector of ``length`` words; the rest is filled with ones."""
+    """Arrays one after the other in a vector of ``length`` words; the rest is filled with zeros."""
     parts = [to_words(x) for x in values]
     missing = length - sum(p.size for p in parts)
     if missing or not parts:
-        parts.append(jnp.full((missing,), POISON))
+        parts.append(jnp.zeros((missing,), jnp.uint32))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 

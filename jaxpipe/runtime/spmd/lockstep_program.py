@@ -1,8 +1,7 @@
-"""A program with what one program for all devices needs besides: buffers that all have alike, an arena, inboxes."""
+"""A program with what one program for all devices needs besides: buffers that all have alike, and an arena."""
 
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -16,10 +15,11 @@ from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.spmd.buffer_layout import Layout, lay_out
 from jaxpipe.runtime.spmd.tick_table import TickTable, tick_table
 from jaxpipe.runtime.uint32_words import word_count
+from jaxpipe.schedules.table import Kind, StageNumber
 
 
 #: 32-bit words of a page of the arena.
-PAGE = 1024
+PAGE = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +30,12 @@ class LockstepProgram(Program):
     def of(cls, program: Program) -> "LockstepProgram":
         """Return a program with its layouts."""
         return cls(**{field.name: getattr(program, field.name) for field in fields(program)})
+
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of work in its schedule, in the order of a tick."""
+        backward = (self.schedule.backward_kind,) * self.schedule.has_backward
+        return (Kind.FORWARD, *backward, *(Kind.BACKWARD_WEIGHT,) * self.schedule.splits_backward)
 
     @cached_property
     def parameters(self) -> Layout:
@@ -47,19 +53,18 @@ class LockstepProgram(Program):
         return self.gradients.with_dtypes(functools.partial(sum_dtype, gradient_dtype=self.gradient_dtype))
 
     @cached_property
-    def state(self) -> Layout:
-        """The layout of the state variables."""
-        return lay_out([self.avals(self.held(d)[1]) for d in self.device_numbers])
-
-    @cached_property
     def residuals(self) -> Layout:
         """The layout of what replicas have not sent of their gradients, in at least 32 bits."""
         return self.gradients.with_dtypes(lambda dtype: jnp.promote_types(dtype, jnp.float32))
 
-    def slots(self, update: Update) -> Layout:
+    @cached_property
+    def variables(self) -> Layout:
+        """The layout of the state variables."""
+        return lay_out([self.avals(self.held(d)[1]) for d in self.device_numbers])
+
+    def optimizer(self, update: Update) -> Layout:
         """Return the layout of the optimizer state."""
-        by_stage = update.by_stage
-        owned = list(zip(by_stage.state_avals, by_stage.state_stage, strict=True))
+        owned = list(zip(update.by_stage.state_avals, update.by_stage.state_stage, strict=True))
         return lay_out([[aval for aval, owner in owned if owner == d] for d in self.device_numbers])
 
     @cached_property
@@ -71,32 +76,42 @@ class LockstepProgram(Program):
     def sum_avals(self) -> list[jax.ShapeDtypeStruct]:
         """The buffers in which gradients are added up: those of the layout, then one for each that is shared."""
         shared = ((a.size, sum_dtype(a.dtype, self.gradient_dtype)) for a in self.avals(self.shared_trained))
-        return [jax.ShapeDtypeStruct((n,), dtype) for n, dtype in (*self.sums.buffers, *shared)]
+        return [*self.sums.buffers, *(jax.ShapeDtypeStruct((size,), dtype) for size, dtype in shared)]
 
     @cached_property
-    def stash_pages(self) -> tuple[int, ...]:
-        """Pages that one micro-batch takes in the arena, by stage."""
-        trains = self.schedule.has_backward
-        return tuple(_pages(self.stash_avals(stage)) if stage.vjp and trains else 0 for stage in self.stages)
+    def result_avals(self) -> list[Shaped]:
+        """Shapes of what forward work hands out of each micro-batch: the results, and how many tensors overflowed."""
+        return [*self.avals(self.objective.results), jax.ShapeDtypeStruct((), jnp.int32)]
+
+    def trains(self, s: StageNumber) -> bool:
+        """Return whether a stage works backward, too."""
+        return self.stages[s].vjp is not None and self.schedule.has_backward and s >= self.schedule.frozen
+
+    def returned(self, s: StageNumber) -> tuple[TensorNumber, ...]:
+        """Return the tensors whose cotangents the next stage sends back."""
+        return self.stages[s + 1].returning if s + 1 < len(self.stages) else ()
+
+    def kept(self, s: StageNumber) -> tuple[list[Shaped], ...]:
+        """Return the shapes of what a stage keeps of a micro-batch in the arena, by ``tick_table.KEPT``."""
+        stage, trains = self.stages[s], self.trains(s)
+        return (
+            [*self.avals(stage.arriving)],
+            [*self.tangents(self.returned(s))] if trains else [],
+            [*self.stash_avals(stage)] if trains else [],
+            [*self.tangents(stage.saved)] if trains and self.schedule.splits_backward else [],
+        )
 
     @cached_property
-    def saved_pages(self) -> tuple[int, ...]:
-        """Pages that the cotangents take which wait for the weight part of the backward work, by stage."""
-        splits = self.schedule.splits_backward
-        return tuple(_pages(self.tangents(stage.saved)) if splits else 0 for stage in self.stages)
+    def pages(self) -> list[list[int]]:
+        """The pages of the same, by stage."""
+        return [[math.ceil(sum(map(word_count, avals)) / PAGE) for avals in self.kept(s)] for s in self.stage_numbers]
+
+    @cached_property
+    def windows(self) -> list[int]:
+        """The most pages of any stage, by ``tick_table.KEPT``: all write as many."""
+        return [max(pages) for pages in zip(*self.pages, strict=True)]
 
     @cached_property
     def table(self) -> TickTable:
         """The work of every device in each tick, as numbers."""
-        return tick_table(self.schedule, self.stash_pages, self.saved_pages)
-
-    @cached_property
-    def message_words(self) -> tuple[int, int]:
-        """Words sent forward and backward after each tick."""
-        forward = max(sum(map(word_count, self.avals(s.leaving))) for s in self.stages)
-        back = max(sum(map(word_count, self.avals(s.returning))) for s in self.stages)
-        return forward, back
-
-
-def _pages(avals: Sequence[Shaped]) -> int:
-    return math.ceil(sum(map(word_count, avals)) / PAGE)
+        return tick_table(self.schedule, self.pages)

@@ -6,14 +6,15 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.array_types import PyTree, Shaped
+from jaxpipe.array_types import Shaped
+from jaxpipe.gradients.block_exchange import wire_bytes
 from jaxpipe.graph.graph import itemsize
 from jaxpipe.graph.liveness import peak_bytes
 from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.spmd.lockstep_program import PAGE, LockstepProgram
-from jaxpipe.runtime.spmd.sparse_exchange import exchanging_bytes
-from jaxpipe.runtime.spmd.stage_branches import Branch, Kept, Rows, stage_branch
+from jaxpipe.runtime.spmd.tick_loop import Given, stage_branch
+from jaxpipe.runtime.spmd.tick_table import ARRIVED, KEPT, RETURNED, SAVED, STASH, tick_table
 from jaxpipe.schedules.simulate import Timeline, simulate
 from jaxpipe.schedules.table import Kind, StageNumber
 
@@ -23,34 +24,27 @@ def lockstep_timeline(
 ) -> Timeline:
     """Return the timeline of a step, with the cost of every tick besides its work.
 
+    A stash and what waits with it go into the arena where something was, and are copied out of it, whether a device has
+    work or not. Each part of a split backward pass adds to all sums of gradients; work is charged for one of them.
+
     Args:
       program: the stages and their schedule.
       work: by stage, seconds forward, backward for inputs and for weights.
       send: seconds of a message of some bytes over the slowest link between neighbors.
       bytes_per_second: of a device's memory.
     """
-    lockstep = LockstepProgram.of(program)
-    each = sum(send(4 * n) for n in lockstep.message_words) + _moved_bytes(lockstep) / bytes_per_second
+    lockstep, splits = LockstepProgram.of(program), program.schedule.splits_backward
+    window = [4 * PAGE * pages for pages in lockstep.windows]
+    moved = (7 if splits else 5) * window[STASH] + 5 * window[SAVED] + (3 * lockstep.sums.bytes if splits else 0)
     forward, first, second = work
     return simulate(
         program.schedule,
         forward=forward,
         backward_input=first,
         backward_weight=second,
-        communication=each,
+        communication=send(window[ARRIVED]) + send(window[RETURNED]) + moved / bytes_per_second,
         lockstep=True,
     )
-
-
-def _moved_bytes(program: LockstepProgram) -> int:
-    """Bytes that every device reads and writes in a tick, whether it has work or not.
-
-    A stash and what waits with it go into the arena where something was, and are copied out of it. Each part of a split
-    backward pass adds to all sums of gradients; work is charged for one of them.
-    """
-    splits = program.schedule.splits_backward
-    pages = (7 if splits else 5) * max(program.stash_pages) + 5 * max(program.saved_pages)
-    return 4 * PAGE * pages + (3 * program.sums.bytes if splits else 0)
 
 
 def predict(planned: Program, update: Update, batch: Sequence[Shaped]) -> dict[str, int]:
@@ -61,35 +55,39 @@ def predict(planned: Program, update: Update, batch: Sequence[Shaped]) -> dict[s
     gradients or the optimizer writes new parameters and state, at a time when the arena is free again.
     """
     program, by_stage = LockstepProgram.of(planned), update.by_stage
-    slots = program.slots(update)
+    slots = program.optimizer(update)
     shared = [a for a, owner in zip(by_stage.state_avals, by_stage.state_stage, strict=True) if owner is None]
     held = {
         "parameters": program.parameters.bytes,
-        "optimizer": slots.bytes + sum(map(_bytes, shared)),
-        "state": program.state.bytes,
-        "batch": sum(map(_bytes, batch)),
+        "optimizer": slots.bytes + _bytes(shared),
+        "state": program.variables.bytes,
+        "batch": _bytes(batch),
         "gradients": program.sums.bytes,
     }
     if program.shared:
         # Values, gradients, and the words of both while they are exchanged.
         sums = program.sum_avals[len(program.gradients.buffers) :]
-        held["shared"] = 2 * (sum(map(_bytes, program.avals(program.shared))) + sum(map(_bytes, sums)))
-    exchanging = 0
-    if update.exchange is not None:
-        held["residual"] = program.residuals.bytes
-        exchanging = exchanging_bytes(program, update.exchange)
-    arena = program.table.arena_pages * PAGE * 4
-    words = program.message_words
-    waiting = 4 * sum(count * n for count, n in zip(program.table.inbox_slots, words, strict=True))
-    computing = max(working_bytes(program, s) for s in program.stage_numbers)
+        held["shared"] = 2 * (_bytes(program.avals(program.shared)) + _bytes(sums))
     # A new value is made of a gradient and of state, and written over the old one before the next is made.
     written = (aval for layout in (program.sums, slots) for stage in layout.avals for aval in stage)
-    updating = 2 * max(map(_bytes, written), default=0)
+    at_the_end = 2 * max((_bytes([aval]) for aval in written), default=0)
+    if (exchange := update.exchange) is not None:
+        held["residual"] = program.residuals.bytes
+        # The replica's own gradients, averages, new residuals, messages both ways. A conditional over stages does not
+        # write into what it reads.
+        messages = (wire_bytes(plans, exchange.settings.rule.mode) for plans in exchange.plans)
+        needed = max((1 + exchange.replicas) * gathered + 2 * reduced for gathered, reduced in messages)
+        residuals = program.residuals.bytes if program.num_devices > 1 else 0
+        at_the_end = max(at_the_end, program.sums.bytes + program.gradients.bytes + residuals + needed)
+    arena = 4 * PAGE * program.table.pages
+    waiting = tick_table(program.schedule, [[*pages[:STASH], 0, 0] for pages in program.pages]).pages * 4 * PAGE
+    sent = 4 * PAGE * (program.windows[ARRIVED] + program.windows[RETURNED])
+    computing = max(working_bytes(program, s) for s in program.stage_numbers)
     return {
         **held,
-        "stash": arena,
+        "stash": arena - waiting,
         "messages": waiting,
-        "temporaries": max(computing, 2 * 4 * sum(words), max(exchanging, updating) - arena - waiting),
+        "temporaries": max(computing, 2 * sent, at_the_end - arena),
     }
 
 
@@ -99,34 +97,22 @@ def working_bytes(program: LockstepProgram, s: StageNumber) -> int:
     The forward pass returns its stash packed, the backward pass reads it out of the arena. Messages that have been made
     wait until all work of a tick is done.
     """
-    written, needed = 0, 0
-    for message, (branch, operands) in zip((*program.message_words, 0), stage_programs(program, s), strict=False):
-        needed = max(needed, written + peak_bytes(branch, *operands))
-        written += 4 * message
+    batch = [
+        jax.ShapeDtypeStruct((program.num_microbatches, *a.shape), a.dtype)
+        for a in program.avals(program.objective.batch)
+    ]
+    parameters = [*program.parameters.buffers, *program.avals(program.shared)]
+    arena = jax.ShapeDtypeStruct((max(program.windows), PAGE), jnp.uint32)
+    row = jax.ShapeDtypeStruct((2 + len(KEPT),), jnp.int32)
+    given = Given._make((parameters, batch, arena, jax.eval_shape(lambda: jax.random.key(0)), row))
+    made, needed = 0, 0
+    kinds = program.kinds if program.trains(s) else program.kinds[:1]
+    for kind, sent in zip(kinds, (ARRIVED, RETURNED, RETURNED), strict=False):
+        state = list(program.variables.buffers) if kind is Kind.FORWARD else []
+        needed = max(needed, made + peak_bytes(stage_branch(program, kind, s), state, given))
+        made += 4 * PAGE * program.windows[sent]
     return needed
 
 
-def stage_programs(program: LockstepProgram, s: StageNumber) -> list[tuple[Branch, tuple[PyTree, ...]]]:
-    """Return a stage's work, each kind with the shapes of its operands."""
-    parameters, state = (
-        [jax.ShapeDtypeStruct((length,), dtype) for length, dtype in layout.buffers]
-        for layout in (program.parameters, program.state)
-    )
-    number, lead = jax.ShapeDtypeStruct((), jnp.int32), program.num_microbatches
-    batch = [jax.ShapeDtypeStruct((lead, *a.shape), a.dtype) for a in program.avals(program.objective.batch)]
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    common = parameters + program.avals(program.shared), key, Rows._make((batch, number))
-    ahead, back = (jax.ShapeDtypeStruct((n,), jnp.uint32) for n in program.message_words)
-    pages = max(*program.stash_pages, *program.saved_pages)
-    kept = Kept._make((jax.ShapeDtypeStruct((pages, PAGE), jnp.uint32), number))
-    work: list[tuple[Branch, tuple[PyTree, ...]]] = [
-        (stage_branch(program, Kind.FORWARD, s), (state, *common, ahead)),
-        (stage_branch(program, program.schedule.backward_kind, s), ([], *common, back, kept)),
-    ]
-    if program.schedule.splits_backward:
-        work.append((stage_branch(program, Kind.BACKWARD_WEIGHT, s), ([], *common, kept, kept)))
-    return work
-
-
-def _bytes(aval: Shaped) -> int:
-    return math.prod(aval.shape) * itemsize(aval.dtype)
+def _bytes(avals: Sequence[Shaped]) -> int:
+    return sum(math.prod(aval.shape) * itemsize(aval.dtype) for aval in avals)

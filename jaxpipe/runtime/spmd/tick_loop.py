@@ -3,136 +3,83 @@
     tick:  forward of one micro-batch ─▶ stash to the arena
            stash from the arena ─▶ backward of one micro-batch ─▶ add to gradients
            (stash and cotangents from the arena ─▶ weight part of the backward ─▶ add to gradients)
-           send to the next stage and to the one before
+           send to the next stage and to the one before ─▶ what arrives to the arena
 
 Which stage a device works for is a number at run time: work of each kind is a ``switch`` over the stages, in which
-those that do the same are one. Everything that all stages do alike stays outside it: collectives, arena writes, sums.
-What is not there to be read (an idle tick, a slot that nobody has written) has every bit set, which is a NaN in each
-floating type.
+those that do the same are one. Their branches take and return arrays of the same shapes:
+
+    state variables; parameters, batch, arena ──▶ state variables; message, pages to keep, what is added
+
+Forward work adds the bits of its results to the micro-batch's, backward work its gradients to the sums; only forward
+work is given state variables. The idle branch beside the stages keeps these, and all else that it returns is zero.
+Work reads its micro-batch, and what was kept for it in the arena, array by array: XLA copies what a branch changes, but
+not what it only reads. Everything that all stages do alike stays outside: collectives, arena writes, sums.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from jaxpipe.array_types import Array, ArrayLike, Shaped
+from jaxpipe.array_types import Array, ArrayLike, Shaped, TensorNumber
+from jaxpipe.runtime import stage_passes
 from jaxpipe.runtime.gradient_precision import add_gradient
 from jaxpipe.runtime.spmd.lockstep_program import PAGE, LockstepProgram
-from jaxpipe.runtime.spmd.stage_branches import Kept, Rows, work_by_stage
-from jaxpipe.runtime.spmd.tick_table import Row, Work
-from jaxpipe.runtime.uint32_words import POISON, zeros
-from jaxpipe.schedules import Kind
+from jaxpipe.runtime.spmd.stage_switch import switch
+from jaxpipe.runtime.spmd.tick_table import ARRIVED, RETURNED, SAVED, STASH
+from jaxpipe.runtime.uint32_words import from_words, pack_words, to_words, word_count
+from jaxpipe.schedules.table import Kind, StageNumber
 from jaxpipe.sharding.mesh_axes import DATA, STAGE
-
-
-@dataclass(frozen=True)
-class Totals:
-    """The arrays of a device after the last tick."""
-
-    gradients: Sequence[Array]  # sums over its micro-batches; empty without a backward pass
-    state: Sequence[Array]  # folded over the micro-batches
-    results: Sequence[Array]  # sums, or predictions by micro-batch, where this stage makes them; zeros elsewhere
-    overflows: Array  # sparse tensors that did not fit and were computed again
 
 
 class Carry(NamedTuple):
     """The arrays that a device carries from tick to tick."""
 
     arena: Array
-    inboxes: list[Array]  # of messages forward and back, ``[slots, words]``
-    state: list[Array]
-    gradients: list[Array]
-    results: list[Array]
+    state: Sequence[Array]  # folded over the micro-batches
+    gradients: Sequence[Array]  # sums over its micro-batches; empty without a backward pass
+    results: Array  # ``[num_microbatches, words]``, zero for what other devices make
 
 
 def run_ticks(
-    program: LockstepProgram,
-    parameters: Sequence[Array],
-    state: Sequence[Array],
-    key: Array,
-    batch: Sequence[Array],
-    collect: bool = False,
-) -> Totals:
-    """Run all micro-batches of one device through its stages, inside ``shard_map``.
+    program: LockstepProgram, parameters: Sequence[Array], state: Sequence[Array], key: Array, batch: Sequence[Array]
+) -> Carry:
+    """Run all micro-batches of one device through its stages, inside ``shard_map``; arguments as ``Given``."""
+    replica = lax.axis_index(DATA) if program.replicated else 0
+    work = {kind: work_by_stage(program, kind) for kind in program.kinds}
+    pages = jnp.asarray([[0] * 4, *program.pages], jnp.int32)
 
-    Buffers of shared parameters are behind the device's own; leaves of the batch are ``[num_microbatches, ...]``.
-    ``collect`` keeps the results of each micro-batch apart, instead of adding them up.
-    """
-    schedule, replica = program.schedule, lax.axis_index(DATA) if program.replicated else 0
-    kinds = Kind.FORWARD, schedule.backward_kind, Kind.BACKWARD_WEIGHT
-    forward, backward, weight = (work_by_stage(program, kind) for kind in kinds)
-
-    def microbatch(work: Work) -> tuple[Array, Rows]:
-        number = jnp.maximum(work.microbatch, 0)
-        return jax.random.fold_in(key, replica * program.num_microbatches + number), Rows(batch, number)
-
-    def tick(carry: Carry, row: Row) -> tuple[Carry, None]:
-        arena, inboxes, state, gradients, results = carry
-
-        work = row.forward
-        state, (message, stash, values) = forward(
-            work, state, parameters, *microbatch(work), _at(inboxes[0], work.message)
-        )
-        messages = [message]
-        results = [_add(old, new, work.microbatch, collect) for old, new in zip(results, values, strict=True)]
-        arena = _write(arena, stash, work.stash, work.branch, program.stash_pages)
-
-        if schedule.has_backward:
-            work = row.backward
-            _, (cotangents, saved, steps) = backward(
-                work, [], parameters, *microbatch(work), _at(inboxes[1], work.message), Kept(arena, work.stash)
-            )
-            messages.append(cotangents)
-            gradients = _sum(gradients, steps, work)
-            arena = _write(arena, saved, work.saved, work.branch, program.saved_pages)
-
-        if schedule.splits_backward:
-            work = row.weight
-            kept = Kept(arena, work.stash), Kept(arena, work.saved)
-            gradients = _sum(gradients, weight(work, [], parameters, *microbatch(work), *kept)[1], work)
-
+    def tick(carry: Carry, rows: tuple[Array, Array]) -> tuple[Carry, None]:
+        arena, state, gradients, results = carry
+        messages = []
+        for kind, row in zip(program.kinds, rows[0], strict=False):
+            number = jax.random.fold_in(key, replica * program.num_microbatches + row[0])
+            given = Given(parameters, batch, arena, number, row)
+            if kind is Kind.FORWARD:
+                state, message, kept, added = work[kind](state, given)
+                whole = lax.dynamic_index_in_dim(results, row[0], keepdims=False) + added[0]
+                results = lax.dynamic_update_index_in_dim(results, whole, row[0], 0)
+                arena = _write(arena, kept, row[2 + STASH], pages[row[1], STASH])
+            else:
+                _, message, kept, added = work[kind]([], given)
+                gradients = list(map(add_gradient, gradients, added))
+                arena = _write(arena, kept, row[2 + SAVED], pages[row[1], SAVED])
+            messages.append(message)
         # All work of a tick is done before neighbors wait for each other.
-        for back, message in enumerate(lax.optimization_barrier(messages)):
-            arrived = _from_neighbor(program, message, bool(back))
-            inboxes = [*inboxes[:back], _landed(inboxes[back], arrived, row.landed[back]), *inboxes[back + 1 :]]
-        return Carry(arena, inboxes, state, gradients, results), None
+        messages = lax.optimization_barrier(messages)
+        for what, message in zip((ARRIVED, RETURNED), messages, strict=False):
+            first, count = rows[1][what]
+            arena = _write(arena, _from_neighbor(program, message, what == RETURNED), first, count)
+        return Carry(arena, state, gradients, results), None
 
-    last, _ = lax.scan(tick, _initial(program, state, collect), _rows(program))
-    return Totals(last.gradients, last.state, last.results[:-1], last.results[-1])
-
-
-def _initial(program: LockstepProgram, state: Sequence[Array], collect: bool) -> Carry:
-    lead = (program.num_microbatches,) if collect else ()
     sums = program.sum_avals if program.schedule.has_backward else []
-    boxes = zip(program.table.inbox_slots, program.message_words, strict=True)
-    return Carry(
-        jnp.full((program.table.arena_pages, PAGE), POISON),
-        [jnp.full(box, POISON) for box in boxes],
-        state=list(state),
-        gradients=[jnp.zeros(a.shape, a.dtype) for a in sums],
-        results=[zeros((*lead, *a.shape), a.dtype) for a in _made(program)],
-    )
-
-
-def _made(program: LockstepProgram) -> list[Shaped]:
-    """Return what forward work hands out of each micro-batch: the results, and how many tensors overflowed."""
-    return [*program.avals(program.objective.results), jax.ShapeDtypeStruct((), jnp.int32)]
-
-
-def _rows(program: LockstepProgram) -> Row:
-    """This device's rows of the table, by tick."""
-    leaves, treedef = jax.tree.flatten(program.table.rows)
-    columns = jnp.asarray(np.stack(leaves, axis=1))[lax.axis_index(STAGE)]
-    return jax.tree.unflatten(treedef, list(columns))
-
-
-def _at(inbox: Array, slot: ArrayLike) -> Array:
-    return inbox[0] if inbox.shape[0] == 1 else lax.dynamic_index_in_dim(inbox, slot, keepdims=False)
+    gradients = [jnp.zeros(a.shape, a.dtype) for a in sums]
+    results = jnp.zeros((program.num_microbatches, sum(map(word_count, program.result_avals))), jnp.uint32)
+    arena = jnp.zeros((program.table.pages, PAGE), jnp.uint32)
+    work_here, landed_here = (jnp.asarray(x)[:, lax.axis_index(STAGE)].swapaxes(0, 1) for x in program.table[:2])
+    return lax.scan(tick, Carry(arena, list(state), gradients, results), (work_here, landed_here))[0]
 
 
 def _from_neighbor(program: LockstepProgram, message: Array, back: bool) -> Array:
@@ -145,32 +92,129 @@ def _from_neighbor(program: LockstepProgram, message: Array, back: bool) -> Arra
     return lax.ppermute(message, STAGE, [(b, a) for a, b in pairs] if back else pairs)
 
 
-def _landed(inbox: Array, message: Array, slot: ArrayLike) -> Array:
-    """Return an inbox with a message in a slot; as it was if nothing is needed (-1)."""
-    place = jnp.maximum(slot, 0)
-    new = jnp.where(slot >= 0, message, _at(inbox, place))
-    return lax.dynamic_update_index_in_dim(inbox, new, place, 0)
-
-
-def _write(arena: Array, pages: Array, first: ArrayLike, branch: ArrayLike, counts: Sequence[int]) -> Array:
-    """The arena with as many pages as the stage of a branch has in their place."""
-    if not len(arena) or not max(counts):
+def _write(arena: Array, pages: Array, first: ArrayLike, count: ArrayLike) -> Array:
+    """The arena with the first so many of some pages from a place on."""
+    if not len(pages):
         return arena
     start = (first, jnp.int32(0))
-    mine = jnp.arange(len(pages), dtype=jnp.int32)[:, None] < jnp.asarray((0, *counts), jnp.int32)[branch]
-    old = lax.dynamic_slice(arena, start, pages.shape)
-    return lax.dynamic_update_slice(arena, jnp.where(mine, pages, old), start)
+    is_new = jnp.arange(len(pages), dtype=jnp.int32)[:, None] < count
+    before = lax.dynamic_slice(arena, start, pages.shape)
+    return lax.dynamic_update_slice(arena, jnp.where(is_new, pages, before), start)
 
 
-def _sum(gradients: Sequence[Array], steps: Sequence[Array], work: Work) -> list[Array]:
-    """Gradients with what a micro-batch adds to them."""
-    pairs = zip(gradients, steps, strict=True)
-    return [jnp.where(work.microbatch >= 0, add_gradient(total, step), total) for total, step in pairs]
+class Given(NamedTuple):
+    """The arrays that work reads."""
+
+    parameters: Sequence[Array]  # buffers, then the value of every shared parameter
+    batch: Sequence[Array]  # leaves ``[num_microbatches, ...]``
+    arena: Array  # ``[pages, words]``
+    key: Array
+    row: Array  # of the tick table
 
 
-def _add(total: Array, new: Array, microbatch: ArrayLike, collect: bool) -> Array:
-    """The sum with what a micro-batch adds, or with that in its row."""
-    if not collect:
-        return jnp.where(microbatch >= 0, total + new, total)
-    place = jnp.maximum(microbatch, 0)
-    return total.at[place].set(jnp.where(microbatch >= 0, new, total[place]))
+class Made(NamedTuple):
+    """The arrays that work makes."""
+
+    state: Sequence[Array]
+    message: Array  # pages, for a neighbor
+    kept: Array  # pages, for later work on the micro-batch
+    added: Sequence[Array]
+
+
+def work_by_stage(program: LockstepProgram, kind: Kind) -> Callable[[Sequence[Array], Given], Made]:
+    """Return work of one kind, for the stage of a row or none."""
+    branches = [stage_branch(program, kind, s) for s in program.stage_numbers]
+
+    def run(state: Sequence[Array], given: Given) -> Made:
+        made = jax.eval_shape(branches[-1], state, given)
+
+        def idle(state: Sequence[Array], _: Given) -> Made:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)._replace(state=list(state))
+
+        frozen = 0 if kind is Kind.FORWARD else program.schedule.frozen
+        return switch(given.row[1], [idle, *[idle] * frozen, *branches[frozen:]], state, given)
+
+    return run
+
+
+def stage_branch(program: LockstepProgram, kind: Kind, s: StageNumber) -> Callable[[Sequence[Array], Given], Made]:
+    """Return a stage's work of a kind."""
+    stage, device = program.stages[s], program.device(s)
+
+    def kept(given: Given, what: int) -> list[Array]:
+        return _read(given.arena, given.row[2 + what], program.kept(s)[what])
+
+    def available(given: Given) -> dict[TensorNumber, Array]:
+        """Return the values that no stage sends: the micro-batch, its key, parameters here and borrowed."""
+        rows = [lax.dynamic_index_in_dim(x, given.row[0], keepdims=False) for x in given.batch]
+        known = dict(zip((*program.objective.batch, program.objective.key), (*rows, given.key), strict=True))
+        known.update(zip(program.shared, given.parameters[len(program.parameters.buffers) :], strict=True))
+        known.update(zip(program.held(device)[0], program.parameters.read(device, given.parameters), strict=True))
+        return known
+
+    def forward(state: Sequence[Array], given: Given) -> Made:
+        known = available(given)
+        variables = program.held(device)[1]
+        known.update(zip(variables, program.variables.read(device, state), strict=True))
+        known.update(zip(stage.arriving, kept(given, ARRIVED), strict=True))
+        values, stash, overflows = stage_passes.forward(stage, known, program.trains(s))
+        new = dict(zip(stage.state, stage.new_state, strict=True))
+        made = [values[t] if k in stage.results else None for k, t in enumerate(program.objective.results)]
+        words = [
+            jnp.zeros(word_count(a), jnp.uint32) if x is None else to_words(x)
+            for x, a in zip([*made, overflows], program.result_avals, strict=True)
+        ]
+        return Made(
+            program.variables.write(device, [values[new[t]] if t in new else known[t] for t in variables]),
+            _pages([values[t] for t in stage.leaving], program.windows[ARRIVED]),
+            _pages([x for parts in stash.values() for x in parts], program.windows[STASH]),
+            [jnp.concatenate(words)],
+        )
+
+    def backward(_: Sequence[Array], given: Given) -> Made:
+        known, is_weight = available(given), kind is Kind.BACKWARD_WEIGHT
+        names = stage.saved if is_weight else program.returned(s)
+        received = dict(zip(names, kept(given, SAVED if is_weight else RETURNED), strict=True))
+        assert stage.vjp is not None
+        parts, stored = zip(stage.vjp.plan.stored, stage.vjp.stash_avals, strict=True), iter(kept(given, STASH))
+        stash = {t: tuple(next(stored) for _ in avals) for t, avals in parts if t in stage.stashed}
+        gradients, saved = stage_passes.backward(program.objective, stage, kind, known, stash, received)
+        added = _gradient_buffers(program, s, gradients)
+        if is_weight:
+            return Made([], _pages([], 0), _pages([], 0), added)
+        message = _pages([gradients[t] for t in stage.returning], program.windows[RETURNED])
+        waiting = [saved[t] for t in stage.saved] if kind is Kind.BACKWARD_INPUT else []
+        return Made([], message, _pages(waiting, program.windows[SAVED]), added)
+
+    return forward if kind is Kind.FORWARD else backward
+
+
+def _gradient_buffers(program: LockstepProgram, s: StageNumber, gradients: dict[TensorNumber, Array]) -> list[Array]:
+    """The buffers of gradients with a stage's in them, and zeros elsewhere; those of shared parameters behind."""
+    device = program.device(s)
+    trained = program.trained(device)
+
+    def value(t: TensorNumber, aval: Shaped, here: bool) -> Array:
+        return gradients[t] if here and t in gradients else jnp.zeros(aval.shape, aval.dtype)
+
+    own = [value(t, a, True) for t, a in zip(trained, program.avals(trained), strict=True)]
+    shared = zip(program.shared_trained, program.avals(program.shared_trained), strict=True)
+    return [*program.gradients.write(device, own), *(value(t, a, t not in trained).reshape(-1) for t, a in shared)]
+
+
+def _pages(values: Sequence[Array], count: int) -> Array:
+    """Arrays as so many pages of the arena."""
+    return pack_words(values, count * PAGE).reshape(count, PAGE)
+
+
+def _read(arena: Array, first: Array, avals: Sequence[Shaped]) -> list[Array]:
+    """The arrays that were written to the arena from a page on."""
+    arrays, start = [], 0
+    for aval in avals:
+        page, offset = divmod(start, PAGE)
+        count = word_count(aval)
+        shape = (-(-(offset + count) // PAGE), PAGE)
+        words = lax.dynamic_slice(arena, (first + page, jnp.int32(0)), shape).reshape(-1)
+        arrays.append(from_words(lax.slice(words, (offset,), (offset + count,)), aval))
+        start += count
+    return arrays

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from functools import cached_property
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import JaxpipeError, JaxpipeWarning
 from jaxpipe.models import check_batch
-from jaxpipe.planning.balance_stages import balanced
+from jaxpipe.planning.balance_stages import WORTH_A_CUT, balanced
 from jaxpipe.planning.candidate import Candidate, PlannedStep
 from jaxpipe.planning.compile_within_budget import SMALL_PLANS, adjusted, smallest_compiled, with_step
 from jaxpipe.planning.list_candidates import cut_again, leanest, list_candidates, price
@@ -102,29 +103,44 @@ class BudgetSearch:
 
     def _fastest(self, budget: int) -> PlannedStep | None:
         """Return the plan with the shortest step of predicted bytes within a budget; None if no plan is within."""
-        best: PlannedStep | None = None
+        found: list[PlannedStep] = []
         for candidate in self.candidates:
-            if best is not None and price(candidate, self._least_seconds(candidate)) >= (1 - PROMISED) * _price(best):
+            least = min(map(_price, found), default=math.inf)
+            if found and price(candidate, self._least_seconds(candidate)) >= (1 - PROMISED) * least:
                 continue
-            first = self._within(candidate, budget)
-            if first is None:
+            planned = self._within(candidate, budget)
+            if planned is None:
                 self._log.append(
                     f"{candidate.program.schedule.name}: nothing within {bytes_text(budget)}, as predicted"
                 )
                 continue
-            planned = balanced(first, functools.partial(self._cut_again, candidate, budget))
             self._log.append(f"{_described(planned)} predicted, for {bytes_text(budget)}")
-            if best is None or _price(planned) < _price(best):
-                best = planned
+            found.append(planned)
+        if not found:
+            return None
+        best, *others = sorted(found, key=_price)
+        best = self._balanced(best, budget, math.inf)
+        for planned in others:
+            if price(planned.candidate) < (1 - WORTH_A_CUT) * _price(best):
+                best = min(best, self._balanced(planned, budget, _price(best)), key=_price)
         return best
 
-    def _cut_again(self, candidate: Candidate, budget: int, charged: Profile) -> PlannedStep | None:
-        """Return the plan of the same schedule, cut for another profile, within a budget; None if it does not fit.
+    def _balanced(self, first: PlannedStep, budget: int, least: float) -> PlannedStep:
+        """Return a plan or one with the same schedule and other cuts, if a step may be shorter than ``least`` then."""
+        again = functools.partial(self._cut_again, first.candidate, budget, min(least, _price(first)))
+        return balanced(first, again)
 
-        What its devices need besides what stages store is about what it was before.
+    def _cut_again(self, candidate: Candidate, budget: int, least: float, charged: Profile) -> PlannedStep | None:
+        """Return the plan of the same schedule, cut for another profile, within a budget.
+
+        What its devices need besides what stages store is taken to be what it was before. None if a step is not shorter
+        than ``least`` then, or it does not fit.
         """
         other = cut_again(candidate, charged)
-        self._fitter(other, self._fitter(candidate).beyond)
+        beyond = self._fitter(candidate).beyond
+        added = [fitted.added_seconds for fitted in self._fitter(other, beyond).expected(budget)]
+        if price(other, other.seconds_with(added)) >= (1 - PROMISED) * least:
+            return None
         return self._within(other, budget)
 
     def _least_seconds(self, candidate: Candidate) -> float:

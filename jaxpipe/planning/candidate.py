@@ -100,8 +100,12 @@ class Candidate:
     @cached_property
     def seconds(self) -> float:
         """The seconds of a step; storage within a budget may add to them."""
+        return self.seconds_with()
+
+    def seconds_with(self, added: Sequence[float] | None = None) -> float:
+        """Return the seconds of a step with what storage has ``added`` to a micro-batch of each stage."""
         request, program, partition = self.traced.request, self.program, self.partition
-        seconds = stage_seconds(program, partition)
+        seconds = stage_seconds(program, partition, added)
         return step_seconds(program, partition, program_timeline(request, program, partition, seconds))
 
     @cached_property

@@ -130,6 +130,10 @@ class StageFitter:
         best = best or self._with_smallest(now, budget)
         return None if best is None else (best.program, self._report(best.points))
 
+    def expected(self, budget: int) -> tuple[Fitted, ...]:
+        """Return how storage would be chosen within a budget if ``beyond`` were right; no program is made for it."""
+        return self._report(self._points_within([budget - n for n in self.beyond], {}))
+
     @cached_property
     def beyond(self) -> list[int]:
         """The bytes of each device besides points: as given, or else by default; then those of the last points."""

@@ -28,6 +28,9 @@ _FUSED_ON_GPU = _FUSED | {"gather"}
 #: The dimensions of a matrix.
 _MATRIX = 2
 
+#: The dimensions of a batch of images: rows, height, width, channels.
+_IMAGES = 4
+
 
 def peak_bytes(function: Callable[..., Any], *avals: Any, donated: Any = ()) -> int:
     """Bytes reserved while a function runs; its arguments are not counted, its results are.
@@ -279,6 +282,9 @@ class _Written:
                     if t in shared and read > COMPUTE_AGAIN * graph.tensors[t].bytes:
                         self.tensors.add(t)
                     self.sources[t], self.in_place[t] = frozenset(here), frozenset(still - moved)
+        if not _compat.runs_breadth_first():
+            for t in self.in_place.keys() & _summed_over_images(graph, self.resolve):
+                self.in_place[t] = nothing
 
 
 def _fused() -> frozenset[str]:
@@ -354,6 +360,21 @@ def _scattered_into(graph: Graph) -> dict[Operator, TensorNumber]:
             if writes_zeros(zeros) and reads[t] == 1 and producers.get(other, (-1, op))[0] < place:
                 into[rows] = other
     return into
+
+
+def _summed_over_images(graph: Graph, resolve: Callable[[TensorNumber], TensorNumber]) -> set[TensorNumber]:
+    """Return the feature maps that are added up over all dimensions but the last, for biases and normalizations.
+
+    A GPU writes such a map in the kernel of the sum, which writes over no operand. Sums over tokens, measured on
+    transformers, are kernels of their own.
+    """
+    summed = set()
+    for op in graph.operators:
+        if op.name == "reduce_sum" and op.equation is not None:
+            rank = op.equation.invars[0].aval.ndim
+            if rank >= _IMAGES and tuple(op.equation.params["axes"]) == tuple(range(rank - 1)):
+                summed.add(resolve(op.inputs[0]))
+    return summed
 
 
 def _positions(op: Operator, graph: Graph) -> int:

@@ -20,7 +20,6 @@ from jaxpipe.planning.storage.solver_time import SolverTime
 from jaxpipe.planning.storage.stage_budget import StageFitter
 from jaxpipe.planning.storage.stage_front import Solving, reruns_products
 from jaxpipe.planning.trace_request import trace_request
-from jaxpipe.schedules.table import Kind
 from jaxpipe.text.progress import phase, tell
 from jaxpipe.text.units import bytes_text, seconds_text
 
@@ -104,9 +103,9 @@ class BudgetSearch:
     def _fastest(self, budget: int) -> PlannedStep | None:
         """Return the plan with the shortest step of predicted bytes within a budget; None if no plan is within."""
         found: list[PlannedStep] = []
-        for candidate in self.candidates:
-            least = min(map(_price, found), default=math.inf)
-            if found and price(candidate, self._least_seconds(candidate)) >= (1 - PROMISED) * least:
+        for candidate in self._most_promising_first(budget):
+            limit = (1 - PROMISED) * min(map(_price, found), default=math.inf)
+            if price(candidate, self._least_seconds(candidate)) >= limit or self._expected(candidate, budget) >= limit:
                 continue
             planned = self._within(candidate, budget)
             if planned is None:
@@ -124,6 +123,19 @@ class BudgetSearch:
             if price(planned.candidate) < (1 - WORTH_A_CUT) * _price(best):
                 best = min(best, self._balanced(planned, budget, _price(best)), key=_price)
         return best
+
+    def _most_promising_first(self, budget: int) -> list[Candidate]:
+        """Return the candidates; those that are as fast as the first without a budget by what is expected within it."""
+        first, *others = self.candidates
+        alike = [first, *(x for x in others if (1 - PROMISED) * price(x) <= price(first))]
+        if len(alike) > 1:
+            alike.sort(key=lambda candidate: self._expected(candidate, budget))
+        return [*alike, *(x for x in others if x not in alike)]
+
+    def _expected(self, candidate: Candidate, budget: int) -> float:
+        """Return the price of a candidate within a budget if estimates of what is not stored are right."""
+        added = [fitted.added_seconds for fitted in self._fitter(candidate).expected(budget)]
+        return price(candidate, candidate.seconds_with(added))
 
     def _balanced(self, first: PlannedStep, budget: int, least: float) -> PlannedStep:
         """Return a plan or one with the same schedule and other cuts, if a step may be shorter than ``least`` then."""
@@ -177,8 +189,7 @@ class BudgetSearch:
         if candidate not in self._fitters:
             program, partition, request = candidate.program, candidate.partition, candidate.traced.request
             prices, period = price_storage(request, program, partition), longest_microbatch(program, partition)
-            if held is None and program.schedule.backward_kind is Kind.BACKWARD:  # nothing waits for a later part of it
-                held = candidate.held_bytes
+            held = candidate.held_bytes if held is None else held
             self._fitters[candidate] = StageFitter(
                 program, candidate.needs, held, prices, self._solving, period, request.policy
             )

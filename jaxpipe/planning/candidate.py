@@ -119,7 +119,10 @@ class Candidate:
 
     @cached_property
     def held_bytes(self) -> list[int]:
-        """About what each device holds all the time: parameters, sums of gradients, optimizer state and the batch."""
+        """About what each device holds besides stashes: what is always there, and cotangents that weights wait for.
+
+        The first are parameters, sums of gradients, optimizer state and the batch.
+        """
         program, update = self.program, self.update.by_stage
         held = [
             program.bytes_of(program.held(d)[0]) + program.sum_bytes(program.trained(d)) for d in program.device_numbers
@@ -128,9 +131,10 @@ class Candidate:
             if s is not None:
                 held[s % program.num_devices] += update.graph.tensors[t].bytes
         batch = sum(map(array_bytes, self.traced.local))
-        users = {
-            program.device(s) for s, stage in zip(program.stage_numbers, program.stages, strict=True) if stage.used
-        }
+        for s, stage in zip(program.stage_numbers, program.stages, strict=True):
+            d = program.device(s)
+            held[d] += program.schedule.waiting(d, s // program.num_devices) * program.bytes_of(stage.saved)
+        users = {program.device(s) for s, x in zip(program.stage_numbers, program.stages, strict=True) if x.used}
         return [n + batch if d in users else n for d, n in zip(program.device_numbers, held, strict=True)]
 
     @cached_property

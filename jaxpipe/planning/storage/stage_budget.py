@@ -73,7 +73,7 @@ class StageFitter:
         self,
         program: Program,
         measure: Callable[[Program], Sequence[int]],
-        held: Sequence[int] | None,
+        held: Sequence[int],
         prices: Prices,
         solving: Solving,
         period: float = 0.0,
@@ -84,13 +84,14 @@ class StageFitter:
         Args:
           program: with default storage.
           measure: predicted bytes of each device along the stage axis.
-          held: about what each device needs besides points; None if that has to be measured.
+          held: about what each device needs besides points.
           prices: what choices cost.
           solving: by whom, and how long.
           period: seconds of a micro-batch on the slowest stage, with which swaps overlap.
           policy: the codecs that stages may use.
         """
-        self.program, self._measure, self._held, self._prices, self._solving = program, measure, held, prices, solving
+        self.program, self._measure, self._prices, self._solving = program, measure, prices, solving
+        self.beyond = list(held)  # the bytes of each device besides points; then those of the last points
         self._period, self._policy = period, policy
         self._known: dict[tuple[Point, ...], _Picked] = {}
 
@@ -133,11 +134,6 @@ class StageFitter:
     def expected(self, budget: int) -> tuple[Fitted, ...]:
         """Return how storage would be chosen within a budget if ``beyond`` were right; no program is made for it."""
         return self._report(self._points_within([budget - n for n in self.beyond], {}))
-
-    @cached_property
-    def beyond(self) -> list[int]:
-        """The bytes of each device besides points: as given, or else by default; then those of the last points."""
-        return list(self._held or self._beyond(self._default))
 
     def _beyond(self, picked: _Picked) -> list[int]:
         """Return the bytes that each device needs beyond those of its points."""

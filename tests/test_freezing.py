@@ -120,7 +120,8 @@ def test_step_and_bytes_fall_in_the_plan_and_in_the_compiled_step():
     # sends nothing back. The rest of the estimate is element-wise work and the loss.
     assert 0.55 < work(half.plan) / work(whole.plan) < 0.75
     assert half.plan.step_seconds < 0.9 * whole.plan.step_seconds
-    predicted, compiled = zip(*((x.predicted_bytes[0], x.compiled_bytes[0]) for x in reports()), strict=True)
+    # Of all stages: the largest may hold as much, since the frozen one has more layers.
+    predicted, compiled = zip(*((sum(x.predicted_bytes), sum(x.compiled_bytes)) for x in reports()), strict=True)
     assert predicted[0] < predicted[1] and compiled[0] < compiled[1]
     # A prediction is within a tenth of what XLA reserves for programs this small; so is what freezing saves, of all.
     assert abs((predicted[1] - predicted[0]) - (compiled[1] - compiled[0])) < 0.1 * compiled[1]
@@ -128,7 +129,7 @@ def test_step_and_bytes_fall_in_the_plan_and_in_the_compiled_step():
 
 @functools.cache
 def reports():
-    return tuple(pipeline(frozen).memory_report() for frozen in (True, False))
+    return tuple(partition(optimizer).memory_report() for optimizer in (HALF, MOMENTUM))
 
 
 @pytest.mark.slow

@@ -7,13 +7,14 @@ from functools import cached_property
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpipe.array_types import Shaped, TensorNumber
 from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.gradient_precision import sum_dtype
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.spmd.buffer_layout import Layout, lay_out
-from jaxpipe.runtime.spmd.tick_table import TickTable, tick_table
+from jaxpipe.runtime.spmd.tick_table import KEPT, STASH, TickTable, tick_table
 from jaxpipe.runtime.uint32_words import word_count
 from jaxpipe.schedules.table import Kind, StageNumber
 
@@ -92,7 +93,7 @@ class LockstepProgram(Program):
         return self.stages[s + 1].returning if s + 1 < len(self.stages) else ()
 
     def kept(self, s: StageNumber) -> tuple[list[Shaped], ...]:
-        """Return the shapes of what a stage keeps of a micro-batch in the arena, by ``tick_table.KEPT``."""
+        """Return the shapes of what a stage keeps of a micro-batch for a later tick, by ``tick_table.KEPT``."""
         stage, trains = self.stages[s], self.trains(s)
         return (
             [*self.avals(stage.arriving)],
@@ -112,6 +113,17 @@ class LockstepProgram(Program):
         return [max(pages) for pages in zip(*self.pages, strict=True)]
 
     @cached_property
-    def table(self) -> TickTable:
-        """The work of every device in each tick, as numbers."""
-        return tick_table(self.schedule, self.pages)
+    def mail(self) -> TickTable:
+        """The places of messages, from the tick after they were sent to the one that reads them."""
+        return tick_table(self.schedule, [[*pages[:STASH], 0, 0] for pages in self.pages])
+
+    @cached_property
+    def arena(self) -> TickTable:
+        """The places of what else a device keeps for a later tick."""
+        return tick_table(self.schedule, [[0, 0, *pages[STASH:]] for pages in self.pages])
+
+    @cached_property
+    def work(self) -> np.ndarray:
+        """The work of every device in each tick, as ``TickTable`` has it, with both kinds of places."""
+        behind = self.arena.work.shape[-1] - len(KEPT) + STASH
+        return np.concatenate([self.mail.work[..., :behind], self.arena.work[..., behind:]], axis=-1)

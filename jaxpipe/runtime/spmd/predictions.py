@@ -14,7 +14,7 @@ from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.spmd.lockstep_program import PAGE, LockstepProgram
 from jaxpipe.runtime.spmd.tick_loop import Given, stage_branch
-from jaxpipe.runtime.spmd.tick_table import ARRIVED, KEPT, RETURNED, SAVED, STASH, tick_table
+from jaxpipe.runtime.spmd.tick_table import ARRIVED, KEPT, RETURNED, SAVED, STASH
 from jaxpipe.schedules.simulate import Timeline, simulate
 from jaxpipe.schedules.table import Kind, StageNumber
 
@@ -79,15 +79,14 @@ def predict(planned: Program, update: Update, batch: Sequence[Shaped]) -> dict[s
         needed = max((1 + exchange.replicas) * gathered + 2 * reduced for gathered, reduced in messages)
         residuals = program.residuals.bytes if program.num_devices > 1 else 0
         at_the_end = max(at_the_end, program.sums.bytes + program.gradients.bytes + residuals + needed)
-    arena = 4 * PAGE * program.table.pages
-    waiting = tick_table(program.schedule, [[*pages[:STASH], 0, 0] for pages in program.pages]).pages * 4 * PAGE
+    stash, mail = (4 * PAGE * table.pages for table in (program.arena, program.mail))
     sent = 4 * PAGE * (program.windows[ARRIVED] + program.windows[RETURNED])
     computing = max(working_bytes(program, s) for s in program.stage_numbers)
     return {
         **held,
-        "stash": arena - waiting,
-        "messages": waiting,
-        "temporaries": max(computing, 2 * sent, at_the_end - arena),
+        "stash": stash,
+        "messages": mail,
+        "temporaries": max(computing, 2 * sent, at_the_end - stash - mail),
     }
 
 
@@ -102,13 +101,14 @@ def working_bytes(program: LockstepProgram, s: StageNumber) -> int:
         for a in program.avals(program.objective.batch)
     ]
     parameters = [*program.parameters.buffers, *program.avals(program.shared)]
-    arena = jax.ShapeDtypeStruct((max(program.windows), PAGE), jnp.uint32)
+    pages = [jax.ShapeDtypeStruct((count, PAGE), jnp.uint32) for count in program.windows]
     row = jax.ShapeDtypeStruct((2 + len(KEPT),), jnp.int32)
-    given = Given._make((parameters, batch, arena, jax.eval_shape(lambda: jax.random.key(0)), row))
+    arena, key = max(pages[STASH:], key=lambda x: x.size), jax.eval_shape(lambda: jax.random.key(0))
     made, needed = 0, 0
     kinds = program.kinds if program.trains(s) else program.kinds[:1]
     for kind, sent in zip(kinds, (ARRIVED, RETURNED, RETURNED), strict=False):
         state = list(program.variables.buffers) if kind is Kind.FORWARD else []
+        given = Given._make((parameters, batch, pages[ARRIVED if kind is Kind.FORWARD else RETURNED], arena, key, row))
         needed = max(needed, made + peak_bytes(stage_branch(program, kind, s), state, given))
         made += 4 * PAGE * program.windows[sent]
     return needed

@@ -1,19 +1,20 @@
 """The tick loop that every device runs: a scan over the rows of a schedule.
 
-    tick:  forward of one micro-batch ─▶ stash to the arena
-           stash from the arena ─▶ backward of one micro-batch ─▶ add to gradients
+    tick:  message ─▶ forward of one micro-batch ─▶ stash to the arena
+           message, stash from the arena ─▶ backward of one micro-batch ─▶ add to gradients
            (stash and cotangents from the arena ─▶ weight part of the backward ─▶ add to gradients)
-           send to the next stage and to the one before ─▶ what arrives to the arena
+           send to the next stage and to the one before ─▶ what arrives to the mail
 
 Which stage a device works for is a number at run time: work of each kind is a ``switch`` over the stages, in which
 those that do the same are one. Their branches take and return arrays of the same shapes:
 
-    state variables; parameters, batch, arena ──▶ state variables; message, pages to keep, what is added
+    state variables; parameters, batch, message, arena ──▶ state variables; message, pages to keep, what is added
 
 Forward work adds the bits of its results to the micro-batch's, backward work its gradients to the sums; only forward
 work is given state variables. The idle branch beside the stages keeps these, and all else that it returns is zero.
 Work reads its micro-batch, and what was kept for it in the arena, array by array: XLA copies what a branch changes, but
-not what it only reads. Everything that all stages do alike stays outside: collectives, arena writes, sums.
+not what it only reads, if that changes before and not after it in a tick. So messages are apart, and work is given its
+own. Everything that all stages do alike stays outside: collectives, arena writes, sums.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,6 +38,7 @@ from jaxpipe.sharding.mesh_axes import DATA, STAGE
 class Carry(NamedTuple):
     """The arrays that a device carries from tick to tick."""
 
+    mail: Array
     arena: Array
     state: Sequence[Array]  # folded over the micro-batches
     gradients: Sequence[Array]  # sums over its micro-batches; empty without a backward pass
@@ -52,11 +54,11 @@ def run_ticks(
     pages = jnp.asarray([[0] * 4, *program.pages], jnp.int32)
 
     def tick(carry: Carry, rows: tuple[Array, Array]) -> tuple[Carry, None]:
-        arena, state, gradients, results = carry
+        mail, arena, state, gradients, results = carry
         messages = []
         for kind, row in zip(program.kinds, rows[0], strict=False):
             number = jax.random.fold_in(key, replica * program.num_microbatches + row[0])
-            given = Given(parameters, batch, arena, number, row)
+            given = Given(parameters, batch, *_received(program, kind, mail, arena, row), number, row)
             if kind is Kind.FORWARD:
                 state, message, kept, added = work[kind](state, given)
                 whole = lax.dynamic_index_in_dim(results, row[0], keepdims=False) + added[0]
@@ -71,15 +73,28 @@ def run_ticks(
         messages = lax.optimization_barrier(messages)
         for what, message in zip((ARRIVED, RETURNED), messages, strict=False):
             first, count = rows[1][what]
-            arena = _write(arena, _from_neighbor(program, message, what == RETURNED), first, count)
-        return Carry(arena, state, gradients, results), None
+            mail = _write(mail, _from_neighbor(program, message, what == RETURNED), first, count)
+        return Carry(mail, arena, state, gradients, results), None
 
     sums = program.sum_avals if program.schedule.has_backward else []
     gradients = [jnp.zeros(a.shape, a.dtype) for a in sums]
     results = jnp.zeros((program.num_microbatches, sum(map(word_count, program.result_avals))), jnp.uint32)
-    arena = jnp.zeros((program.table.pages, PAGE), jnp.uint32)
-    work_here, landed_here = (jnp.asarray(x)[:, lax.axis_index(STAGE)].swapaxes(0, 1) for x in program.table[:2])
-    return lax.scan(tick, Carry(arena, list(state), gradients, results), (work_here, landed_here))[0]
+    mail, arena = (jnp.zeros((table.pages, PAGE), jnp.uint32) for table in (program.mail, program.arena))
+    work_here, landed_here = (
+        jnp.asarray(x)[:, lax.axis_index(STAGE)].swapaxes(0, 1) for x in (program.work, program.mail.landed)
+    )
+    return lax.scan(tick, Carry(mail, arena, list(state), gradients, results), (work_here, landed_here))[0]
+
+
+def _received(
+    program: LockstepProgram, kind: Kind, mail: Array, arena: Array, row: Array
+) -> tuple[Array | None, Array | None]:
+    """Return the message that work of a kind reads, and the arena, each if it reads any."""
+    if kind is Kind.BACKWARD_WEIGHT:
+        return None, arena
+    what = ARRIVED if kind is Kind.FORWARD else RETURNED
+    message = lax.dynamic_slice(mail, (row[2 + what], jnp.int32(0)), (program.windows[what], PAGE))
+    return message, None if kind is Kind.FORWARD else arena
 
 
 def _from_neighbor(program: LockstepProgram, message: Array, back: bool) -> Array:
@@ -107,7 +122,8 @@ class Given(NamedTuple):
 
     parameters: Sequence[Array]  # buffers, then the value of every shared parameter
     batch: Sequence[Array]  # leaves ``[num_microbatches, ...]``
-    arena: Array  # ``[pages, words]``
+    message: Array | None  # ``[pages, words]``, of the stage before or of the next one
+    arena: Array | None  # the same
     key: Array
     row: Array  # of the tick table
 
@@ -142,7 +158,12 @@ def stage_branch(program: LockstepProgram, kind: Kind, s: StageNumber) -> Callab
     stage, device = program.stages[s], program.device(s)
 
     def kept(given: Given, what: int) -> list[Array]:
-        return _read(given.arena, given.row[2 + what], program.kept(s)[what])
+        shapes = program.kept(s)[what]
+        if what in (ARRIVED, RETURNED):
+            assert given.message is not None
+            return _read(given.message, jnp.int32(0), shapes)
+        assert given.arena is not None
+        return _read(given.arena, given.row[2 + what], shapes)
 
     def available(given: Given) -> dict[TensorNumber, Array]:
         """Return the values that no stage sends: the micro-batch, its key, parameters here and borrowed."""

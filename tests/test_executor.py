@@ -238,7 +238,7 @@ def test_nothing_is_computed_twice(schedule):
     assert [len(re.findall(r" dot\(", program.as_text())) for program in compiled] == [4 + 4 + 3] * 2
 
 
-def test_messages_wait_in_the_arena():
+def test_messages_wait_until_they_are_read():
     """Stage 1 takes both messages late: two wait for it."""
     f, b = ([Action(kind, j) for j in range(2)] for kind in (Kind.FORWARD, Kind.BACKWARD))
     cells = [[f[0], f[1], None, None, None, None, b[0], b[1]], [None, None, None, f[0], f[1], b[0], b[1], None]]

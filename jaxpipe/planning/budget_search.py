@@ -149,9 +149,8 @@ class BudgetSearch:
         than ``least`` then, or it does not fit.
         """
         other = cut_again(candidate, charged)
-        beyond = self._fitter(candidate).beyond
-        added = [fitted.added_seconds for fitted in self._fitter(other, beyond).expected(budget)]
-        if price(other, other.seconds_with(added)) >= (1 - PROMISED) * least:
+        self._fitter(other, self._fitter(candidate).beyond)
+        if self._expected(other, budget) >= (1 - PROMISED) * least:
             return None
         return self._within(other, budget)
 

@@ -192,10 +192,10 @@ class Schedule:
                 most = max(most, held)
         return most if self.has_backward else 0
 
-    def waiting(self, stage: int, chunk: int) -> int:
+    def waiting(self, device: int, chunk: int) -> int:
         """The most micro-batches whose backward work for weights waits in a chunk of a device at the same time."""
         waits = most = 0
-        for action in self.order(stage):
+        for action in self.order(device):
             if action.chunk == chunk:
                 waits += (action.kind is Kind.BACKWARD_INPUT) - (action.kind is Kind.BACKWARD_WEIGHT)
                 most = max(most, waits)

@@ -1,4 +1,4 @@
-"""A program with what one program for all devices needs besides: buffers that all have alike, and an arena."""
+"""A program with what one program for all devices needs besides: buffers that all have alike, mail and an arena."""
 
 import functools
 import math
@@ -19,7 +19,7 @@ from jaxpipe.runtime.uint32_words import word_count
 from jaxpipe.schedules.table import Kind, StageNumber
 
 
-#: 32-bit words of a page of the arena.
+#: 32-bit words of a page of the mail and of the arena.
 PAGE = 128
 
 

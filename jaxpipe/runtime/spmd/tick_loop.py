@@ -108,7 +108,7 @@ def _from_neighbor(program: LockstepProgram, message: Array, back: bool) -> Arra
 
 
 def _write(arena: Array, pages: Array, first: ArrayLike, count: ArrayLike) -> Array:
-    """The arena with the first so many of some pages from a place on."""
+    """The mail or the arena with the first so many of some pages from a place on."""
     if not len(pages):
         return arena
     start = (first, jnp.int32(0))
@@ -224,12 +224,12 @@ def _gradient_buffers(program: LockstepProgram, s: StageNumber, gradients: dict[
 
 
 def _pages(values: Sequence[Array], count: int) -> Array:
-    """Arrays as so many pages of the arena."""
+    """Arrays as so many pages."""
     return pack_words(values, count * PAGE).reshape(count, PAGE)
 
 
 def _read(arena: Array, first: Array, avals: Sequence[Shaped]) -> list[Array]:
-    """The arrays that were written to the arena from a page on."""
+    """The arrays that were written from a page on."""
     arrays, start = [], 0
     for aval in avals:
         page, offset = divmod(start, PAGE)

@@ -1,7 +1,7 @@
 """A schedule as the numbers that each device reads, tick by tick: stage, micro-batch, and where everything is.
 
-What a device keeps for a later tick is in its arena: for each stage and each of ``KEPT``, one slot after the other, of
-as many pages as the stage needs, and as many slots as the stage uses at the same time.
+What a device keeps for a later tick is in its mail or its arena, with a table each: for each stage and each of
+``KEPT``, one slot after the other, of as many pages as the stage needs, and as many slots as it uses at the same time.
 """
 
 import heapq

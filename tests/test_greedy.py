@@ -8,9 +8,9 @@ from jaxpipe.planning.storage import integer_program
 from jaxpipe.planning.storage.fastest_choice import choose
 from jaxpipe.planning.storage.greedy import give_up, give_up_all
 from jaxpipe.planning.storage.integer_program import solve
+from jaxpipe.planning.storage.program_front import Solving
 from jaxpipe.planning.storage.small_items import without_small_items
 from jaxpipe.planning.storage.solver_time import SolverTime
-from jaxpipe.planning.storage.stage_front import Solving
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Option, Problem, simulate
 
 

@@ -16,9 +16,9 @@ from jaxpipe.planning.candidate import Candidate, PlannedStep
 from jaxpipe.planning.compile_within_budget import SMALL_PLANS, adjusted, smallest_compiled, with_step
 from jaxpipe.planning.list_candidates import cut_again, leanest, list_candidates, price
 from jaxpipe.planning.price_storage import longest_microbatch, price_storage
+from jaxpipe.planning.storage.program_front import Solving, reruns_products
 from jaxpipe.planning.storage.solver_time import SolverTime
 from jaxpipe.planning.storage.stage_budget import StageFitter
-from jaxpipe.planning.storage.stage_front import Solving, reruns_products
 from jaxpipe.planning.trace_request import trace_request
 from jaxpipe.text.progress import phase, tell
 from jaxpipe.text.units import bytes_text, seconds_text
@@ -156,7 +156,7 @@ class BudgetSearch:
 
     def _least_seconds(self, candidate: Candidate) -> float:
         """Return what a step takes at least with some cuts and a schedule, within any budget."""
-        if not any(map(reruns_products, candidate.program.stages)):
+        if not any(reruns_products(stage.vjp) for stage in candidate.program.stages):
             return candidate.seconds
         return candidate.seconds - self._fitter(candidate).most_saved_seconds
 

@@ -8,9 +8,8 @@ from typing import Generic, TypeVar
 from jaxpipe.array_types import TensorNumber
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.allowed_codecs import FAST, Policy
-from jaxpipe.graph.graph import Graph, Operator, is_differentiable
+from jaxpipe.graph.graph import Graph, is_differentiable
 from jaxpipe.graph.operator_order import allowed_cuts, spans, uses_apart
-from jaxpipe.graph.row_slices import slice_rows
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.vjp_program import VJPProgram
@@ -21,9 +20,6 @@ from jaxpipe.schedules.table import DeviceNumber, Kind, StageNumber
 
 #: Where a variable is: the number of a stage, or of a device.
 PlaceNumber = TypeVar("PlaceNumber", bound=int, covariant=True)
-
-#: Slices of a product at most, whatever else a stage holds.
-MOST_SLICES = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,25 +223,15 @@ def with_backward(objective: MicrobatchProgram, stages: Sequence[Stage], policy:
     return tuple(reversed(done))
 
 
-def in_slices(stage: Stage, loss: TensorNumber, policy: Policy = FAST) -> tuple[Stage, tuple[Operator, ...]] | None:
-    """Return the last stage with its largest product in slices, and the operators in the loop over them.
-
-    None if what follows the product is not row-wise. A slice is no larger than the largest of the tensors that are
-    less than half of the product, or than a 32nd of it. Only the loss is given a cotangent.
-    """
-    assert stage.vjp is not None
-    graph = stage.graph
-    sizes = [graph.tensors[t].bytes for op in graph.operators for t in op.outputs]
-    largest = max((graph.tensors[op.outputs[0]].bytes for op in graph.operators if op.name == "dot_general"), default=0)
-    others = max((size for size in sizes if 2 * size < largest), default=0)
-    sliced = slice_rows(graph, max(others, largest // MOST_SLICES))
-    if sliced is None:
-        return None
-    wrt = stage.vjp.backward_graph.wrt
-    built = vjp_program.build(sliced.graph, wrt, policy=policy, held=stage.used, seeds=[loss])
-    reached = vjp_program.reached(built, [loss])
-    saved = tuple(t for t in built.saved if t in reached)
-    return replace(stage, graph=sliced.graph, vjp=built, saved=saved, slices=sliced.count), sliced.operators
+def with_storage(
+    stage: Stage, vjp: VJPProgram, loss: TensorNumber, slices: int = 1, swap: StashSwap | None = None
+) -> Stage:
+    """Return a stage with other storage; the last stage may have its largest product in slices, for its loss alone."""
+    saved = stage.saved
+    if slices > 1:
+        reached = vjp_program.reached(vjp, [loss])
+        saved = tuple(t for t in vjp.saved if t in reached)
+    return replace(stage, graph=vjp.backward_graph.source, vjp=vjp, saved=saved, slices=slices, swap=swap)
 
 
 def _active(objective: MicrobatchProgram) -> set[TensorNumber]:

@@ -21,11 +21,14 @@ from jaxpipe.graph.allowed_codecs import FAST, Policy
 from jaxpipe.graph.sharding_propagation import of_one_device, propagate
 from jaxpipe.planning.storage.choose_swaps import Link, Targets, choose_targets
 from jaxpipe.planning.storage.prices import Prices
-from jaxpipe.planning.storage.stage_front import GAP, HIGHER_PEAKS, Front, Point, Solving, Way
+from jaxpipe.planning.storage.program_front import GAP, HIGHER_PEAKS, Front, Point, Solving, Way
 from jaxpipe.planning.storage.storage_items import Items, stage_items
 from jaxpipe.residuals.backward_graph import BackwardGraph
+from jaxpipe.residuals.sliced_program import in_slices
+from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.runtime.program import Program
-from jaxpipe.runtime.stages import Stage, in_slices
+from jaxpipe.runtime.stages import Stage, with_storage
+from jaxpipe.runtime.stash_swap import StashSwap
 from jaxpipe.schedules.joined_work import program_kinds
 from jaxpipe.schedules.swap_points import HOST, swap_points
 from jaxpipe.schedules.table import DeviceNumber, StageNumber
@@ -94,6 +97,7 @@ class StageFitter:
         self.beyond = list(held)  # the bytes of each device besides points; then those of the last points
         self._period, self._policy = period, policy
         self._known: dict[tuple[Point, ...], _Picked] = {}
+        self._stages: dict[Point, Stage] = {}
 
     def within(self, budget: int) -> tuple[Program, tuple[Fitted, ...]] | None:
         """Return the program with the fastest storage of predicted bytes within a budget; None if none is found.
@@ -260,7 +264,7 @@ class StageFitter:
         held = program.in_flight(program.device(s), s // program.num_devices)
         return Front(
             ways=self._ways(s),
-            items_of=self._items,
+            items_of=functools.partial(self._items, program.stages[s]),
             held=held if stays_apart else None,
             home=swap_points(program.schedule, s).home if stays_apart else 0,
             period=self._period,
@@ -272,21 +276,21 @@ class StageFitter:
     def _ways(self, s: StageNumber) -> tuple[Way, ...]:
         """Return a stage's program as it is, and of the last stage with its largest product in slices if it can be."""
         stage, program = self.program.stages[s], self.program
-        way = Way(stage, self._items(stage))
+        assert stage.vjp is not None
+        way = Way(stage.vjp, self._items(stage, stage.vjp))
         is_last, on_one_device = s == len(program.stages) - 1, program.specs.submesh.size == 1
         if not is_last or not on_one_device or not stage.is_trained or stage.fold is not None:
             return (way,)
-        sliced = in_slices(stage, program.objective.results[0], self._policy)
+        wrt, loss = stage.vjp.backward_graph.wrt, program.objective.results[0]
+        sliced = in_slices(stage.graph, wrt, policy=self._policy, held=stage.used, seeds=[loss])
         if sliced is None:
             return (way,)
-        other, looped = sliced
-        again = sum(self._prices.seconds(stage.graph, op) for op in looped)
-        return way, Way(other, self._items(other), again)
+        again = sum(self._prices.seconds(stage.graph, op) for op in sliced.operators)
+        return way, Way(sliced.vjp, self._items(stage, sliced.vjp), again, sliced.count)
 
-    def _items(self, stage: Stage) -> Items:
-        """Return the tensors that a stage may store, on one of its devices."""
-        assert stage.vjp is not None
-        built, prices = stage.vjp, self._prices
+    def _items(self, stage: Stage, built: VJPProgram) -> Items:
+        """Return the tensors that a program of a stage may store, on one of its devices."""
+        prices = self._prices
         price = functools.partial(prices.seconds, built.backward_graph.graph)
         summed = {*stage.parameters, *stage.borrowed}
         sized = self._of_one_device(built.backward_graph)
@@ -312,10 +316,21 @@ class StageFitter:
         key = tuple(points)
         if key not in self._known:
             is_default = all(point is front.default for point, front in zip(points, self._fronts, strict=True))
-            stages = tuple(point.stage for point in points)
+            stages = tuple(map(self._stage_with, self.program.stages, points))
             program = self.program if is_default else replace(self.program, stages=stages)
             self._known[key] = _Picked(key, program, self._measure(program))
         return self._known[key]
+
+    def _stage_with(self, stage: Stage, point: Point) -> Stage:
+        """Return a stage with the storage of a point; of the same point the same one."""
+        if point.vjp is stage.vjp and point.targets is None:
+            return stage
+        if point not in self._stages:
+            targets, tensors = point.targets, point.swapped
+            swap = StashSwap(tensors, targets.targets) if targets is not None and tensors else None
+            loss = self.program.objective.results[0]
+            self._stages[point] = with_storage(stage, point.vjp, loss, point.way.slices, swap)
+        return self._stages[point]
 
     def _added(self, points: Sequence[Point]) -> float:
         """Return the seconds that storage adds to a step: those of the slowest device for all micro-batches."""

@@ -1,8 +1,8 @@
-"""The front of a stage: points of bytes and seconds, each a way to store, from ample to small.
+"""The front of a program (a stage, a decorated function): points of bytes and seconds, from ample to small.
 
     fewer products again ◀── more bytes ── default storage ── fewer bytes ──▶ choices of the integer program
 
-A point is made when a room in memory is first asked for, and kept. Equal stages share what is solved.
+A point is made when a room in memory is first asked for, and kept. Equal programs share what is solved.
 """
 
 import functools
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from jaxpipe import _compat, multihost
+from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.allowed_codecs import Policy
 from jaxpipe.graph.op_cost import is_product
 from jaxpipe.planning.storage.choose_swaps import Targets
@@ -21,8 +22,7 @@ from jaxpipe.planning.storage.storage_items import Items, limited, storage_plan
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Option, Problem, simulate
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import GPU_RERUN_SHARE, default_plan
-from jaxpipe.runtime.stages import Stage
-from jaxpipe.runtime.stash_swap import StashSwap
+from jaxpipe.residuals.vjp_program import VJPProgram
 
 
 #: Rooms above a problem's lowest peak in which the smallest plan is looked for, too: parts of the way to that by
@@ -82,17 +82,19 @@ class Solving:
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """A program of a stage, and what it may store.
+    """A form of a program, and what it may store.
 
     Attributes:
-      stage: its forward and backward program, with default storage.
+      vjp: its forward and backward program, with default storage.
       items: what it may store.
-      seconds: that a micro-batch takes longer than with the stage's operators as they are, whatever is stored.
+      seconds: that it takes longer than with the program's operators as they are, whatever is stored.
+      slices: into how many its largest product is cut.
     """
 
-    stage: Stage
+    vjp: VJPProgram
     items: Items
     seconds: float = 0.0
+    slices: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,26 +129,29 @@ class Point:
         """Seconds of a micro-batch for codecs and recomputation."""
         return self.way.seconds + self.answer.outcome.seconds
 
+    @property
+    def swapped(self) -> tuple[TensorNumber, ...]:
+        """The tensors that are in other memory between the passes."""
+        items = self.way.items
+        options = zip(items.tensors, items.problem.items, self.answer.choice, strict=True)
+        return tuple(t for t, item, k in options if k != NOT_STORED and item.options[k].held is not None)
+
     @cached_property
-    def stage(self) -> Stage:
-        """The stage's programs with this storage."""
+    def vjp(self) -> VJPProgram:
+        """The programs with this storage."""
         items, choice = self.way.items, self.answer.choice
         if choice == items.default:
-            return self.way.stage
-        options = zip(items.tensors, items.problem.items, choice, strict=True)
-        tensors = tuple(t for t, item, k in options if k != NOT_STORED and item.options[k].held is not None)
-        swap = StashSwap(tensors, self.targets.targets) if self.targets is not None and tensors else None
-        vjp = vjp_program.assemble(items.backward_graph, storage_plan(items, choice))
-        return replace(self.way.stage, vjp=vjp, swap=swap)
+            return self.way.vjp
+        return vjp_program.assemble(items.backward_graph, storage_plan(items, choice))
 
 
 @dataclass(frozen=True, eq=False)
 class Front:
-    """The points of one stage.
+    """The points of one program.
 
     Attributes:
-      ways: its program as it is, and others.
-      items_of: gives the items of a stage's program.
+      ways: the program as it is, and others.
+      items_of: gives the items of a way's programs.
       held: its stashes at once; None where forward and backward pass are one program, whose only stash goes piece by
         piece. Other stashes are arrays that are there until the backward pass that reads them is done.
       home: its stashes at once on its device where stashes are swapped.
@@ -157,7 +162,7 @@ class Front:
     """
 
     ways: tuple[Way, ...]
-    items_of: Callable[[Stage], Items]
+    items_of: Callable[[VJPProgram], Items]
     held: int | None
     home: int
     period: float
@@ -177,7 +182,7 @@ class Front:
     @cached_property
     def reruns_products(self) -> bool:
         """True if products run again with default storage, as many as a GPU may."""
-        return reruns_products(self.ways[0].stage)
+        return reruns_products(self.ways[0].vjp)
 
     def within(self, room: float, targets: Targets | None = None) -> Point | None:
         """Return the fastest point of no more bytes than a room; None if no point is small enough.
@@ -230,15 +235,13 @@ class Front:
 
     def _with_level(self, level: int) -> Point:
         """Return default storage where fewer products may run again."""
-        stage = self.ways[0].stage
         if level == RERUN_LEVELS or not self.reruns_products:
             return self.default
         if level not in self._levels:
-            assert stage.vjp is not None
-            graph = stage.vjp.backward_graph
-            plan = default_plan(graph, self.policy, stage.used, GPU_RERUN_SHARE * level / RERUN_LEVELS)
-            other = replace(stage, vjp=vjp_program.assemble(graph, plan))
-            self._levels[level] = self._by_default(Way(other, self.items_of(other)), "fewer reruns")
+            items = self.ways[0].items
+            plan = default_plan(items.backward_graph, self.policy, items.held, GPU_RERUN_SHARE * level / RERUN_LEVELS)
+            vjp = vjp_program.assemble(items.backward_graph, plan)
+            self._levels[level] = self._by_default(Way(vjp, self.items_of(vjp)), "fewer reruns")
         return self._levels[level]
 
     def _by_default(self, way: Way, status: str) -> Point:
@@ -274,10 +277,9 @@ class Front:
         return self._swapping[way, targets]
 
 
-def reruns_products(stage: Stage) -> bool:
-    """Return whether a stage with default storage runs products again, as many as a GPU may."""
-    if _compat.runs_breadth_first() or stage.vjp is None:
+def reruns_products(vjp: VJPProgram | None) -> bool:
+    """Return whether a program with default storage runs products again, as many as a GPU may."""
+    if _compat.runs_breadth_first() or vjp is None:
         return False
-    formats, operators = stage.vjp.plan.formats, stage.vjp.graph.operators
-    again = {t for t, saved in formats.items() if not saved.format.is_stored}
-    return any(is_product(op) and not again.isdisjoint(op.outputs) for op in operators)
+    again = {t for t, saved in vjp.plan.formats.items() if not saved.format.is_stored}
+    return any(is_product(op) and not again.isdisjoint(op.outputs) for op in vjp.graph.operators)

@@ -42,6 +42,8 @@ from .residuals.residual_report import residual_report as residual_report
 from .runtime.nonfinite_origin import NonFiniteOrigin as NonFiniteOrigin
 from .runtime.train_state import TrainState as TrainState
 from .schedules.table import Schedule as Schedule
+from .step.budgeted_jit import StepPlan as StepPlan
+from .step.budgeted_jit import jit as jit
 from .visualize import pictures as pictures
 from .visualize import traces as traces
 

@@ -24,6 +24,7 @@ from jax._src.clusters import ClusterEnv
 from jax._src.compiler import get_compile_options
 from jax._src.dispatch import jaxpr_has_prim_requiring_devices
 from jax._src.distributed import global_state
+from jax._src.interpreters.batching import BatchTracer
 from jax._src.interpreters.pxla import _dce_jaxpr, global_aval_to_result_handler
 from jax._src.lib import xla_client
 from jax.experimental.layout import Format, Layout
@@ -179,6 +180,11 @@ def is_forward_mode(value: object) -> bool:
     """Return whether ``value`` is traced by ``jax.jvp`` (reverse mode has a tracer type of its own)."""
     direct = getattr(jax.config, "jax_use_direct_linearize", True)
     return bool(direct) and isinstance(value, ad.JVPTracer)
+
+
+def is_batched(value: object) -> bool:
+    """Return whether ``value`` is traced by ``jax.vmap``."""
+    return isinstance(value, BatchTracer)
 
 
 def is_closed_over_tracer(value: object) -> bool:

@@ -40,6 +40,9 @@ TRANSCENDENTAL = _names(
 #: Operators whose result has at each place what follows from the elements of their operands at the same place.
 POINTWISE = (ARITHMETIC | TRANSCENDENTAL | _names("call_boundary copy copy_p name")) - _names("concatenate pad stack")
 
+#: Matrix products and convolutions.
+PRODUCTS = _names("conv_general_dilated dot_general")
+
 #: Operators that combine elements along some axes, their ``axes``.
 REDUCTIONS = _names("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum")
 
@@ -103,7 +106,7 @@ def rerun_work(op: Operator) -> int | None:
 
 def is_product(op: Operator) -> bool:
     """Return whether an operator is a matrix product or a convolution."""
-    return op.name in ("conv_general_dilated", "dot_general")
+    return op.name in PRODUCTS
 
 
 def multiplications(op: Operator) -> int:

@@ -22,8 +22,9 @@ from jaxpipe.graph.graph import ENCODED_MARK, Graph, read_graph
 from jaxpipe.models import purify_linen
 from jaxpipe.models.decorated_class import twin_class
 from jaxpipe.models.purify_nnx import PureCall, purify, root_scope
+from jaxpipe.residuals.chosen_storage import DecoratedProgram, current_choices
 from jaxpipe.residuals.residual_labels import label
-from jaxpipe.residuals.vjp_program import VJPProgram, backward, build, forward
+from jaxpipe.residuals.vjp_program import VJPProgram, backward, forward
 from jaxpipe.target import building_for, platform_of
 
 
@@ -166,14 +167,15 @@ def run_encoded(call: PureCall, *, policy: Policy) -> PyTree:
     return call.finish(outputs)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["parameters", "stash"], meta_fields=["vjp"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["parameters", "stash"], meta_fields=["vjp", "chosen"])
 @dataclass(frozen=True)
 class _Residuals:
-    """The residuals between the forward and the backward pass."""
+    """The residuals between the forward and the backward pass; ``chosen`` if a budget has chosen what is stored."""
 
     parameters: Sequence[Array]
     stash: Sequence[Sequence[Array]]
     vjp: VJPProgram
+    chosen: bool
 
 
 def _encoded_function(
@@ -188,17 +190,20 @@ def _encoded_function(
     # The name tells an enclosing `memory_encoded` or `partition` that it may look inside.
     body.__name__ = ENCODED_MARK + policy.name
 
+    choices = current_choices()
+
     @functools.cache
-    def vjp_for(perturbed: tuple[bool, ...]) -> VJPProgram:
+    def vjp_for(perturbed: tuple[bool, ...]) -> tuple[VJPProgram, bool]:
         warn_unused(policy, (op.path for op in graph.operators), "codecs")
-        wrt = [t for t, moves in zip(graph.inputs, perturbed, strict=True) if moves]
-        vjp = build(graph, wrt, policy=policy, held=kept_alive | (set(graph.inputs) - set(wrt)))
+        wrt = tuple(t for t, moves in zip(graph.inputs, perturbed, strict=True) if moves)
+        differentiated = DecoratedProgram(graph, wrt, policy, kept_alive | (set(graph.inputs) - set(wrt)))
+        vjp, chosen = (differentiated.by_default(), False) if choices is None else choices.programs_of(differentiated)
         if graph.parameters:
-            return vjp
+            return vjp, chosen
         # A function has not said what its parameters are: it is differentiated by them, and its caller keeps them.
         # Where a result follows from such inputs alone, batches are among them.
         weights = graph.with_parameters([t in kept_alive and t in wrt for t in graph.inputs]).derived_from_parameters()
-        return vjp if weights.intersection(graph.outputs) else replace(vjp, weights=weights)
+        return (vjp if weights.intersection(graph.outputs) else replace(vjp, weights=weights)), chosen
 
     @jax.custom_vjp
     def encoded(*values: Array) -> Sequence[Array]:
@@ -206,20 +211,23 @@ def _encoded_function(
 
     @building_for(platform)
     def encoded_forward(*primals: CustomVJPPrimal) -> tuple[Sequence[Array], _Residuals]:
-        vjp = vjp_for(tuple(p.perturbed for p in primals))
+        vjp, chosen = vjp_for(tuple(p.perturbed for p in primals))
         values = dict(zip(graph.inputs, (p.value for p in primals), strict=True))
         outputs, stash = forward(vjp, [p.value for p in primals])
         labelled = [
             parts if t in values else [checkpoint_name(x, label(vjp, t, k)) for k, x in enumerate(parts)]
             for t, parts in zip(vjp.plan.stored, stash, strict=True)
         ]
-        return [_first_order(y) for y in outputs], _Residuals([values[t] for t in vjp.parameters], labelled, vjp)
+        return [_first_order(y) for y in outputs], _Residuals(
+            [values[t] for t in vjp.parameters], labelled, vjp, chosen
+        )
 
     @building_for(platform)
     def encoded_backward(residuals: _Residuals, cotangents: Sequence[Array | SymbolicZero]) -> tuple[Array | None, ...]:
         vjp = residuals.vjp
         seeds = [None if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
-        cotangents_out = backward(vjp, residuals.parameters, residuals.stash, seeds)
+        barriers = residuals.chosen and not any(map(_compat.is_batched, jax.tree.leaves((residuals, seeds))))
+        cotangents_out = backward(vjp, residuals.parameters, residuals.stash, seeds, barriers=barriers)
         gradients = dict(zip(vjp.backward_graph.wrt, cotangents_out, strict=True))
         return tuple(gradients.get(t) for t in graph.inputs)
 

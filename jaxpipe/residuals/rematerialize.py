@@ -6,6 +6,7 @@ may run behind barriers (``jaxpipe.residuals.xla_cpu``).
 """
 
 import copy
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -15,7 +16,7 @@ import numpy as np
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.graph.graph import Graph, Operator, run
-from jaxpipe.graph.op_cost import COSTLY, ELEMENTWISE, is_product, weight
+from jaxpipe.graph.op_cost import COSTLY, ELEMENTWISE, PRODUCTS, is_product, weight
 from jaxpipe.residuals.backward_graph import BackwardOp, restricted
 from jaxpipe.residuals.choose_formats import Derivations, ResidualPlan, sums_of_branches
 from jaxpipe.residuals.stored_formats import Format, decode, has_overflowed
@@ -24,11 +25,8 @@ from jaxpipe.residuals.stored_formats import Format, decode, has_overflowed
 #: Operators whose backward program takes its operands as whole arrays.
 _UNFUSED = frozenset(("checkpoint", "cond", "custom_vjp_call", "dot_general", "remat", "remat2", "scan", "while"))
 
-#: Operators of which each cotangent is a product by itself.
-_PRODUCTS = frozenset(("conv_general_dilated", "dot_general"))
-
 #: A barrier begins with each of these: cotangents that one of them reads are written to memory anyway.
-_HEAVY = _UNFUSED | _PRODUCTS
+_HEAVY = _UNFUSED | PRODUCTS
 
 
 class Rematerializer:
@@ -56,7 +54,9 @@ class Rematerializer:
         self._rerun: set[TensorNumber] = set()
         self.values = dict(self._given)
         #: A zero that XLA does not know, if steps run behind barriers.
-        self.zero = _compat.hidden_zero(parameters.values()) if barriers and _compat.runs_breadth_first() else None
+        self.zero = None
+        if barriers and _compat.runs_breadth_first():
+            self.zero = _compat.hidden_zero([*parameters.values(), *itertools.chain.from_iterable(stash.values())])
 
     @property
     def uses_barriers(self) -> bool:
@@ -204,6 +204,6 @@ def is_heavy(step: BackwardOp | Operator) -> bool:
 def parts(step: BackwardOp) -> list[BackwardOp]:
     """A step in parts that run one after the other."""
     count = len(step.cotangents_out)
-    if step.name not in _PRODUCTS or len(set(step.cotangents_out)) < count:
+    if step.name not in PRODUCTS or len(set(step.cotangents_out)) < count:
         return [step]
     return [restricted(step, [k]) for k in range(count)]

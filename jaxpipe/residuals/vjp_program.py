@@ -20,16 +20,13 @@ from jaxpipe import _compat
 from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.graph.allowed_codecs import FAST, Policy
 from jaxpipe.graph.graph import Graph, live, ordered
+from jaxpipe.graph.op_cost import PRODUCTS
 from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, build_backward_graph, restricted
 from jaxpipe.residuals.choose_formats import ResidualPlan, check_plan, default_plan
 from jaxpipe.residuals.rematerialize import Rematerializer, is_heavy
 from jaxpipe.residuals.run_steps import Absorb, run_steps
 from jaxpipe.residuals.stored_formats import encode, has_overflowed, part_avals
 from jaxpipe.residuals.xla_cpu import run_behind_barriers
-
-
-#: Operators whose weight cotangent is worth delaying: it costs as much as the input cotangent.
-_HEAVY = ("conv_general_dilated", "dot_general")
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,12 +262,13 @@ def _split(
 ) -> tuple[frozenset[TensorNumber], tuple[BackwardOp, ...], tuple[BackwardOp, ...]]:
     """Part the backward steps; returns the tensors whose cotangent the weight part makes, and both lists.
 
-    Cotangents of weights of convolutions and matrix products are delayed, and with them whatever leads from there
-    to a parameter. All other cotangents (biases, scales) are cheap and small, and come with the input part.
+    Cotangents of weights of convolutions and matrix products, which cost as much as those of their inputs, are delayed,
+    and with them whatever leads from there to a parameter. All other cotangents (biases, scales) are cheap and small,
+    and come with the input part.
     """
     available = backward_graph.source.derived_from_parameters()
     deferred = {
-        t for step in backward_graph.steps if step.name in _HEAVY for t in step.cotangents_out if t in available
+        t for step in backward_graph.steps if step.name in PRODUCTS for t in step.cotangents_out if t in available
     }
     for step in reversed(backward_graph.steps):
         if not deferred.isdisjoint(step.cotangents_in):

@@ -17,11 +17,12 @@ from jaxpipe.graph.allowed_codecs import Policy
 from jaxpipe.graph.op_cost import is_product
 from jaxpipe.planning.storage.choose_swaps import Targets
 from jaxpipe.planning.storage.fastest_choice import Answer, choose, least_seconds, lowest_peak
+from jaxpipe.planning.storage.hand_placed import hand_placed
 from jaxpipe.planning.storage.solver_time import SolverTime
 from jaxpipe.planning.storage.storage_items import Items, limited, storage_plan
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Option, Problem, simulate
 from jaxpipe.residuals import vjp_program
-from jaxpipe.residuals.choose_formats import GPU_RERUN_SHARE, default_plan
+from jaxpipe.residuals.choose_formats import GPU_RERUN_SHARE, ResidualPlan, default_plan
 from jaxpipe.residuals.vjp_program import VJPProgram
 
 
@@ -137,12 +138,16 @@ class Point:
         return tuple(t for t, item, k in options if k != NOT_STORED and item.options[k].held is not None)
 
     @cached_property
+    def plan(self) -> ResidualPlan:
+        """The format of each tensor."""
+        items, choice = self.way.items, self.answer.choice
+        return self.way.vjp.plan if choice == items.default else storage_plan(items, choice)
+
+    @cached_property
     def vjp(self) -> VJPProgram:
         """The programs with this storage."""
-        items, choice = self.way.items, self.answer.choice
-        if choice == items.default:
-            return self.way.vjp
-        return vjp_program.assemble(items.backward_graph, storage_plan(items, choice))
+        same = self.plan is self.way.vjp.plan
+        return self.way.vjp if same else vjp_program.assemble(self.way.items.backward_graph, self.plan)
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,6 +183,16 @@ class Front:
     def default(self) -> Point:
         """Default storage."""
         return self._by_default(self.ways[0], "default")
+
+    @cached_property
+    def hand_placed(self) -> dict[str, Point]:
+        """Checkpoints as people place them, by what they would write."""
+        way, points = self.ways[0], {}
+        for name, choice in hand_placed(way.items).items():
+            outcome = simulate(self._problem(way, math.inf), choice)
+            if outcome is not None:
+                points[name] = self._point(way, Answer(choice, outcome, name, outcome.seconds))
+        return points
 
     @cached_property
     def reruns_products(self) -> bool:
@@ -229,11 +244,11 @@ class Front:
         few, enough = -1, RERUN_LEVELS if self.reruns_products else 0
         while enough - few > 1:
             level = 0 if few < 0 else (few + enough) // 2
-            few, enough = (few, level) if self._with_level(level).bytes <= room else (level, enough)
-        point = self._with_level(enough)
+            few, enough = (few, level) if self.with_level(level).bytes <= room else (level, enough)
+        point = self.with_level(enough)
         return point if point.seconds < self.default.seconds else self.default
 
-    def _with_level(self, level: int) -> Point:
+    def with_level(self, level: int) -> Point:
         """Return default storage where fewer products may run again."""
         if level == RERUN_LEVELS or not self.reruns_products:
             return self.default

@@ -1,0 +1,257 @@
+"""``jaxpipe.jit``: ``jax.jit`` within a memory budget, for a training step that is the user's own."""
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from jaxpipe.array_types import Device, PyTree
+from jaxpipe.costs.device_memory import pool_bytes, pool_fraction
+from jaxpipe.errors import MemoryBudgetError, ModelError
+from jaxpipe.step.fit_step import fitting_level, smallest
+from jaxpipe.step.step_front import DEFAULT, PLAIN
+from jaxpipe.step.step_variants import Call, StepVariants, Variant, jitter, split_arguments
+from jaxpipe.text.plain_table import PlainTable
+from jaxpipe.text.printed import Printed
+from jaxpipe.text.progress import progress
+from jaxpipe.text.units import asked_bytes, bytes_text, device_bytes, seconds_text
+from jaxpipe.text.value_text import shown
+
+
+@dataclass(frozen=True)
+class StepPlan(Printed):
+    """The way in which a step keeps its budget.
+
+    Attributes:
+      budget_bytes: the most bytes of a device.
+      needed_bytes: what XLA reserves: arguments, results and temporaries, what is donated once.
+      plain_bytes: what it reserves for the step without decorations.
+      products: matrix products and convolutions of a step.
+      plain_products: those of the step without decorations; the others run again.
+      storage: a name for what is stored.
+      compilations: how often XLA compiled the step to find out.
+      compile_seconds, planning_seconds: seconds of these, and of all else.
+    """
+
+    budget_bytes: int
+    needed_bytes: int
+    plain_bytes: int
+    products: int
+    plain_products: int
+    storage: str
+    compilations: int
+    compile_seconds: float
+    planning_seconds: float
+
+    def _printed(self) -> list[PlainTable | str]:
+        again = self.products - self.plain_products
+        return [
+            f"{bytes_text(self.needed_bytes)} of {bytes_text(self.budget_bytes)}, as XLA reserves it; "
+            f"{bytes_text(self.plain_bytes)} without a budget\n"
+            f"{again} of {self.plain_products} products run again ({self.storage} storage)\n"
+            f"planned in {seconds_text(self.planning_seconds)}, and {self.compilations} compilations in "
+            f"{seconds_text(self.compile_seconds)}"
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class BudgetedLowered:
+    """A step lowered for some arguments, within its budget; all else that ``jax.stages.Lowered`` has, too.
+
+    Attributes:
+      plan: how it keeps the budget.
+    """
+
+    plan: StepPlan
+    _variant: Variant
+
+    def compile(self) -> Any:
+        """Return the compiled step, which XLA has compiled when the budget was checked."""
+        return self._variant.compiled
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._variant.lowered, name)
+
+
+class BudgetedFunction:
+    """A function as ``jax.jit`` returns it, whose program needs at most so many bytes of each device."""
+
+    def __init__(self, step: Callable[..., Any], memory: int | str, options: dict[str, Any]):
+        """Nothing is traced yet; arguments as ``jit`` has them."""
+        functools.update_wrapper(self, step)
+        self._step, self._memory, self._options = step, memory, options
+        self._lowered: dict[Any, BudgetedLowered] = {}
+        self._variants: dict[Any, StepVariants] = {}  # by shapes, of the first arguments of these
+
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
+        """Run the step. The first call for arguments of some shapes plans and compiles."""
+        return self.lower(*args, **kwargs)._variant.jitted(*args, **kwargs)
+
+    def lower(self, *args: PyTree, **kwargs: PyTree) -> BudgetedLowered:
+        """Return the step within its budget for some arguments, arrays or shapes (``jax.ShapeDtypeStruct``).
+
+        Raises:
+          MemoryBudgetError: if no choice of what is stored keeps the budget; its ``smallest`` does.
+          ModelError: if nothing in the step is decorated and differentiated, and it needs more as it is.
+        """
+        structure, leaves = split_arguments((args, kwargs))
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
+            raise ModelError(
+                f"{self._name} was called inside another transformation (jax.jit, jax.grad, jax.vmap, ...), where it "
+                "is a part of a larger program, whose bytes its budget does not limit. Call it outside, or give "
+                "jaxpipe.jit the outer function."
+            )
+        by_value = bool(self._options.keys() & {"static_argnums", "static_argnames"})
+        key = structure, tuple(_signature(leaf, by_value) for leaf in leaves)
+        if key not in self._lowered:
+            self._lowered[key] = self._planned(args, kwargs, leaves)
+        return self._lowered[key]
+
+    def eval_shape(self, *args: PyTree, **kwargs: PyTree) -> Any:
+        """Return shapes and types of the results."""
+        return jitter((args, kwargs))(self._step, **self._options).eval_shape(*args, **kwargs)
+
+    @property
+    def _name(self) -> str:
+        return f"jaxpipe.jit({getattr(self._step, '__name__', 'step')})"
+
+    @progress("Planning the step")
+    def _planned(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], leaves: list[Any]) -> BudgetedLowered:
+        start, device = time.perf_counter(), _device(leaves, self._options)
+        budget = pool_bytes(device) if self._memory == "device" else device_bytes(self._memory)
+        call, shapes = Call(self._step, self._options, args, kwargs, device), tuple(map(jnp.shape, leaves))
+        variants = StepVariants(call, self._variants.get(shapes))
+        self._variants.setdefault(shapes, variants)
+        while True:
+            level = fitting_level(variants, budget)
+            if level is None:
+                raise self._refusal(variants, budget, device)
+            # What is known from disk is checked once more.
+            if "compiled" in vars(variants.variant(level)) or variants.compile(level).bytes <= budget:
+                break
+        needed, plain = variants.known[level], variants.known[PLAIN]
+        plan = StepPlan(
+            budget_bytes=budget,
+            needed_bytes=needed.bytes,
+            plain_bytes=plain.bytes,
+            products=needed.products,
+            plain_products=plain.products,
+            storage=level,
+            compilations=variants.compilations,
+            compile_seconds=variants.seconds,
+            planning_seconds=time.perf_counter() - start - variants.seconds,
+        )
+        return BudgetedLowered(plan, variants.variant(level))
+
+    def _refusal(self, variants: StepVariants, budget: int, device: Device) -> Exception:
+        """Return the error for a budget that no level keeps."""
+        plain = variants.needs(PLAIN).bytes
+        asked = asked_bytes(self._memory, budget)
+        if self._memory == "device" and device.platform != "cpu":
+            fraction, variable = pool_fraction()
+            asked += f", which is what JAX's pool takes of the {device.device_kind} ({variable}={fraction:g})"
+        head = f"{self._name}, {asked}: XLA reserves {plain} bytes ({bytes_text(plain)}) for this step as it is"
+        if not variants.programs:
+            return ModelError(
+                f"{head}, and nothing in it that is differentiated is decorated with jaxpipe.memory_encoded: there is "
+                "nothing to store otherwise. Decorate the model's class, or the loss: "
+                "loss = jaxpipe.memory_encoded(loss)."
+            )
+        least, sizes = smallest(variants).bytes, variants.plain.compiled.memory_analysis()
+        state = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+        donates = (
+            "" if sizes.alias_size_in_bytes else " Nothing is donated: donate_argnums=0 saves a copy of the state."
+        )
+        return MemoryBudgetError(
+            f"{head}, {variants.needs(DEFAULT).bytes} as decorated, and {least} ({bytes_text(least)}) with the least "
+            f"storage that was found, of which arguments and results are {bytes_text(state)}.{donates} Pass "
+            f"memory={least} or more, a smaller batch, or decorate more of the step (the loss as well as the model)."
+            f"\n    memory={least}",
+            least,
+        )
+
+
+def jit(step: Callable[..., Any] | None = None, *, memory: int | str, **jit_arguments: Any) -> Any:
+    """Compile a training step as ``jax.jit`` does, for at most so many bytes of each device.
+
+    The step is any function: of a ``TrainState``, of NNX modules and optimizers (which it may change, as under
+    ``nnx.jit``), with ``optax``, gradient accumulation, ``lax.scan`` over micro-batches, sharded arguments. Nothing in
+    it changes but what functions and modules decorated with ``memory_encoded`` store for the backward pass: what plain
+    JAX does where that fits, else whatever computes least again. Values are those of the plain step.
+
+    Args:
+      step: the function; left out: returns a decorator.
+      memory: most bytes of a device for arguments, results and temporaries, as XLA states them for the compiled step;
+        what is donated counts once. A number, a text such as ``"20GiB"``, or ``"device"`` for what JAX's pool may hold.
+      jit_arguments: as ``jax.jit`` takes them: ``donate_argnums``, ``static_argnames``, ``in_shardings``, ...
+
+    Returns:
+      A function like that of ``jax.jit``. Its first call for arguments of some shapes plans: it compiles the step as it
+      is, and where that needs more, other choices. ``lower(*args)`` plans without running, with arrays or shapes, which
+      may be those of devices that are not there; it has ``plan``, which prints, and ``compile()``.
+
+    Raises:
+      MemoryBudgetError: when called, if no choice keeps the budget; its ``smallest`` is a budget that is kept. Or at
+        once, if ``memory`` is no size.
+      ModelError: when called, if the step needs more and nothing in it is decorated; or under another transformation.
+
+    The method: of the points (bytes, seconds) that an integer program finds for what decorated programs store, after
+    Z. Jain et al., "Checkmate: Breaking the memory wall with optimal tensor rematerialization", MLSys 2020, and of
+    checkpoints as people place them, the first that XLA compiles to no more than the budget.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxpipe
+      >>> @jaxpipe.memory_encoded
+      ... def loss(params, x):
+      ...     for w in params:
+      ...         x = jnp.tanh(x @ w)
+      ...     return (x**2).mean()
+      >>> def step(params, x):
+      ...     gradients = jax.grad(loss)(params, x)
+      ...     return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients)
+      >>> params, x = [jnp.ones((64, 64)) / 64] * 8, jnp.ones((4096, 64))
+      >>> step = jaxpipe.jit(step, memory="8MiB", donate_argnums=0)
+      >>> step.lower(params, x).plan.needed_bytes <= 8 * 2**20
+      True
+      >>> params = step(params, x)
+    """
+    if memory != "device":
+        device_bytes(memory)
+    if step is None:
+        return functools.partial(jit, memory=memory, **jit_arguments)
+    if not callable(step):
+        raise ModelError(f"jaxpipe.jit was given {shown(step)}. Pass a function: jaxpipe.jit(step, memory='20GiB').")
+    return BudgetedFunction(step, memory, jit_arguments)
+
+
+def _signature(leaf: Any, by_value: bool) -> Any:
+    """Return what a program depends on of an argument: shape, type and sharding of an array, or a static value.
+
+    A Python number is a value only ``by_value``: where some arguments are static.
+    """
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        return type(leaf), leaf if by_value or not isinstance(leaf, int | float | complex) else None
+    weak, committed = getattr(leaf, "weak_type", False), getattr(leaf, "committed", True)
+    return leaf.shape, leaf.dtype, weak, getattr(leaf, "sharding", None) if committed else None
+
+
+def _device(leaves: list[Any], options: dict[str, Any]) -> Device:
+    """Return a device of those that a step is for."""
+    given = [getattr(leaf, "sharding", None) for leaf in leaves]
+    for sharding in (*jax.tree.leaves(options.get("in_shardings")), *given):
+        devices = getattr(sharding, "device_set", None)
+        if devices:
+            return next(iter(devices))
+    if options.get("device") is not None:
+        return options["device"]
+    if options.get("backend") is not None:
+        return jax.devices(options["backend"])[0]
+    default: Any = jax.config.jax_default_device
+    if default is None:
+        return jax.devices()[0]
+    return jax.devices(default)[0] if isinstance(default, str) else default

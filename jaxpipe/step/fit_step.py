@@ -1,0 +1,78 @@
+"""The level of a step that keeps a budget and computes least again.
+
+plain ─over─▶ default ─▶ between those known, as estimates say ─▶ checkpoints that may compute less ─▶ level
+                                   no level is within ─▶ all small ones ─▶ the least that is found
+"""
+
+from jaxpipe.step.bracket_search import next_place
+from jaxpipe.step.step_front import DEFAULT, PLAIN, SMALLEST
+from jaxpipe.step.step_variants import Needs, StepVariants
+from jaxpipe.text.progress import phase
+
+
+#: How many levels between others are compiled at most for one budget.
+MOST_COMPILATIONS = 6
+
+#: By what share of a budget estimates may be wrong where they speak against checkpoints.
+INEXACT = 0.1
+
+#: Levels besides the smallest that are compiled before a budget is refused.
+SMALL_LEVELS = ("room 15", "room 12", "room 8")
+
+
+@phase("storage")
+def fitting_level(variants: StepVariants, budget: int) -> str | None:
+    """Return the level that runs the fewest products of those within a budget; None if none is found.
+
+    What was compiled for other budgets counts, too.
+    """
+    if variants.needs(PLAIN).bytes <= budget:
+        return PLAIN
+    if not variants.programs:
+        return None
+    variants.needs(DEFAULT)
+    front, known = variants.front, variants.known
+    for _ in range(MOST_COMPILATIONS):
+        sizes = {k: known[level].bytes for k, level in enumerate(front.levels) if level in known}
+        place = next_place(sizes, front.estimates, budget)
+        if place is None:
+            break
+        variants.needs(front.levels[place])
+    if _best(variants, budget) is None:
+        _try(variants, (SMALLEST, *front.hand_placed, *SMALL_LEVELS), budget)
+    else:
+        _try(variants, _less_again(variants, budget), budget)
+    return _best(variants, budget)
+
+
+def _best(variants: StepVariants, budget: int) -> str | None:
+    """Return the known level within a budget that runs the fewest products; of these, the first by estimates."""
+    levels = [*variants.front.levels, *variants.front.hand_placed]
+
+    def rank(level: str) -> tuple[int, int]:
+        return variants.known[level].products, levels.index(level)
+
+    return min((x for x in levels if x in variants.known and variants.known[x].bytes <= budget), key=rank, default=None)
+
+
+def _try(variants: StepVariants, levels: tuple[str, ...], budget: int) -> None:
+    """Compile some levels until one is within a budget."""
+    for level in levels:
+        if variants.needs(level).bytes <= budget:
+            break
+
+
+def _less_again(variants: StepVariants, budget: int) -> tuple[str, ...]:
+    """Return the checkpoints that compute less again than the best level and may be within a budget, by estimates."""
+    front, default = variants.front, variants.known[DEFAULT]
+    best = _best(variants, budget)
+    assert best is not None
+    limit = front.seconds(best) if best not in (PLAIN, DEFAULT) else 0.0
+    beyond = default.bytes - front.bytes(DEFAULT)
+    fit = [x for x in front.hand_placed if front.bytes(x) + beyond <= (1 + INEXACT) * budget]
+    return tuple(level for level in fit if front.seconds(level) < limit)
+
+
+def smallest(variants: StepVariants) -> Needs:
+    """Return what the smallest level needs that is known."""
+    return min(variants.known.values())

@@ -1,0 +1,134 @@
+"""The levels of a whole step: what all of its decorated programs store, from ample to small.
+
+    plain ── reruns 0 ... ── default ── room 1 ... ── smallest        and checkpoints as people place them
+
+At a level with a room no program takes more bytes than that: where programs run one after the other, the largest
+decides, and where they are there at once, the largest saves most. Which levels there are, and what they are, does not
+depend on a budget.
+"""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from jaxpipe.costs.device_rates import Rates
+from jaxpipe.costs.kernels import operator_seconds
+from jaxpipe.planning.storage.program_front import GAP, RERUN_LEVELS, Front, Point, Solving, Way
+from jaxpipe.planning.storage.solver_time import SolverTime
+from jaxpipe.planning.storage.storage_items import Items, stage_items
+from jaxpipe.residuals.chosen_storage import DecoratedProgram, Storage
+from jaxpipe.residuals.sliced_program import in_slices
+from jaxpipe.residuals.vjp_program import VJPProgram
+
+
+#: Rooms between default storage and the smallest.
+ROOMS = 16
+
+#: What the first levels are called: the step without decorations, and with the storage of ``memory_encoded``.
+PLAIN, DEFAULT, SMALLEST = "plain", "default", "smallest"
+
+#: The seconds that all solutions of an integer program may take.
+SOLVER_SECONDS = 30.0
+
+
+@dataclass(frozen=True, eq=False)
+class StepFront:
+    """The fronts of a step's decorated programs, by key."""
+
+    fronts: Mapping[str, Front]
+
+    @cached_property
+    def levels(self) -> tuple[str, ...]:
+        """The levels in the order of their bytes, the most first."""
+        again = any(front.reruns_products for front in self.fronts.values())
+        reruns = [f"reruns {k}" for k in range(RERUN_LEVELS if again else 0)]
+        return PLAIN, *reruns, DEFAULT, *(f"room {k}" for k in range(1, ROOMS)), SMALLEST
+
+    @cached_property
+    def estimates(self) -> tuple[float, ...]:
+        """The estimated bytes of all programs together at each level."""
+        return tuple(map(self._estimate, self.levels))
+
+    @cached_property
+    def hand_placed(self) -> tuple[str, ...]:
+        """The levels that are checkpoints as people place them, those that compute least again first."""
+        names = dict.fromkeys(name for front in self.fronts.values() for name in front.hand_placed)
+        return tuple(sorted(names, key=self.seconds))
+
+    def seconds(self, level: str) -> float:
+        """Return the estimated seconds of codecs and of what is computed again."""
+        return sum(point.seconds for point in self.points(level).values())
+
+    def bytes(self, level: str) -> float:
+        """Return the estimated bytes of all programs together."""
+        return sum(point.bytes for point in self.points(level).values())
+
+    def storage(self, level: str) -> dict[str, Storage]:
+        """Return what programs store, by key."""
+        points = self.points(level).items()
+        return {key: Storage(point.plan, point.way.slices > 1) for key, point in points}
+
+    def points(self, level: str) -> dict[str, Point]:
+        """Return the points of a level, by key; those of a room are solved for now."""
+        return {key: self._point(front, level) for key, front in self.fronts.items()}
+
+    def _point(self, front: Front, level: str) -> Point:
+        kind, _, number = level.partition(" ")
+        if kind == "reruns":
+            return front.with_level(int(number))
+        if level == SMALLEST:
+            return front.small(0.0)
+        if kind == "room":
+            room = self._room(int(number))
+            within = None if room >= front.default.bytes else front.within(room)
+            return within or (front.default if room >= front.default.bytes else front.small(0.0))
+        return front.hand_placed.get(level, front.default)
+
+    def _room(self, number: int) -> float:
+        most = max(front.default.bytes for front in self.fronts.values())
+        least = max(front.small(0.0).bytes for front in self.fronts.values())
+        return most - (most - least) * number / ROOMS
+
+    def _estimate(self, level: str) -> float:
+        kind, _, number = level.partition(" ")
+        if level == PLAIN:
+            return sum(map(_plain_bytes, self.fronts.values()))
+        if kind == "room":  # without a solver
+            room = self._room(int(number))
+            return sum(max(min(room, front.default.bytes), front.small(0.0).bytes) for front in self.fronts.values())
+        return self.bytes(level)
+
+
+def step_front(programs: Mapping[str, DecoratedProgram], rates: Rates) -> StepFront:
+    """Return the levels of a step on a device of some rates."""
+    solving = Solving("HIGHS", SolverTime(SOLVER_SECONDS), for_smallest=0.0)
+    return StepFront({key: _front(program, rates, solving) for key, program in programs.items()})
+
+
+def _front(program: DecoratedProgram, rates: Rates, solving: Solving) -> Front:
+    def items_of(vjp: VJPProgram) -> Items:
+        price = functools.partial(operator_seconds, tensors=vjp.graph.tensors, rates=rates)
+        return stage_items(vjp.backward_graph, vjp.plan, price, rates.bytes, program.held)
+
+    vjp = program.by_default()
+    ways = [Way(vjp, items_of(vjp))]
+    seconds = {op: operator_seconds(op, program.graph.tensors, rates) for op in program.graph.operators}
+    sliced = in_slices(program.graph, program.wrt, policy=program.policy, held=program.held)
+    if sliced is not None:
+        again = sum(seconds[op] for op in sliced.operators)
+        ways.append(Way(sliced.vjp, items_of(sliced.vjp), again, sliced.count))
+    slack = GAP * sum(seconds.values())
+    return Front(
+        tuple(ways), items_of, held=None, home=0, period=math.inf, slack=slack, solving=solving, policy=program.policy
+    )
+
+
+def _plain_bytes(front: Front) -> int:
+    """Return about what a program stores without decorations: all that backward programs read, as it is."""
+    items = front.ways[0].items
+    graph = items.backward_graph.graph
+    available = graph.derived_from_parameters() | items.held
+    kept: Sequence[int] = [t for t in items.backward_graph.needs if t not in available]
+    return max(sum(graph.tensors[t].bytes for t in kept) + max(items.problem.base), front.default.bytes)

@@ -1,0 +1,189 @@
+"""A step whose decorated functions store what a level says: traced, lowered and compiled when that is first needed.
+
+What XLA reserves for a level is kept on disk, by program, device and versions: a later process compiles only the level
+that it takes.
+"""
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from jaxpipe import _compat
+from jaxpipe.array_types import Device, PyTree
+from jaxpipe.costs.device_rates import rates_of
+from jaxpipe.costs.profile_cache import cache_folder
+from jaxpipe.graph.count_products import count_products
+from jaxpipe.models.purify_nnx import is_module
+from jaxpipe.residuals.chosen_storage import Choices, DecoratedProgram, choosing
+from jaxpipe.residuals.memory_encoded import without_encoding
+from jaxpipe.step.step_front import DEFAULT, PLAIN, StepFront, step_front
+from jaxpipe.target import building_for
+from jaxpipe.text.kept_files import keep, read_kept
+from jaxpipe.text.progress import phase, tell
+from jaxpipe.text.stable_text import digest, stable_text
+from jaxpipe.text.units import bytes_text
+
+
+class Needs(NamedTuple):
+    """The bytes that XLA reserves on a device for a step, and the products that it runs."""
+
+    bytes: int
+    products: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """A step and the arguments that it is compiled for.
+
+    Attributes:
+      step: the function.
+      options: arguments of ``jax.jit``.
+      args, kwargs: arrays, shapes or static values.
+      device: one of those that it is for.
+    """
+
+    step: Callable[..., Any]
+    options: Mapping[str, Any]
+    args: tuple[PyTree, ...]
+    kwargs: Mapping[str, PyTree]
+    device: Device
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """A step with the storage of one level: what ``jax.jit`` made of it, and its programs."""
+
+    jitted: Any
+    traced: Any
+    lowered: Any
+
+    @cached_property
+    def compiled(self) -> Any:
+        """The compiled step."""
+        return self.lowered.compile()
+
+    @property
+    def products(self) -> int:
+        """The products of a step."""
+        return count_products(getattr(self.traced, "traced", self.traced).jaxpr.jaxpr)
+
+
+class StepVariants:
+    """The levels of a step for some arguments."""
+
+    def __init__(self, call: Call, like: "StepVariants | None" = None):
+        """Trace the plain step.
+
+        Args:
+          call: the step.
+          like: the same step for arguments of the same shapes, whose needs are taken to be these, until it is compiled.
+        """
+        self._call, self._like = call, like
+        self._variants: dict[str, Variant] = {}
+        self.compilations = 0
+        self.seconds = 0.0  # of compilations
+        self.plain = self.variant(PLAIN)
+        self._path = self._kept_path()
+        assumed = {} if like is None else dict(like.known)
+        self._needs: dict[str, Needs] = assumed | _needs_of(read_kept(self._path))
+
+    @cached_property
+    def programs(self) -> Mapping[str, DecoratedProgram]:
+        """The decorated programs that are differentiated, by key."""
+        self.variant(DEFAULT)
+        return self._met.met
+
+    @cached_property
+    def front(self) -> StepFront:
+        """The levels that there are."""
+        if self._like is not None and self._like.programs.keys() == self.programs.keys():
+            return self._like.front
+        with building_for(self._call.device.platform):
+            return step_front(self.programs, rates_of(self._call.device))
+
+    @property
+    def known(self) -> Mapping[str, Needs]:
+        """What is known of levels."""
+        return self._needs
+
+    def needs(self, level: str) -> Needs:
+        """Return what a level needs; it is compiled if that is not known."""
+        return self._needs[level] if level in self._needs else self.compile(level)
+
+    def compile(self, level: str) -> Needs:
+        """Compile a level and return what it needs."""
+        variant, start = self.variant(level), time.perf_counter()
+        with phase("compile"):
+            size = reserved_bytes(variant.compiled.memory_analysis())
+        self.compilations += 1
+        self.seconds += time.perf_counter() - start
+        self._needs[level] = Needs(size, variant.products)
+        tell(f"Step with {level} storage: XLA reserves {bytes_text(size)}")
+        keep(self._path, self._needs)
+        return self._needs[level]
+
+    def variant(self, level: str) -> Variant:
+        """Return the step with the storage of a level, lowered."""
+        if level not in self._variants:
+            with phase("trace"):
+                self._variants[level] = self._lowered(level)
+        return self._variants[level]
+
+    @cached_property
+    def _met(self) -> Choices:
+        return Choices()
+
+    def _lowered(self, level: str) -> Variant:
+        call = self._call
+        choices = self._met if level == DEFAULT else None if level == PLAIN else Choices(self.front.storage(level))
+
+        @functools.wraps(call.step)
+        def step(*args: PyTree, **kwargs: PyTree) -> PyTree:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(without_encoding() if choices is None else choosing(choices))
+                stack.enter_context(building_for(call.device.platform))
+                return call.step(*args, **kwargs)
+
+        jitted = jitter((call.args, call.kwargs))(step, **call.options)
+        traced = jitted.trace(*call.args, **call.kwargs)
+        return Variant(jitted, traced, traced.lower())
+
+    def _kept_path(self) -> Path:
+        """Return the file of what is known of this step, on its device and with these versions."""
+        call = self._call
+        shardings = [str(getattr(leaf, "sharding", None)) for leaf in split_arguments((call.args, call.kwargs))[1]]
+        settings = [*_compat.versions(), call.device.device_kind, call.options, shardings]
+        program = getattr(self.plain.traced, "traced", self.plain.traced).jaxpr
+        return cache_folder().parent / "steps" / f"{digest(stable_text([program, settings], values=False))}.json"
+
+
+def jitter(arguments: PyTree) -> Callable[..., Any]:
+    """Return what compiles a step for some arguments: ``nnx.jit`` where NNX modules are among them, or ``jax.jit``."""
+    return nnx.jit if any(map(is_module, jax.tree.leaves(arguments, is_leaf=is_module))) else jax.jit
+
+
+def split_arguments(arguments: PyTree) -> tuple[Hashable, list[Any]]:
+    """Return the structure of arguments and their leaves, those of NNX modules included."""
+    leaves, treedef = jax.tree.flatten(arguments, is_leaf=is_module)
+    modules = tuple(leaf for leaf in leaves if is_module(leaf))
+    graphdef, state = nnx.split(modules) if modules else (None, ())
+    return (treedef, graphdef), [*(leaf for leaf in leaves if not is_module(leaf)), *jax.tree.leaves(state)]
+
+
+def reserved_bytes(sizes: Any) -> int:
+    """Return the bytes of arguments, results and temporaries, as XLA states them; what is donated counts once."""
+    kept = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return int(kept + sizes.temp_size_in_bytes)
+
+
+def _needs_of(kept: Any) -> dict[str, Needs]:
+    rows: Mapping[str, Sequence[Any]] = kept if isinstance(kept, dict) else {}
+    return {level: Needs(*row) for level, row in rows.items() if isinstance(row, list) and len(row) == 2}

@@ -1,0 +1,296 @@
+"""``jaxpipe.jit``: a step of one's own within a budget."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxpipe
+from jaxpipe.step import step_variants
+
+
+def reserved(compiled):
+    """The bytes that XLA states, with what is donated once."""
+    sizes = compiled.memory_analysis()
+    kept = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return kept + sizes.temp_size_in_bytes
+
+
+def plainly(step, *args, **options):
+    """The plain step's results and the bytes that it takes."""
+    with jaxpipe.without_encoding():
+        jitted = jax.jit(step, **options)
+        compiled = jitted.lower(*args).compile()
+        return jitted(*jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, args)), reserved(compiled)
+
+
+def assert_equal(given, expected):
+    for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(*map(numbers, (a, b)))
+
+
+def numbers(x):
+    return jax.random.key_data(x) if jax.dtypes.issubdtype(jnp.asarray(x).dtype, jax.dtypes.prng_key) else x
+
+
+class Blocks(nn.Module):
+    depth: int = 6
+    width: int = 32
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(self.depth):
+            x = x + nn.Dense(self.width)(nn.gelu(nn.Dense(4 * self.width)(nn.LayerNorm()(x))))
+        return nn.Dense(10)(x)
+
+
+DecoratedBlocks = jaxpipe.memory_encoded(Blocks)
+
+
+@pytest.fixture(scope="module")
+def training():
+    """A Linen training step as Flax's examples write it, and its arguments."""
+    net = DecoratedBlocks()
+    x, y = jax.random.normal(jax.random.key(0), (1024, 32)), jnp.arange(1024) % 10
+    params = net.init(jax.random.key(1), x)["params"]
+    state = TrainState.create(apply_fn=net.apply, params=params, tx=optax.adamw(1e-3)).replace(step=jnp.int32(0))
+
+    def step(state, x, y):
+        def loss(params):
+            logits = state.apply_fn({"params": params}, x)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+        value, gradients = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=gradients), value
+
+    return step, (state, x, y)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("share", [1.0, 0.7, 0.5])
+def test_a_train_state_step_keeps_a_budget_with_the_values_of_the_plain_step(training, share):
+    step, args = training
+    expected, plain = plainly(step, *args, donate_argnums=0)
+    budgeted = jaxpipe.jit(step, memory=int(share * plain), donate_argnums=0)
+    lowered = budgeted.lower(*args)
+    assert reserved(lowered.compile()) <= share * plain
+    assert lowered.plan.needed_bytes == reserved(lowered.compile()) and lowered.plan.plain_bytes == plain
+    assert_equal(budgeted(*jax.tree.map(jnp.copy, args)), expected)
+
+
+def test_larger_budgets_run_no_more_products(training):
+    step, args = training
+    plain = plainly(step, *args)[1]
+    for shares in ((0.5, 0.6, 0.7, 0.8, 1.0), (1.0, 0.75, 0.65, 0.55, 0.45)):
+        plans = [jaxpipe.jit(step, memory=int(share * plain)).lower(*args).plan for share in shares]
+        products = [plan.products for plan in sorted(plans, key=lambda plan: plan.budget_bytes)]
+        assert products == sorted(products, reverse=True)
+
+
+def test_a_refusal_names_a_budget_that_is_kept(training):
+    step, args = training
+    with pytest.raises(jaxpipe.MemoryBudgetError, match="as it is") as caught:
+        jaxpipe.jit(step, memory="400kB").lower(*args)
+    smallest = caught.value.smallest
+    assert reserved(jaxpipe.jit(step, memory=smallest).lower(*args).compile()) <= smallest
+    with pytest.raises(jaxpipe.MemoryBudgetError):
+        jaxpipe.jit(step, memory=smallest - 1).lower(*args)
+
+
+def test_what_is_known_of_a_step_is_not_compiled_again(training, monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXPIPE_CACHE_DIR", str(tmp_path / "profiles"))
+    step, args = training
+    memory = int(0.5 * plainly(step, *args)[1])
+    first = jaxpipe.jit(step, memory=memory).lower(*args).plan
+    again = jaxpipe.jit(step, memory=memory).lower(*args).plan
+    assert again.compilations == 1 < first.compilations
+    assert (again.storage, again.needed_bytes) == (first.storage, first.needed_bytes)
+
+
+def test_arguments_of_other_types_are_planned_as_the_first_ones(training):
+    step, (state, x, y) = training
+    memory = int(0.5 * plainly(step, state, x, y)[1])
+    budgeted = jaxpipe.jit(step, memory=memory)
+    first = budgeted.lower(state.replace(step=0), x, y).plan  # as TrainState.create has it
+    second = budgeted.lower(state, x, y).plan
+    assert second.storage == first.storage and second.compilations == 1
+
+
+@pytest.mark.core
+def test_nnx_modules_and_optimizers_change_as_under_nnx_jit():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([nnx.Linear(32, 32, rngs=rngs) for _ in range(8)])
+            self.norm = nnx.BatchNorm(32, rngs=rngs)
+            self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = nnx.gelu(layer(x))
+            return self.dropout(self.norm(x))
+
+    def step(model, optimizer, x):
+        loss, gradients = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+        optimizer.update(model, gradients)
+        return loss
+
+    x = jax.random.normal(jax.random.key(0), (1024, 32))
+
+    def trained(make, jitted):
+        model = make(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        losses = [jitted(model, optimizer, x) for _ in range(3)]
+        return losses, nnx.state((model, optimizer))
+
+    plain_step, model = nnx.jit(step), Net(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    plain = reserved(plain_step.lower(model, optimizer, x).compile())
+    expected = trained(Net, plain_step)
+    budgeted = jaxpipe.jit(step, memory=int(0.8 * plain))
+    assert_equal(trained(jaxpipe.memory_encoded(Net), budgeted), expected)
+
+
+def test_micro_batches_in_a_scan():
+    @jaxpipe.memory_encoded
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return (x**2).mean()
+
+    def step(params, batch):
+        def add(total, x):
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(params, x)), None
+
+        total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), batch.reshape(4, -1, 64))
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, total)
+
+    params = [jax.random.normal(jax.random.key(k), (64, 64)) / 8 for k in range(8)]
+    batch = jax.random.normal(jax.random.key(9), (8192, 64))
+    expected, plain = plainly(step, params, batch)
+    budgeted = jaxpipe.jit(step, memory=int(0.85 * plain))
+    plan = budgeted.lower(params, batch).plan
+    assert plan.needed_bytes <= 0.85 * plain and plan.products > plan.plain_products
+    assert_equal(budgeted(params, batch), expected)
+
+
+def test_two_losses():
+    """A GAN's step: two decorated modules, one of them differentiated by its weights and by its input."""
+
+    def tower(layers):
+        def run(params, x):
+            for k in range(layers):
+                x = jnp.tanh(x @ params[k])
+            return x
+
+        return run
+
+    generate, judge = jaxpipe.memory_encoded(tower(16)), jaxpipe.memory_encoded(tower(8))
+
+    def step(g, d, noise, real):
+        def judge_loss(d):
+            return (judge(d, generate(g, noise)) - judge(d, real)).mean()
+
+        d = jax.tree.map(lambda w, dw: w - 0.1 * dw, d, jax.grad(judge_loss)(d))
+        gradients = jax.grad(lambda g: -judge(d, generate(g, noise)).mean())(g)
+        return jax.tree.map(lambda w, dw: w - 0.1 * dw, g, gradients), d
+
+    g, d = ([jax.random.normal(jax.random.key(k), (64, 64)) / 8 for k in range(n)] for n in (16, 8))
+    noise, real = (jax.random.normal(jax.random.key(k), (4096, 64)) for k in (7, 8))
+    expected, plain = plainly(step, g, d, noise, real)
+    budgeted = jaxpipe.jit(step, memory=int(0.8 * plain))
+    assert budgeted.lower(g, d, noise, real).plan.needed_bytes <= 0.8 * plain
+    assert_equal(budgeted(g, d, noise, real), expected)
+
+
+def test_a_step_sharded_over_devices_counts_bytes_of_one(training):
+    step, (state, x, y) = training
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+
+    def place(leaf):
+        spec = P("data") if leaf.ndim and leaf.shape[0] % 4 == 0 else P()
+        return jax.device_put(leaf, NamedSharding(mesh, spec))
+
+    args = jax.tree.map(place, (state, x, y))
+    expected, plain = plainly(step, *args)
+    budgeted = jaxpipe.jit(step, memory=int(0.7 * plain))
+    assert reserved(budgeted.lower(*args).compile()) <= 0.7 * plain
+    result = budgeted(*args)
+    # The parts of a sum over devices are added in another order where another program gathers them.
+    for a, b in zip(jax.tree.leaves(result[1]), jax.tree.leaves(expected[1]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_static_arguments_and_shapes(training):
+    step, (state, x, y) = training
+
+    @functools.partial(jaxpipe.jit, memory="1GiB", static_argnames="scaled", donate_argnums=0)
+    def named(state, x, y, scaled=False):
+        return step(state, 2 * x if scaled else x, y)
+
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (state, x, y))
+    assert "tensor" in named.lower(*shapes, scaled=True).as_text()
+    copies = [jax.tree.map(jnp.copy, state) for _ in range(2)]
+    assert_equal(named(copies[0], x, y, scaled=True), plainly(step, state, 2 * x, y)[0])
+    assert_equal(named(copies[1], x, y), plainly(step, state, x, y)[0])
+
+
+def test_undecorated_steps():
+    def step(w, x):
+        return jax.grad(lambda w: (jnp.tanh(x @ w) @ w).sum())(w)
+
+    args = jnp.ones((64, 64)), jnp.ones((1024, 64))
+    assert jaxpipe.jit(step, memory="1GiB").lower(*args).plan.storage == "plain"
+    with pytest.raises(jaxpipe.ModelError, match="nothing in it that is differentiated is decorated"):
+        jaxpipe.jit(step, memory="100kB").lower(*args)
+
+
+def test_wrong_usage(training):
+    step, args = training
+    with pytest.raises(jaxpipe.MemoryBudgetError, match="memory='much' is not a size"):
+        jaxpipe.jit(step, memory="much")
+    with pytest.raises(jaxpipe.ModelError, match="Pass a function"):
+        jaxpipe.jit(3, memory="1GiB")
+    with pytest.raises(jaxpipe.ModelError, match="inside another transformation"):
+        jax.jit(jaxpipe.jit(step, memory="1GiB"))(*args)
+
+
+def test_the_memory_of_the_device(training, monkeypatch):
+    step, args = training
+    assert jaxpipe.jit(step, memory="device").lower(*args).plan.storage == "plain"
+    monkeypatch.setattr("jaxpipe.costs.device_memory.memory_of", lambda device: 2 * 10**6)
+    with pytest.raises(jaxpipe.MemoryBudgetError, match="memory='device'"):
+        jaxpipe.jit(step, memory="device").lower(*args)
+
+
+def test_programs_with_a_name_for_every_level_are_traced_once(training, monkeypatch):
+    """Each level that is tried is traced once, and so is the step that runs."""
+    step, args = training
+    traced = []
+
+    def counting(*args):
+        traced.append(1)
+        return step(*args)
+
+    budgeted = jaxpipe.jit(counting, memory=int(0.5 * plainly(step, *args)[1]))
+    levels = len(step_variants_of(budgeted, args))
+    budgeted(*args)
+    assert len(traced) == levels
+
+
+def step_variants_of(budgeted, args):
+    made = []
+    original = step_variants.StepVariants._lowered
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            step_variants.StepVariants, "_lowered", lambda self, level: made.append(level) or original(self, level)
+        )
+        budgeted.lower(*args)
+    return made

@@ -72,6 +72,7 @@ from rich.table import Table
 import jaxpipe
 from jaxpipe.array_types import PyTree
 from jaxpipe.costs.kernels import product_flops
+from jaxpipe.step.step_variants import reserved_bytes
 from scripts.encoding_cases import CASES, SMALL_CASES, Apply, Case, Problem, Wrap
 from scripts.measuring import Quartiles, alternate, header, keep_freed_memory, quartiles
 
@@ -212,14 +213,18 @@ class Options:
 
 def summary(made: Build) -> dict[str, Any]:
     """Return what is known of a step before it is run: its bytes with arguments and results, products, operations."""
-    memory = made.step.memory_analysis()
-    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return {
-        "bytes": kept + memory.temp_size_in_bytes,
-        "temporaries": memory.temp_size_in_bytes,
-        "products": made.products,
-        "flops": made.flops,
-    }
+    return {**compiled_bytes(made.step), "products": made.products, "flops": made.flops}
+
+
+def step_summary(step: jax.stages.Compiled, jaxpr: jex.Jaxpr) -> dict[str, Any]:
+    """Return the same of a compiled step and its traced program."""
+    return {**compiled_bytes(step), **dict(zip(("products", "flops"), count_products(jaxpr), strict=True))}
+
+
+def compiled_bytes(step: jax.stages.Compiled) -> dict[str, int]:
+    """Return the bytes of a compiled step, with arguments and results, and of its temporaries."""
+    memory = step.memory_analysis()
+    return {"bytes": reserved_bytes(memory), "temporaries": memory.temp_size_in_bytes}
 
 
 def build(problem: Problem, variant: Variant, density: jaxpipe.Density | None) -> Build:

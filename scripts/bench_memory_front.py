@@ -11,6 +11,7 @@ timed: each alternates with the plain one. Of each model of ``scripts.encoding_c
   whole    ``jax.checkpoint`` of the model: everything again, and with the policies ``dots_saveable`` and
            ``dots_with_no_batch_dims_saveable``
   blocks   ``nn.remat`` around every block, or every second one, likewise
+  jit      ``jaxpipe.jit`` of the plain step with a decorated loss; ``memory=`` is a share of the plain step's bytes
   jaxpipe  ``memory_encoded`` of the model ("fast"), of the loss ("fast-step"), and pipelines of one stage and one
            micro-batch, whose ``memory=`` is a share of the plain step's bytes; where that is refused though parameters
            and gradients leave room, of two or four micro-batches
@@ -23,7 +24,9 @@ import argparse
 import gc
 import json
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +35,8 @@ import jax
 import jaxpipe
 from jaxpipe.array_types import Device
 from scripts.absent_gpu import h100s
-from scripts.bench_encoding import BLOCKS, PLAIN, VARIANTS, Variant, build, summary
-from scripts.check_gpu_encoding import compiled
+from scripts.bench_encoding import BLOCKS, PLAIN, VARIANTS, Variant, build, step_summary, summary
+from scripts.check_gpu_encoding import compiled, on_device
 from scripts.encoding_cases import CASES, CASES_BY_NAME, GPU_CASES, WITH_BLOCKS, Case, Problem
 from scripts.measuring import alternate, header, keep_freed_memory
 from scripts.one_stage import batch_of, one_stage, stage_summary
@@ -43,6 +46,7 @@ SHARES = (0.9, 0.75, 0.6, 0.5, 0.4, 0.35, 0.3, 0.25, 0.2)
 FAMILIES = {
     "whole": ("nothing", "dots", "dots-no-batch"),
     "blocks": BLOCKS,
+    "jit": (),
     "jaxpipe": ("fast", "fast-step"),
 }
 MICROBATCHES = (1, 2, 4)
@@ -81,6 +85,21 @@ def budget_point(
     return row, step
 
 
+def jit_point(problem: Problem, memory: int, device: Device, timed: bool) -> tuple[Row, Step | None]:
+    """Compile the step of ``variant_point`` within a budget; a row that says so if it is refused."""
+    arguments = problem.arguments if timed else on_device(problem.arguments, device)
+    step = jax.value_and_grad(VARIANTS["fast-step"].loss(problem), has_aux=True)
+    budgeted = jaxpipe.jit(step, memory=memory)
+    start = time.process_time()
+    try:
+        lowered = budgeted.lower(*arguments)
+    except jaxpipe.MemoryBudgetError as error:
+        return {"refused": str(error), "smallest": error.smallest, "microbatches": 1}, None
+    row = step_summary(lowered.compile(), lowered.jaxpr) | asdict(lowered.plan) | {"memory": memory}
+    row |= {"processor_seconds": time.process_time() - start}
+    return row, (lambda: budgeted(*arguments)) if timed else None
+
+
 def points(
     case: Case, families: Sequence[str], shares: Sequence[float], device: Device, timed: bool, rounds: int
 ) -> Iterator[Row]:
@@ -95,7 +114,11 @@ def points(
             for name in names:
                 row, step = variant_point(problem, VARIANTS[name], device, timed)
                 yield {"family": family, "variant": name, **row, "time_ratio": time_ratio(plain_step, step, rounds)}
-    for share in shares:
+    for share in shares if "jit" in families else ():
+        row, step = jit_point(problem, int(share * plain["bytes"]), device, timed)
+        ratio = time_ratio(plain_step, step, rounds)
+        yield {"family": "jit", "variant": f"{100 * share:g}%", "share": share, **row, "time_ratio": ratio}
+    for share in shares if "jaxpipe" in families else ():
         memory = int(share * plain["bytes"])
         for count in MICROBATCHES:
             if count > 1 and (case.batch % count or memory < plain["bytes"] - plain["temporaries"]):

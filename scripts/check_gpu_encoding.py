@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxpipe
+from jaxpipe.array_types import PyTree
 from scripts.absent_gpu import h100s
 from scripts.bench_encoding import BLOCKS, PLAIN, SMALLEST, VARIANTS, Variant, build, summary
 from scripts.encoding_cases import CASES, GPU_CASES, WITH_BLOCKS, Case, Problem
@@ -34,9 +35,13 @@ DEFAULT = [name for name in VARIANTS if name not in ("encoded", "smallest", "bar
 
 def compiled(problem: Problem, variant: Variant, density: jaxpipe.Density | None, device: Any) -> dict[str, Any]:
     """Return the figures of a step, built for the mesh of its arguments."""
+    return summary(build(replace(problem, arguments=on_device(problem.arguments, device)), variant, density))
+
+
+def on_device(arguments: PyTree, device: Any) -> PyTree:
+    """Return the shapes of arguments on a device, which need not be there."""
     here = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
-    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), problem.arguments)
-    return summary(build(replace(problem, arguments=arguments), variant, density))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), arguments)
 
 
 def measure(case: Case, names: Sequence[str], device: Any) -> dict[str, Any]:

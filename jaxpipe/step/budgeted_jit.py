@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.extend.core import Jaxpr
 
 from jaxpipe.array_types import Device, PyTree
 from jaxpipe.costs.device_memory import pool_bytes, pool_fraction
@@ -33,7 +34,7 @@ class StepPlan(Printed):
       plain_bytes: what it reserves for the step without decorations.
       products: matrix products and convolutions of a step.
       plain_products: those of the step without decorations; the others run again.
-      storage: a name for what is stored.
+      storage: what is stored: that of a level between the plain step and the smallest storage.
       compilations: how often XLA compiled the step to find out.
       compile_seconds, planning_seconds: seconds of these, and of all else.
     """
@@ -73,6 +74,11 @@ class BudgetedLowered:
     def compile(self) -> Any:
         """Return the compiled step, which XLA has compiled when the budget was checked."""
         return self._variant.compiled
+
+    @property
+    def jaxpr(self) -> Jaxpr:
+        """The traced step."""
+        return self._variant.jaxpr
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._variant.lowered, name)

@@ -13,7 +13,7 @@ from jaxpipe.text.progress import phase
 #: How many levels between others are compiled at most for one budget.
 MOST_COMPILATIONS = 6
 
-#: By what share of a budget estimates may be wrong where they speak against checkpoints.
+#: By what share estimates may be wrong where they speak against compiling a level.
 INEXACT = 0.1
 
 #: Levels besides the smallest that are compiled before a budget is refused.
@@ -39,9 +39,9 @@ def fitting_level(variants: StepVariants, budget: int) -> str | None:
             break
         variants.needs(front.levels[place])
     if _best(variants, budget) is None:
-        _try(variants, (SMALLEST, *front.hand_placed, *SMALL_LEVELS), budget)
+        _try_small(variants, budget)
     else:
-        _try(variants, _less_again(variants, budget), budget)
+        _try_less_again(variants, budget)
     return _best(variants, budget)
 
 
@@ -55,22 +55,29 @@ def _best(variants: StepVariants, budget: int) -> str | None:
     return min((x for x in levels if x in variants.known and variants.known[x].bytes <= budget), key=rank, default=None)
 
 
-def _try(variants: StepVariants, levels: tuple[str, ...], budget: int) -> None:
-    """Compile some levels until one is within a budget."""
-    for level in levels:
-        if variants.needs(level).bytes <= budget:
+def _try_small(variants: StepVariants, budget: int) -> None:
+    """Compile levels that may need less than any that is known, until one is within a budget."""
+    variants.needs(SMALLEST)
+    for level in (*variants.front.hand_placed, *SMALL_LEVELS):
+        may_be_smaller = _predicted(variants, level) <= (1 + INEXACT) * smallest(variants).bytes
+        if (level in variants.known or may_be_smaller) and variants.needs(level).bytes <= budget:
             break
 
 
-def _less_again(variants: StepVariants, budget: int) -> tuple[str, ...]:
-    """Return the checkpoints that compute less again than the best level and may be within a budget, by estimates."""
-    front, default = variants.front, variants.known[DEFAULT]
-    best = _best(variants, budget)
-    assert best is not None
-    limit = front.seconds(best) if best not in (PLAIN, DEFAULT) else 0.0
-    beyond = default.bytes - front.bytes(DEFAULT)
-    fit = [x for x in front.hand_placed if front.bytes(x) + beyond <= (1 + INEXACT) * budget]
-    return tuple(level for level in fit if front.seconds(level) < limit)
+def _try_less_again(variants: StepVariants, budget: int) -> None:
+    """Compile checkpoints that compute less again than the best level and may be within a budget, until one is."""
+    best, front = _best(variants, budget), variants.front
+    limit = 0.0 if best in (None, PLAIN, DEFAULT) else front.seconds(best)
+    for level in front.hand_placed:
+        may_fit = front.seconds(level) < limit and _predicted(variants, level) <= (1 + INEXACT) * budget
+        if may_fit and variants.needs(level).bytes <= budget:
+            break
+
+
+def _predicted(variants: StepVariants, level: str) -> float:
+    """Return the bytes of a step with the storage of a level if all else needs what it needs with default storage."""
+    front = variants.front
+    return front.bytes(level) + variants.known[DEFAULT].bytes - front.bytes(DEFAULT)
 
 
 def smallest(variants: StepVariants) -> Needs:

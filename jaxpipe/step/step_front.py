@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from jaxpipe.costs.device_rates import Rates
+from jaxpipe.array_types import Device
+from jaxpipe.costs.device_rates import Rates, rates_of
 from jaxpipe.costs.kernels import operator_seconds
 from jaxpipe.planning.storage.program_front import GAP, RERUN_LEVELS, Front, Point, Solving, Way
 from jaxpipe.planning.storage.solver_time import SolverTime
@@ -21,6 +22,7 @@ from jaxpipe.planning.storage.storage_items import Items, stage_items
 from jaxpipe.residuals.chosen_storage import DecoratedProgram, Storage
 from jaxpipe.residuals.sliced_program import in_slices
 from jaxpipe.residuals.vjp_program import VJPProgram
+from jaxpipe.target import building_for
 
 
 #: Rooms between default storage and the smallest.
@@ -35,26 +37,30 @@ SOLVER_SECONDS = 30.0
 
 @dataclass(frozen=True, eq=False)
 class StepFront:
-    """The fronts of a step's decorated programs, by key."""
+    """The fronts of a step's decorated programs, by key, and the platform that they are for."""
 
     fronts: Mapping[str, Front]
+    platform: str
 
     @cached_property
     def levels(self) -> tuple[str, ...]:
         """The levels in the order of their bytes, the most first."""
-        again = any(front.reruns_products for front in self.fronts.values())
+        with building_for(self.platform):
+            again = any(front.reruns_products for front in self.fronts.values())
         reruns = [f"reruns {k}" for k in range(RERUN_LEVELS if again else 0)]
         return PLAIN, *reruns, DEFAULT, *(f"room {k}" for k in range(1, ROOMS)), SMALLEST
 
     @cached_property
     def estimates(self) -> tuple[float, ...]:
         """The estimated bytes of all programs together at each level."""
-        return tuple(map(self._estimate, self.levels))
+        with building_for(self.platform):
+            return tuple(map(self._estimate, self.levels))
 
     @cached_property
     def hand_placed(self) -> tuple[str, ...]:
         """The levels that are checkpoints as people place them, those that compute least again first."""
-        names = dict.fromkeys(name for front in self.fronts.values() for name in front.hand_placed)
+        with building_for(self.platform):
+            names = dict.fromkeys(name for front in self.fronts.values() for name in front.hand_placed)
         return tuple(sorted(names, key=self.seconds))
 
     def seconds(self, level: str) -> float:
@@ -68,11 +74,13 @@ class StepFront:
     def storage(self, level: str) -> dict[str, Storage]:
         """Return what programs store, by key."""
         points = self.points(level).items()
-        return {key: Storage(point.plan, point.way.slices > 1) for key, point in points}
+        with building_for(self.platform):
+            return {key: Storage(point.plan, point.way.slices > 1) for key, point in points}
 
     def points(self, level: str) -> dict[str, Point]:
         """Return the points of a level, by key; those of a room are solved for now."""
-        return {key: self._point(front, level) for key, front in self.fronts.items()}
+        with building_for(self.platform):
+            return {key: self._point(front, level) for key, front in self.fronts.items()}
 
     def _point(self, front: Front, level: str) -> Point:
         kind, _, number = level.partition(" ")
@@ -101,10 +109,12 @@ class StepFront:
         return self.bytes(level)
 
 
-def step_front(programs: Mapping[str, DecoratedProgram], rates: Rates) -> StepFront:
-    """Return the levels of a step on a device of some rates."""
-    solving = Solving("HIGHS", SolverTime(SOLVER_SECONDS), for_smallest=0.0)
-    return StepFront({key: _front(program, rates, solving) for key, program in programs.items()})
+def step_front(programs: Mapping[str, DecoratedProgram], device: Device) -> StepFront:
+    """Return the levels of a step on a device."""
+    solving, rates = Solving("HIGHS", SolverTime(SOLVER_SECONDS), for_smallest=0.0), rates_of(device)
+    with building_for(device.platform):
+        fronts = {key: _front(program, rates, solving) for key, program in programs.items()}
+    return StepFront(fronts, device.platform)
 
 
 def _front(program: DecoratedProgram, rates: Rates, solving: Solving) -> Front:

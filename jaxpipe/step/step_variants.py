@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
+from jax.extend.core import Jaxpr
 
 from jaxpipe import _compat
 from jaxpipe.array_types import Device, PyTree
-from jaxpipe.costs.device_rates import rates_of
 from jaxpipe.costs.profile_cache import cache_folder
 from jaxpipe.graph.count_products import count_products
 from jaxpipe.models.purify_nnx import is_module
@@ -71,9 +71,9 @@ class Variant:
         return self.lowered.compile()
 
     @property
-    def products(self) -> int:
-        """The products of a step."""
-        return count_products(getattr(self.traced, "traced", self.traced).jaxpr.jaxpr)
+    def jaxpr(self) -> Jaxpr:
+        """The traced step."""
+        return getattr(self.traced, "traced", self.traced).jaxpr.jaxpr
 
 
 class StepVariants:
@@ -106,8 +106,7 @@ class StepVariants:
         """The levels that there are."""
         if self._like is not None and self._like.programs.keys() == self.programs.keys():
             return self._like.front
-        with building_for(self._call.device.platform):
-            return step_front(self.programs, rates_of(self._call.device))
+        return step_front(self.programs, self._call.device)
 
     @property
     def known(self) -> Mapping[str, Needs]:
@@ -125,7 +124,7 @@ class StepVariants:
             size = reserved_bytes(variant.compiled.memory_analysis())
         self.compilations += 1
         self.seconds += time.perf_counter() - start
-        self._needs[level] = Needs(size, variant.products)
+        self._needs[level] = Needs(size, count_products(variant.jaxpr))
         tell(f"Step with {level} storage: XLA reserves {bytes_text(size)}")
         keep(self._path, self._needs)
         return self._needs[level]
@@ -161,8 +160,8 @@ class StepVariants:
         call = self._call
         shardings = [str(getattr(leaf, "sharding", None)) for leaf in split_arguments((call.args, call.kwargs))[1]]
         settings = [*_compat.versions(), call.device.device_kind, call.options, shardings]
-        program = getattr(self.plain.traced, "traced", self.plain.traced).jaxpr
-        return cache_folder().parent / "steps" / f"{digest(stable_text([program, settings], values=False))}.json"
+        text = stable_text([self.plain.jaxpr, settings], values=False)
+        return cache_folder().parent / "steps" / f"{digest(text)}.json"
 
 
 def jitter(arguments: PyTree) -> Callable[..., Any]:

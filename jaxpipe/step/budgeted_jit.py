@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import Jaxpr
 
+from jaxpipe import multihost
 from jaxpipe.array_types import Device, PyTree
 from jaxpipe.costs.device_memory import pool_bytes, pool_fraction
 from jaxpipe.errors import MemoryBudgetError, ModelError
@@ -54,7 +55,7 @@ class StepPlan(Printed):
         return [
             f"{bytes_text(self.needed_bytes)} of {bytes_text(self.budget_bytes)}, as XLA reserves it; "
             f"{bytes_text(self.plain_bytes)} without a budget\n"
-            f"{again} of {self.plain_products} products run again ({self.storage} storage)\n"
+            f"{again} of {self.plain_products} products run again; storage: {self.storage}\n"
             f"planned in {seconds_text(self.planning_seconds)}, and {self.compilations} compilations in "
             f"{seconds_text(self.compile_seconds)}"
         ]
@@ -98,6 +99,10 @@ class BudgetedFunction:
         """Run the step. The first call for arguments of some shapes plans and compiles."""
         return self.lower(*args, **kwargs)._variant.jitted(*args, **kwargs)
 
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Return the method of an instance."""
+        return self if instance is None else functools.partial(self, instance)
+
     def lower(self, *args: PyTree, **kwargs: PyTree) -> BudgetedLowered:
         """Return the step within its budget for some arguments, arrays or shapes (``jax.ShapeDtypeStruct``).
 
@@ -129,7 +134,8 @@ class BudgetedFunction:
     @progress("Planning the step")
     def _planned(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], leaves: list[Any]) -> BudgetedLowered:
         start, device = time.perf_counter(), _device(leaves, self._options)
-        budget = pool_bytes(device) if self._memory == "device" else device_bytes(self._memory)
+        of_device = self._memory == "device"
+        budget = multihost.from_first(lambda: pool_bytes(device)) if of_device else device_bytes(self._memory)
         call, shapes = Call(self._step, self._options, args, kwargs, device), tuple(map(jnp.shape, leaves))
         variants = StepVariants(call, self._variants.get(shapes))
         self._variants.setdefault(shapes, variants)

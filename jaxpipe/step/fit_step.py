@@ -5,7 +5,7 @@ plain ─over─▶ default ─▶ between those known, as estimates say ─▶ 
 """
 
 from jaxpipe.step.bracket_search import next_place
-from jaxpipe.step.step_front import DEFAULT, PLAIN, SMALLEST
+from jaxpipe.step.step_front import DEFAULT, PLAIN, ROOMS, SMALLEST
 from jaxpipe.step.step_variants import Needs, StepVariants
 from jaxpipe.text.progress import phase
 
@@ -17,7 +17,7 @@ MOST_COMPILATIONS = 6
 INEXACT = 0.1
 
 #: Levels besides the smallest that are compiled before a budget is refused.
-SMALL_LEVELS = ("room 15", "room 12", "room 8")
+SMALL_LEVELS = tuple(f"room {k} of {ROOMS}" for k in (15, 12, 8))
 
 
 @phase("storage")

@@ -47,8 +47,8 @@ class StepFront:
         """The levels in the order of their bytes, the most first."""
         with building_for(self.platform):
             again = any(front.reruns_products for front in self.fronts.values())
-        reruns = [f"reruns {k}" for k in range(RERUN_LEVELS if again else 0)]
-        return PLAIN, *reruns, DEFAULT, *(f"room {k}" for k in range(1, ROOMS)), SMALLEST
+        reruns = [f"reruns {k} of {RERUN_LEVELS}" for k in range(RERUN_LEVELS if again else 0)]
+        return PLAIN, *reruns, DEFAULT, *(f"room {k} of {ROOMS}" for k in range(1, ROOMS)), SMALLEST
 
     @cached_property
     def estimates(self) -> tuple[float, ...]:
@@ -83,13 +83,13 @@ class StepFront:
             return {key: self._point(front, level) for key, front in self.fronts.items()}
 
     def _point(self, front: Front, level: str) -> Point:
-        kind, _, number = level.partition(" ")
+        kind, number = _parsed(level)
         if kind == "reruns":
-            return front.with_level(int(number))
+            return front.with_level(number)
         if level == SMALLEST:
             return front.small(0.0)
         if kind == "room":
-            room = self._room(int(number))
+            room = self._room(number)
             within = None if room >= front.default.bytes else front.within(room)
             return within or (front.default if room >= front.default.bytes else front.small(0.0))
         return front.hand_placed.get(level, front.default)
@@ -100,13 +100,19 @@ class StepFront:
         return most - (most - least) * number / ROOMS
 
     def _estimate(self, level: str) -> float:
-        kind, _, number = level.partition(" ")
+        kind, number = _parsed(level)
         if level == PLAIN:
             return sum(map(_plain_bytes, self.fronts.values()))
         if kind == "room":  # without a solver
-            room = self._room(int(number))
+            room = self._room(number)
             return sum(max(min(room, front.default.bytes), front.small(0.0).bytes) for front in self.fronts.values())
         return self.bytes(level)
+
+
+def _parsed(level: str) -> tuple[str, int]:
+    """Return the kind of a level and its number among those of its kind."""
+    kind, *rest = level.split(" ")
+    return kind, int(rest[0]) if kind in ("reruns", "room") else 0
 
 
 def step_front(programs: Mapping[str, DecoratedProgram], device: Device) -> StepFront:

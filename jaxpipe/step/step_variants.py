@@ -17,7 +17,7 @@ import jax
 from flax import nnx
 from jax.extend.core import Jaxpr
 
-from jaxpipe import _compat
+from jaxpipe import _compat, multihost
 from jaxpipe.array_types import Device, PyTree
 from jaxpipe.costs.profile_cache import cache_folder
 from jaxpipe.graph.count_products import count_products
@@ -93,7 +93,7 @@ class StepVariants:
         self.plain = self.variant(PLAIN)
         self._path = self._kept_path()
         assumed = {} if like is None else dict(like.known)
-        self._needs: dict[str, Needs] = assumed | _needs_of(read_kept(self._path))
+        self._needs: dict[str, Needs] = assumed | multihost.from_first(lambda: _needs_of(read_kept(self._path)))
 
     @cached_property
     def programs(self) -> Mapping[str, DecoratedProgram]:
@@ -126,7 +126,7 @@ class StepVariants:
         self.seconds += time.perf_counter() - start
         self._needs[level] = Needs(size, count_products(variant.jaxpr))
         tell(f"Step with {level} storage: XLA reserves {bytes_text(size)}")
-        keep(self._path, self._needs)
+        multihost.from_first(lambda: keep(self._path, self._needs))
         return self._needs[level]
 
     def variant(self, level: str) -> Variant:
@@ -171,9 +171,11 @@ def jitter(arguments: PyTree) -> Callable[..., Any]:
 
 def split_arguments(arguments: PyTree) -> tuple[Hashable, list[Any]]:
     """Return the structure of arguments and their leaves, those of NNX modules included."""
-    leaves, treedef = jax.tree.flatten(arguments, is_leaf=is_module)
-    modules = tuple(leaf for leaf in leaves if is_module(leaf))
-    graphdef, state = nnx.split(modules) if modules else (None, ())
+    leaves, treedef = jax.tree.flatten(arguments)
+    modules = tuple(leaf for leaf in leaves if is_module(leaf))  # others are trees, as most are
+    if not modules:
+        return treedef, leaves
+    graphdef, state = nnx.split(modules)
     return (treedef, graphdef), [*(leaf for leaf in leaves if not is_module(leaf)), *jax.tree.leaves(state)]
 
 

@@ -31,8 +31,11 @@ ROOMS = 16
 #: What the first levels are called: the step without decorations, and with the storage of ``memory_encoded``.
 PLAIN, DEFAULT, SMALLEST = "plain", "default", "smallest"
 
+#: How many times as long as its forward pass a program takes with its backward pass.
+FORWARD_AND_BACKWARD = 3
+
 #: The seconds that all solutions of an integer program may take.
-SOLVER_SECONDS = 30.0
+SOLVER_SECONDS = 12.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +138,7 @@ def _front(program: DecoratedProgram, rates: Rates, solving: Solving) -> Front:
     if sliced is not None:
         again = sum(seconds[op] for op in sliced.operators)
         ways.append(Way(sliced.vjp, items_of(sliced.vjp), again, sliced.count))
-    slack = GAP * sum(seconds.values())
+    slack = GAP * FORWARD_AND_BACKWARD * sum(seconds.values())
     return Front(
         tuple(ways), items_of, held=None, home=0, period=math.inf, slack=slack, solving=solving, policy=program.policy
     )

@@ -62,7 +62,7 @@ class StagePlan:
         again in place of storing their results, by module path and name.
       slices: into how many the largest product is cut, logits as a rule, which are then never whole.
       storage: how it was chosen: ``"default"``, or within a budget ``"optimal"``, ``"gap"``, ``"time limit"``,
-        ``"greedy"``, ``"lowest peak"`` or ``"fewer reruns"``.
+        ``"greedy"``, ``"checkpoints"`` (of blocks), ``"lowest peak"`` or ``"fewer reruns"``.
       added_seconds: what computing again and codecs add over the default, in ``backward_seconds``.
       storage_gap: by what share of the time of all codecs and recomputation another choice may be faster.
       solve_seconds: what the solver took for it.
@@ -512,6 +512,7 @@ _SEARCHED = {
     "gap": "nearly optimal",
     "time limit": "the best that the solver found in its time",
     "greedy": "chosen by a greedy rule, as the solver found nothing better in the time_limit",
+    "checkpoints": "nn.remat of blocks, as the solver found nothing better in the time_limit",
 }
 
 

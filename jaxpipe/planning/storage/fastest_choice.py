@@ -27,7 +27,7 @@ class Answer:
       choice: by item.
       outcome: what it leads to, simulated.
       status: ``"optimal"``, ``"gap"`` (within the requested gap), ``"time limit"``, ``"greedy"`` if no
-        solver had a better one, ``"lowest peak"`` if that alone was wanted, or ``"fewer reruns"``.
+        solver had a better one, ``"checkpoints"`` if those of blocks are better, ``"lowest peak"`` if that alone was wanted, or ``"fewer reruns"``.
       bound: no choice has fewer seconds.
       least_bytes: no choice has a lower peak.
     """

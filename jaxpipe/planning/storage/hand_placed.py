@@ -31,8 +31,8 @@ def hand_placed(items: Items) -> dict[str, tuple[int, ...]]:
             block_of = {op: k for op, k in blocks.items() if k % every == 0}
             inner = set(_inner_tensors(graph, block_of))
             products = {t for op in block_of if is_product(op) for t in op.outputs}
-            for name, again in (("", inner), (", products saved", inner - products)):
-                choices[f"nn.remat of {which} {family}{name}"] = _without(items, again)
+            for name, saved in (("", set[TensorNumber]()), (", products saved", products)):
+                choices[f"nn.remat of {which} {family}{name}"] = _choice(items, inner - saved, saved)
     return {name: choice for name, choice in choices.items() if choice != items.default}
 
 
@@ -68,9 +68,9 @@ def _inner_tensors(graph: Graph, block_of: Mapping[Operator, int]) -> Iterator[T
                 yield t
 
 
-def _without(items: Items, again: set[TensorNumber]) -> tuple[int, ...]:
-    """Return default storage, but that some tensors are computed again, and others of their blocks are stored."""
+def _choice(items: Items, again: set[TensorNumber], saved: set[TensorNumber]) -> tuple[int, ...]:
+    """Return default storage, but that some tensors are computed again and others are saved."""
     return tuple(
-        NOT_STORED if t in again and item.seconds is not None else max(option, 0) if option != NOT_STORED else option
+        NOT_STORED if t in again and item.seconds is not None else 0 if t in saved else option
         for t, item, option in zip(items.tensors, items.problem.items, items.default, strict=True)
     )

@@ -191,7 +191,7 @@ class Front:
         for name, choice in hand_placed(way.items).items():
             outcome = simulate(self._problem(way, math.inf), choice)
             if outcome is not None:
-                points[name] = self._point(way, Answer(choice, outcome, name, outcome.seconds))
+                points[name] = self._point(way, Answer(choice, outcome, "checkpoints", outcome.seconds))
         return points
 
     @cached_property
@@ -202,11 +202,12 @@ class Front:
     def within(self, room: float, targets: Targets | None = None) -> Point | None:
         """Return the fastest point of no more bytes than a room; None if no point is small enough.
 
-        A way that can not be faster than what was found is not solved.
+        A way that can not be faster than what was found is not solved. Checkpoints as people place them count, too.
         """
         if room >= self.default.bytes:
             return self._with_fewer_reruns(room)
-        best: Point | None = None
+        placed = (point for point in self.hand_placed.values() if point.bytes <= room)
+        best = min(placed, key=lambda point: point.seconds, default=None)
         for way in self.ways:
             way = way if targets is None else self._with_swaps(way, targets)
             problem = self._problem(way, room)

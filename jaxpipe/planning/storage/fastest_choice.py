@@ -26,8 +26,9 @@ class Answer:
     Attributes:
       choice: by item.
       outcome: what it leads to, simulated.
-      status: ``"optimal"``, ``"gap"`` (within the requested gap), ``"time limit"``, ``"greedy"`` if no
-        solver had a better one, ``"checkpoints"`` if those of blocks are better, ``"lowest peak"`` if that alone was wanted, or ``"fewer reruns"``.
+      status: ``"optimal"``, ``"gap"`` (within the requested gap), ``"time limit"``, ``"greedy"`` if no solver had a
+        better one, ``"checkpoints"`` if those of blocks are better, ``"lowest peak"`` if that alone was wanted, or
+        ``"fewer reruns"``.
       bound: no choice has fewer seconds.
       least_bytes: no choice has a lower peak.
     """

@@ -42,6 +42,8 @@ from .residuals.residual_report import residual_report as residual_report
 from .runtime.nonfinite_origin import NonFiniteOrigin as NonFiniteOrigin
 from .runtime.train_state import TrainState as TrainState
 from .schedules.table import Schedule as Schedule
+from .step.explain import Explanation as Explanation
+from .step.explain import explain as explain
 from .visualize import pictures as pictures
 from .visualize import traces as traces
 

@@ -63,15 +63,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import numpy as np
-from jax.extend.core import jaxprs_in_params
 from rich.console import Console
 from rich.table import Table
 
 import jaxpipe
 from jaxpipe.array_types import PyTree
-from jaxpipe.costs.kernels import product_flops
+from jaxpipe.costs.count_products import count_products
 from scripts.encoding_cases import CASES, SMALL_CASES, Apply, Case, Problem, Wrap
 from scripts.measuring import Quartiles, alternate, header, keep_freed_memory, quartiles
 
@@ -232,21 +230,6 @@ def build(problem: Problem, variant: Variant, density: jaxpipe.Density | None) -
     middle = time.perf_counter()
     compiled = lowered.compile()
     return Build(middle - start, time.perf_counter() - middle, compiled, *count_products(traced.jaxpr))
-
-
-def count_products(jaxpr: jex.Jaxpr) -> tuple[int, float]:
-    """Return how many matrix products and convolutions a traced program runs, and their floating-point operations.
-
-    Those of a loop count once for each turn.
-    """
-    count, flops = 0, 0.0
-    for equation in jaxpr.eqns:
-        if equation.primitive.name in ("conv_general_dilated", "dot_general"):
-            count, flops = count + 1, flops + product_flops(equation)
-        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
-        for inner in map(count_products, jaxprs_in_params(equation.params)):
-            count, flops = count + turns * inner[0], flops + turns * inner[1]
-    return count, flops
 
 
 def build_all(

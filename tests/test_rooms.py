@@ -17,6 +17,7 @@ ROOMS = (
     "pipeline",
     "visualize",
     "checkpoint",
+    "step",
     "planning",
     "runtime",
     "plan",

@@ -1,0 +1,253 @@
+"""Changes to a step that make it need less memory, each compiled for the same device.
+
+Host offload is not among them: XLA compiles it for GPUs and TPUs only, and whether a link hides it is known on the
+machine alone. Slices of logits are what ``jaxpipe.jit`` may choose within a budget.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxpipe.array_types import PyTree
+from jaxpipe.costs.count_products import count_products
+from jaxpipe.models.purify_nnx import is_array, is_module
+from jaxpipe.step.peak import total_bytes
+from jaxpipe.step.target_device import TargetDevice
+from jaxpipe.step.traced_step import Argument, Role, TracedStep, trace_step
+from jaxpipe.step.wrapped_modules import CalledModules, Wrapping, wrapped_modules
+
+
+#: Devices over which a state is sharded, where there are so many.
+_SHARDS = 8
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A change to a step, compiled.
+
+    Attributes:
+      name: what it is, in a few words.
+      line: what to write.
+      bytes: that the step needs with it, per device.
+      saved_bytes: so many fewer than without it.
+      products: matrix products and convolutions that the step runs more.
+      note: what else to know; may be empty.
+      devices: on which it runs.
+      is_estimated: whether a part of its bytes is added to what was compiled.
+    """
+
+    name: str
+    line: str
+    bytes: int
+    saved_bytes: int
+    products: int
+    note: str = ""
+    devices: int = 1
+    is_estimated: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Explained:
+    """A step that measures are compared with.
+
+    Attributes:
+      jitted: as ``jax.jit`` or ``nnx.jit`` makes it.
+      args: its arguments, as shapes on the device.
+      step: traced from them.
+      called: the modules that it calls.
+      target: the device.
+      bytes: that it needs.
+    """
+
+    jitted: Any
+    args: PyTree
+    step: TracedStep
+    called: CalledModules
+    target: TargetDevice
+    bytes: int
+
+    @property
+    def jit(self) -> str:
+        """The name of the transformation that compiles it."""
+        return "nnx.jit" if any(map(is_module, jax.tree.leaves(self.args, is_leaf=is_module))) else "jax.jit"
+
+
+def measures(explained: Explained) -> tuple[Measure, ...]:
+    """Return the measures that save anything: those that run no product again, and the others by bytes for each one.
+
+    What needs more devices is last, and an estimate never first.
+    """
+    makers: Sequence[Callable[[Explained], Measure | None]] = (
+        donate,
+        encode,
+        rematerialize_blocks,
+        within_budget,
+        half_the_batch,
+        shard,
+    )
+    with _quiet():
+        tried = [maker(explained) for maker in makers]
+    return tuple(sorted((m for m in tried if m is not None and m.saved_bytes > 0), key=_rank))
+
+
+def _rank(measure: Measure) -> tuple[bool, bool, bool, float]:
+    worth = measure.saved_bytes / max(measure.products, 1)
+    return measure.devices > 1, measure.is_estimated, measure.products > 0, -worth
+
+
+def _measure(explained: Explained, name: str, line: str, step: TracedStep, needed: int, **rest: Any) -> Measure:
+    more = count_products(step.program)[0] - count_products(explained.step.program)[0]
+    return Measure(name, line, needed, explained.bytes - needed, more, **rest)
+
+
+def donate(explained: Explained) -> Measure | None:
+    """Give the memory of the state to the new state."""
+    arguments = explained.step.arguments
+    positions = {a.position for a in arguments if a.updated and not a.donated and a.position is not None}
+    kept = {a.position for a in arguments if a.donated}
+    if not positions:
+        return None
+    chosen = [k for k, a in enumerate(arguments) if a.position in positions or a.donated]
+    compiled = _flat(explained.step, donate_argnums=chosen).lower(*explained.step.shapes).compile()
+    numbers = sorted(positions | {p for p in kept if p is not None})
+    shown = numbers[0] if len(numbers) == 1 else tuple(numbers)
+    line = f"{explained.jit}(step, donate_argnums={shown})"
+    note = "the old state is gone after the step: state = step(state, ...)"
+    return _measure(explained, "donate the state", line, explained.step, total_bytes(compiled), note=note)
+
+
+def _flat(step: TracedStep, **options: Any) -> Any:
+    """Return a traced step as a jitted function of its arrays, with other options than it was jitted with."""
+    return jax.jit(jaxpr_as_fun(step.program), **options)
+
+
+def encode(explained: Explained) -> Measure | None:
+    """Run the outermost modules as if their classes were decorated with ``memory_encoded``."""
+    classes = [cls.__name__ for cls in explained.called.outermost]
+    if not classes:
+        return None
+    step, needed = _retraced(explained, Wrapping.ENCODED)
+    line = f"@jaxpipe.memory_encoded  # above class {', class '.join(classes)}"
+    return _measure(explained, "decorate the model", line, step, needed)
+
+
+def rematerialize_blocks(explained: Explained) -> Measure | None:
+    """Run every block that repeats under ``jax.checkpoint``."""
+    blocks = explained.called.blocks()
+    if blocks is None:
+        return None
+    step, needed = _retraced(explained, Wrapping.REMAT, blocks)
+    static = explained.called.static_arguments.get(blocks, ())
+    shown = f", static_argnums={static}" if static else ""
+    name = blocks.__name__
+    line = f"{name} = nn.remat({name}{shown})  # below class {name}"
+    if explained.jit == "nnx.jit":
+        line = f"@nnx.remat  # above {name}.__call__"
+    count = len(explained.called.inner[blocks])
+    return _measure(explained, f"compute each of {count} {name}s again", line, step, needed)
+
+
+def _retraced(explained: Explained, wrapping: Wrapping, blocks: type | None = None) -> tuple[TracedStep, int]:
+    with wrapped_modules(wrapping, explained.args, blocks) as args:
+        step = trace_step(explained.jitted, args)
+        return step, total_bytes(step.traced.lower().compile())
+
+
+def within_budget(explained: Explained) -> Measure | None:
+    """Return what ``jaxpipe.jit`` makes of the step within the memory of the device."""
+    del explained
+    return None
+
+
+def half_the_batch(explained: Explained) -> Measure | None:
+    """Run half of the batch at a time, and keep the gradients of the first half beside the second."""
+    args = with_batch(explained, _half)
+    if args is None:
+        return None
+    step = trace_step(explained.jitted, args)
+    kept = sum(a.bytes for a in step.arguments if a.role is Role.PARAMETERS)
+    needed = total_bytes(step.traced.lower().compile()) + kept
+    size = batch_size(explained.step.arguments)
+    line = f"tx = optax.MultiSteps(tx, 2)  # and batches of {size // 2 if size else 'half the size'}"
+    note = "compiled with half of the batch; kept gradients are added"
+    return _measure(explained, "half the batch, twice per update", line, step, needed, note=note, is_estimated=True)
+
+
+def _half(size: int) -> int:
+    return size // 2 if size % 2 == 0 else 0
+
+
+def batch_size(arguments: Sequence[Argument]) -> int | None:
+    """Return the length of the first axis of the batch, if all of its arrays have the same."""
+    sizes = {a.shape[0] for a in arguments if a.role is Role.BATCH and a.shape}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def with_batch(explained: Explained, resize: Callable[[int], int]) -> PyTree | None:
+    """Return the arguments with a batch of another size; None if there is no batch, or no such size."""
+    arguments = explained.step.arguments
+    size = batch_size(arguments)
+    new = resize(size) if size else 0
+    if not new:
+        return None
+    leaves, treedef = jax.tree.flatten(explained.args)
+    places = [k for k, x in enumerate(leaves) if is_array(x) or isinstance(x, int | float | complex)]
+    if len(places) != len(arguments):  # a structure of its own, as of shared NNX modules
+        return None
+    for k, argument in zip(places, arguments, strict=True):
+        if argument.role is Role.BATCH and argument.shape:
+            x = leaves[k]
+            leaves[k] = jax.ShapeDtypeStruct((new, *x.shape[1:]), x.dtype, sharding=getattr(x, "sharding", None))
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def shard(explained: Explained) -> Measure | None:
+    """Shard state and batch over several devices of the same kind, each array along its largest axis."""
+    devices = explained.target.others[:_SHARDS]
+    size = batch_size(explained.step.arguments)
+    if len(devices) < 2 or not size or size % len(devices):
+        return None
+    mesh = Mesh(devices, "data")
+    shardings = [_sharding(a, mesh) for a in explained.step.arguments]
+    shapes = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        for x, sharding in zip(explained.step.shapes, shardings, strict=True)
+    ]
+    by_kind: Mapping[Any, Any] = {
+        (a.shape, a.dtype): sharding
+        for a, sharding in zip(explained.step.arguments, shardings, strict=True)
+        if a.role is not Role.BATCH
+    }
+    results = [by_kind.get((x.aval.shape, x.aval.dtype)) for x in explained.step.program.jaxpr.outvars]
+    donated = [k for k, a in enumerate(explained.step.arguments) if a.donated]
+    flat = _flat(explained.step, out_shardings=results, donate_argnums=donated)
+    needed = total_bytes(flat.lower(*shapes).compile())
+    line = 'state = jax.device_put(state, NamedSharding(mesh, PartitionSpec("data")))  # by array; the batch too'
+    note = "each array along its largest axis that divides"
+    count = len(devices)
+    return _measure(explained, f"shard over {count} devices", line, explained.step, needed, note=note, devices=count)
+
+
+def _sharding(argument: Argument, mesh: Mesh) -> NamedSharding:
+    count = mesh.size
+    if argument.role is Role.BATCH and argument.shape:
+        return NamedSharding(mesh, PartitionSpec("data"))
+    axes = [k for k, length in enumerate(argument.shape) if length >= count and length % count == 0]
+    if not axes or argument.role not in (Role.PARAMETERS, Role.OPTIMIZER):
+        return NamedSharding(mesh, PartitionSpec())
+    largest = max(axes, key=lambda k: argument.shape[k])
+    return NamedSharding(mesh, PartitionSpec(*[None] * largest, "data"))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out what JAX warns of donated arrays that no result fits."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*donated.*")
+        yield

@@ -54,12 +54,13 @@ class Buffer:
 class Event:
     """A buffer that begins or ends, in the order in which the program runs.
 
-    One that takes the place of another, which stays as long, does neither.
+    Attributes:
+      place_of: the buffer in whose memory it begins, itself or another.
     """
 
     buffer: int
     begins: bool
-    ends: bool
+    place_of: int
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,8 @@ def _allocation(record: bytes, events: dict[int, tuple[Event, ...]]) -> Allocati
 
 def _event(record: bytes) -> Event:
     fields = dict(_fields(record))
-    return Event(fields.get(2, 0), begins=fields.get(1, 0) == 0, ends=fields.get(1, 0) == 1)
+    buffer, kind = fields.get(2, 0), fields.get(1, 0)
+    return Event(buffer, begins=kind != 1, place_of=fields.get(5, 0) if kind == 2 else buffer)
 
 
 def _buffer(record: bytes, instructions: dict[int, Instruction]) -> Buffer:

@@ -95,6 +95,8 @@ class Explanation(Printed):
                 continue
             table.add_row(*self._size(_sum(parts)), cause)
             for name, size in _names(parts) if cause == STORED or len(parts) < 4 else []:
+                if not name:  # one that no instruction makes
+                    continue
                 table.add_row("", f"{size / self.total_bytes:.1%}", f"  {cut_middle(name, _LONGEST_NAME)}")
         if small:
             table.add_row(*self._size(_sum(small)), ", ".join(dict.fromkeys(part.cause for part in small)))
@@ -107,7 +109,7 @@ class Explanation(Printed):
         if self.memory is None or self.fraction_needed is None:
             return []
         pool = f"JAX takes {self.pool_fraction:.2f} of the {bytes_text(self.memory)} here"
-        needed = math.ceil(100 * self.fraction_needed) / 100
+        needed = math.ceil(100 * self.fraction_needed) / 100  # rounded up: less would not do
         if self.fraction_needed <= self.pool_fraction:
             return [f"The step needs {needed:.2f} of the device's memory; {pool}: it fits."]
         if needed < 1:
@@ -118,15 +120,21 @@ class Explanation(Printed):
     def _measure_parts(self) -> list[PlainTable | str]:
         if not self.measures:
             return ["No measure that was compiled saves anything."]
-        table = PlainTable()
+        table = PlainTable("")
         table.add_numbers("saves", "then needs", "more products")
-        table.add_column("measure, and the line to write")
-        for m in self.measures:
-            text = f"{m.name}\n{m.line}" + (f"\n({m.note})" if m.note else "")
+        table.add_column("measure")
+        lines = []
+        for number, m in enumerate(self.measures, 1):
+            name = f"{m.name} ({m.note})" if m.note else m.name
             table.add_row(
-                bytes_text(m.saved_bytes), bytes_text(m.bytes), f"{m.products:+d}" if m.products else "0", text
+                str(number),
+                bytes_text(m.saved_bytes),
+                bytes_text(m.bytes),
+                f"{m.products:+d}" if m.products else "0",
+                name,
             )
-        return ["Each of these, compiled:", table]
+            lines.append(f"{number}  {m.line}")
+        return ["Measures, each compiled by itself, and the line to write:", table, *lines]
 
     def _batch_lines(self) -> list[str]:
         if self.largest_batch is None:
@@ -187,8 +195,8 @@ def explain(step: Callable[..., PyTree], *args: PyTree, device: Any = None, **ji
     function = jitted(step, args, jit_arguments)
     target = target_device(device, args)
     shapes = placed(args, target)
-    with observed_modules(shapes) as called:
-        traced = trace_step(function, shapes)
+    with observed_modules(shapes) as (called, named):
+        traced = trace_step(function, named)
         compiled, buffers = compile_with_buffers(traced.traced.lower())
     explained = Explained(function, shapes, traced, called, target, total_bytes(compiled))
     return Explanation(

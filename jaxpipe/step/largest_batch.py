@@ -1,9 +1,7 @@
 """The largest batch of a step that a device has room for."""
 
-from jaxpipe.step.measures import Explained, batch_size, with_batch
-from jaxpipe.step.peak import total_bytes
+from jaxpipe.step.measures import Explained, batch_size, bytes_with_batch
 from jaxpipe.step.target_device import pool_fraction
-from jaxpipe.step.traced_step import trace_step
 
 
 #: Programs that are compiled to find it.
@@ -23,12 +21,10 @@ def largest_batch(explained: Explained) -> int | None:
     known = {size: explained.bytes}
     guess = max(1, size // 2)
     for _ in range(_MOST_PROGRAMS):
-        if guess in known:
+        needed = None if guess in known else bytes_with_batch(explained, guess)
+        if needed is None:
             break
-        args = with_batch(explained, lambda _, new=guess: new)
-        if args is None:
-            return None
-        known[guess] = total_bytes(trace_step(explained.jitted, args).traced.lower().compile())
+        known[guess] = needed
         guess = _next(known, room)
     return max((batch for batch, needed in known.items() if needed <= room), default=None)
 

@@ -7,7 +7,7 @@ machine alone. Slices of logits are what ``jaxpipe.jit`` may choose within a bud
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -63,6 +63,7 @@ class Explained:
       called: the modules that it calls.
       target: the device.
       bytes: that it needs.
+      bytes_by_batch: that it needs with batches of other sizes, as far as they were compiled.
     """
 
     jitted: Any
@@ -71,6 +72,7 @@ class Explained:
     called: CalledModules
     target: TargetDevice
     bytes: int
+    bytes_by_batch: dict[int, int] = field(default_factory=dict)
 
     @property
     def jit(self) -> str:
@@ -118,7 +120,7 @@ def donate(explained: Explained) -> Measure | None:
     numbers = sorted(positions | {p for p in kept if p is not None})
     shown = numbers[0] if len(numbers) == 1 else tuple(numbers)
     line = f"{explained.jit}(step, donate_argnums={shown})"
-    note = "the old state is gone after the step: state = step(state, ...)"
+    note = "" if explained.jit == "nnx.jit" else "the step overwrites it"
     return _measure(explained, "donate the state", line, explained.step, total_bytes(compiled), note=note)
 
 
@@ -167,20 +169,16 @@ def within_budget(explained: Explained) -> Measure | None:
 
 def half_the_batch(explained: Explained) -> Measure | None:
     """Run half of the batch at a time, and keep the gradients of the first half beside the second."""
-    args = with_batch(explained, _half)
-    if args is None:
+    size = (batch_size(explained.step.arguments) or 0) // 2
+    needed = bytes_with_batch(explained, size)
+    if needed is None:
         return None
-    step = trace_step(explained.jitted, args)
-    kept = sum(a.bytes for a in step.arguments if a.role is Role.PARAMETERS)
-    needed = total_bytes(step.traced.lower().compile()) + kept
-    size = batch_size(explained.step.arguments)
-    line = f"tx = optax.MultiSteps(tx, 2)  # and batches of {size // 2 if size else 'half the size'}"
-    note = "compiled with half of the batch; kept gradients are added"
-    return _measure(explained, "half the batch, twice per update", line, step, needed, note=note, is_estimated=True)
-
-
-def _half(size: int) -> int:
-    return size // 2 if size % 2 == 0 else 0
+    needed += sum(a.bytes for a in explained.step.arguments if a.role is Role.PARAMETERS)
+    line = f"tx = optax.MultiSteps(tx, 2)  # and batches of {size}"
+    note = "compiled at half of it; gradients are added"
+    return _measure(
+        explained, "half the batch, twice per update", line, explained.step, needed, note=note, is_estimated=True
+    )
 
 
 def batch_size(arguments: Sequence[Argument]) -> int | None:
@@ -189,22 +187,27 @@ def batch_size(arguments: Sequence[Argument]) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def with_batch(explained: Explained, resize: Callable[[int], int]) -> PyTree | None:
-    """Return the arguments with a batch of another size; None if there is no batch, or no such size."""
-    arguments = explained.step.arguments
-    size = batch_size(arguments)
-    new = resize(size) if size else 0
-    if not new:
-        return None
+def bytes_with_batch(explained: Explained, size: int) -> int | None:
+    """Return what the step needs with a batch of another size; None if there is no batch, or the step does not take it.
+
+    Each size is compiled once.
+    """
+    known, arguments = explained.bytes_by_batch, explained.step.arguments
     leaves, treedef = jax.tree.flatten(explained.args)
     places = [k for k, x in enumerate(leaves) if is_array(x) or isinstance(x, int | float | complex)]
-    if len(places) != len(arguments):  # a structure of its own, as of shared NNX modules
+    if size < 1 or batch_size(arguments) is None or len(places) != len(arguments):  # of shared NNX modules
         return None
-    for k, argument in zip(places, arguments, strict=True):
-        if argument.role is Role.BATCH and argument.shape:
-            x = leaves[k]
-            leaves[k] = jax.ShapeDtypeStruct((new, *x.shape[1:]), x.dtype, sharding=getattr(x, "sharding", None))
-    return jax.tree.unflatten(treedef, leaves)
+    if size not in known:
+        for k, argument in zip(places, arguments, strict=True):
+            if argument.role is Role.BATCH and argument.shape:
+                x = leaves[k]
+                leaves[k] = jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype, sharding=getattr(x, "sharding", None))
+        try:
+            step = trace_step(explained.jitted, jax.tree.unflatten(treedef, leaves))
+        except (TypeError, ValueError):  # a size that is written in the step
+            return None
+        known[size] = total_bytes(step.traced.lower().compile())
+    return known[size]
 
 
 def shard(explained: Explained) -> Measure | None:
@@ -228,8 +231,8 @@ def shard(explained: Explained) -> Measure | None:
     donated = [k for k, a in enumerate(explained.step.arguments) if a.donated]
     flat = _flat(explained.step, out_shardings=results, donate_argnums=donated)
     needed = total_bytes(flat.lower(*shapes).compile())
-    line = 'state = jax.device_put(state, NamedSharding(mesh, PartitionSpec("data")))  # by array; the batch too'
-    note = "each array along its largest axis that divides"
+    line = 'jax.device_put(array, NamedSharding(mesh, P("data")))  # of state and batch'
+    note = "along the largest axis of each array"
     count = len(devices)
     return _measure(explained, f"shard over {count} devices", line, explained.step, needed, note=note, devices=count)
 

@@ -26,6 +26,9 @@ UPDATE = "at work outside both passes"
 UNUSED = "unused between buffers"
 UNKNOWN = "not attributed"
 
+#: Columns to which products of GPUs and TPUs are padded.
+_TILE = 128
+
 
 @dataclass(frozen=True)
 class PeakPart:
@@ -111,20 +114,21 @@ def _fullest(allocation: Allocation, buffers: CompiledBuffers) -> list[tuple[Buf
     if not allocation.events:
         return [(max((known[n] for n in allocation.buffers), key=lambda b: b.bytes), False)]
     end = len(allocation.events)
-    begins, ends = dict[int, int](), dict[int, int]()
-    for moment, event in enumerate(allocation.events):
-        if event.begins or event.ends:
-            (begins if event.begins else ends)[event.buffer] = moment
-    live, size, most, fullest = dict[int, None](), 0, -1, list[int]()
+    begins = {event.buffer: moment for moment, event in enumerate(allocation.events) if event.begins}
+    ends = {event.buffer: moment for moment, event in enumerate(allocation.events) if not event.begins}
+    places, places_of = dict[int, dict[int, None]](), dict[int, int]()  # the buffers in a place; the place of each
+    size, most, fullest = 0, -1, list[int]()
     for event in allocation.events:
         if event.begins:
-            live[event.buffer] = None
-            size += known[event.buffer].bytes
+            place = places_of[event.buffer] = places_of.get(event.place_of, event.place_of)
+            size += 0 if places.get(place) else known[place].bytes
+            places.setdefault(place, {})[event.buffer] = None
             if size > most:
-                most, fullest = size, list(live)
-        elif event.ends and event.buffer in live:
-            del live[event.buffer]
-            size -= known[event.buffer].bytes
+                most, fullest = size, [next(reversed(inside)) for inside in places.values() if inside]
+        else:
+            place = places_of[event.buffer]
+            del places[place][event.buffer]
+            size -= 0 if places[place] else known[place].bytes
     backward = min((m for n, m in begins.items() if _is_backward(known[n])), default=end)
     return [(known[n], begins[n] < backward <= ends.get(n, end)) for n in fullest]
 
@@ -166,7 +170,7 @@ class _Sort:
 
     def cause(self, buffer: Buffer, is_kept: bool) -> str:
         path, shape = _path(buffer), buffer.shape
-        if self.logits and shape and (_size(shape), shape[-1]) == self.logits:
+        if self._are_logits(shape):
             return LOGITS
         if path and "/" not in path:  # named as an argument
             return PARAMETER_COPIES
@@ -175,6 +179,16 @@ class _Sort:
         if "jvp(" not in path:
             return UPDATE
         return STORED if is_kept else FORWARD
+
+    def _are_logits(self, shape: tuple[int, ...]) -> bool:
+        """Return whether an array is of logits; some are without the last position, or padded to whole tiles."""
+        if self.logits is None or not shape:
+            return False
+        size, classes = self.logits
+        if classes < _TILE:
+            return (_size(shape), shape[-1]) == self.logits
+        padded = -(-classes // _TILE) * _TILE
+        return any(classes <= length <= padded for length in shape) and 0.9 < _size(shape) / size < 1.15
 
 
 def _long_axes(shape: Sequence[int]) -> tuple[int, ...]:

@@ -187,7 +187,8 @@ def _role_by_name(path: jax.tree_util.KeyPath, kind: type | None) -> Role | None
     if kind is not None:
         if issubclass(kind, nnx.Param):
             return Role.PARAMETERS
-        return Role.OPTIMIZER if "opt_state" in map(_key, path) else Role.STATE
+        of_optimizer = "opt_state" in map(_key, path) or kind.__module__.endswith(".optimizer")
+        return Role.OPTIMIZER if of_optimizer else Role.STATE
     keys = set(map(_key, path))
     attributes = {key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)}
     if keys & _OPTIMIZER or attributes & _OPTAX:

@@ -61,8 +61,11 @@ class CalledModules:
 
 
 @contextlib.contextmanager
-def observed_modules(args: PyTree) -> Iterator[CalledModules]:
-    """Note the modules that are called while a step is traced, and those of NNX among its arguments."""
+def observed_modules(args: PyTree) -> Iterator[tuple[CalledModules, PyTree]]:
+    """Note the modules that are called while a step is traced, and those of NNX among its arguments.
+
+    Gives also the arguments to trace it with: their NNX modules name what they compute, as Linen's do by themselves.
+    """
     called, depth = CalledModules(), 0
 
     def note(run: Callable[..., PyTree], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> PyTree:
@@ -82,13 +85,15 @@ def observed_modules(args: PyTree) -> Iterator[CalledModules]:
         finally:
             depth -= 1
 
-    for root in _modules(args):
+    copies = jax.tree.map(lambda x: x, args)
+    for root in _modules(copies):
         called.outermost[type(root)] = None
         for path, module in nnx.iter_modules(root):
             if path and callable(module):
                 called.inner.setdefault(type(module), {})[tuple(map(str, path))] = len(path)
+        _name_scopes(root)
     with _wrapping("observed"), nn.intercept_methods(note):
-        yield called
+        yield called, copies
 
 
 @contextlib.contextmanager
@@ -149,6 +154,24 @@ def _with_other_classes(args: PyTree, wrapping: Wrapping, blocks: type | None) -
         for module in chosen:
             object.__setattr__(module, "__class__", _other_class(type(module), wrapping))
     return copies
+
+
+def _name_scopes(root: Any) -> None:
+    """Let every module of a tree name what it computes by its path below the module around it."""
+    named = {path: module for path, module in nnx.iter_modules(root) if callable(module)}
+    for path, module in named.items():
+        above = max((len(other) for other in named if other == path[: len(other)] and other != path), default=0)
+        scope = "/".join(map(str, path[above:])) or type(module).__name__
+        object.__setattr__(module, "__class__", _named_class(type(module), scope))
+
+
+@functools.cache
+def _named_class(cls: type, scope: str) -> type:
+    def __call__(self: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        with jax.named_scope(scope):
+            return cls.__call__(self, *args, **kwargs)
+
+    return twin_class(cls, {"__call__": __call__})
 
 
 @functools.cache

@@ -393,7 +393,7 @@ def _named(target: str) -> Callable[..., Any]:
     """Return the function that ``module:function`` names, in a module that can be imported from here.
 
     Raises:
-      UsageError: if there is none.
+      UsageError: if the module or the function does not exist.
     """
     module, _, name = target.partition(":")
     if not module or not name:

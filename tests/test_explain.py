@@ -95,6 +95,7 @@ def bytes_of(tree):
 def xla_bytes(jitted, *args):
     """Arguments + results + temporaries - aliases, as XLA states them."""
     memory = jitted.lower(*args).compile().memory_analysis()
+    assert memory is not None
     kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return kept + memory.temp_size_in_bytes
 
@@ -172,6 +173,7 @@ def test_wrapped_modules_need_what_the_written_lines_need():
 @pytest.mark.core
 def test_measures_come_with_what_costs_nothing_first():
     measures = linen().measures
+    assert linen().refused == ()
     assert measures and all(m.saved_bytes > 0 for m in measures)
     assert measures[0].products == 0 and not measures[0].is_estimated and measures[0].devices == 1
     alone = [m for m in measures if m.devices == 1 and not m.is_estimated]
@@ -234,6 +236,7 @@ def test_an_nnx_step_is_compiled_by_nnx():
     parameters = nnx.state(arguments[0], nnx.Param)
     explanation = jaxpipe.explain(nnx_step, *arguments)
     causes = explanation.bytes_by_cause()
+    assert explanation.refused == ()
     assert explanation.total_bytes == xla_bytes(nnx.jit(nnx_step), *arguments)
     assert causes["parameters"] == bytes_of(parameters)
     assert causes["optimizer state"] == 2 * bytes_of(parameters) + 8  # moments, counts of steps of Adam and of NNX
@@ -269,6 +272,7 @@ def test_the_largest_batch_fits_and_little_more_would_not(monkeypatch):
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
     explanation = jaxpipe.explain(plain_step, *PLAIN_ARGUMENTS)
     batch = explanation.largest_batch
+    assert batch is not None
     needed = [
         xla_bytes(jax.jit(plain_step), *PLAIN_ARGUMENTS[:2], float_array(rows, WIDTH), int_array(rows))
         for rows in (batch, round(1.05 * batch))
@@ -290,12 +294,49 @@ def test_it_prints_as_one_screen_html_and_json():
     assert [m["line"] for m in read["measures"]] == [m.line for m in explanation.measures]
 
 
+def test_a_measure_that_the_step_does_not_allow_is_told():
+    def forward_mode(weights, x):
+        net = Net()
+
+        def loss(weights):
+            return net.apply({"params": weights}, x).sum()
+
+        _, slope = jax.jvp(loss, (weights,), (weights,))
+        return jax.tree.map(lambda w: w - slope, weights)
+
+    weights = linen_state(Net()).params
+    explanation = jaxpipe.explain(forward_mode, weights, BATCH["x"])
+    (refused,) = explanation.refused
+    assert refused.startswith("decorate the model (DifferentiationError: Forward-mode")
+    assert "Not possible with this step: decorate the model" in str(explanation)
+
+
+def test_arguments_may_be_sharded_and_static():
+    mesh = jax.sharding.Mesh(jax.devices(), "data")
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    weights = jax.ShapeDtypeStruct((HIDDEN, WIDTH), jnp.float32, sharding=rows)
+    x = jax.ShapeDtypeStruct((ROWS, HIDDEN), jnp.float32, sharding=rows)
+
+    def step(weights, x, scale, train, count):
+        assert train
+        gradient = jax.grad(lambda w: scale * sum(jnp.tanh(x @ w).sum() for _ in range(count)))(weights)
+        return weights - gradient
+
+    jitted = jax.jit(step, static_argnums=(3, 4))
+    explanation = jaxpipe.explain(jitted, weights, x, 0.5, True, 2)
+    causes = explanation.bytes_by_cause()
+    assert explanation.device == "8 x cpu" and explanation.batch == ROWS
+    assert causes["parameters"] == 4 * HIDDEN * WIDTH // 8 and causes["batch"] == 4 * ROWS * HIDDEN // 8
+    assert explanation.total_bytes == xla_bytes(jitted, weights, x, 0.5, True, 2)
+
+
 def test_without_a_record_totals_are_told(monkeypatch):
     monkeypatch.setattr(
         explain_module, "compile_with_buffers", lambda lowered: (compile_with_buffers(lowered)[0], None)
     )
     explanation = jaxpipe.explain(plain_step, *PLAIN_ARGUMENTS)
     memory = jax.jit(plain_step).lower(*PLAIN_ARGUMENTS).compile().memory_analysis()
+    assert memory is not None
     assert explanation.bytes_by_cause() == {
         "not attributed": memory.temp_size_in_bytes,
         "arguments": memory.argument_size_in_bytes,

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -152,7 +153,7 @@ def _buffer(record: bytes, instructions: dict[int, Instruction]) -> Buffer:
 
 def _instructions(module: bytes) -> dict[int, Instruction]:
     """Return the instructions of a module by their number."""
-    records = dict[int, dict[int, bytes]]()
+    records = dict[int, dict[int, Any]]()
     roots = dict[int, int]()
     for field, computation in _fields(module):
         if field != 3:
@@ -201,7 +202,7 @@ def _numbers(value: int | bytes) -> list[int]:
     return numbers
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, "int | bytes"]]:
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
     """Yield the fields of a message of protocol buffers: numbers, and messages, texts or packed numbers as bytes."""
     place = 0
     while place < len(message):

@@ -9,16 +9,18 @@ from typing import Any
 
 from jaxpipe.array_types import PyTree
 from jaxpipe.costs.count_products import count_products
+from jaxpipe.costs.reserved_bytes import reserved_bytes
 from jaxpipe.residuals.equal_blocks import counted, grouped, pattern
 from jaxpipe.step.compiled_buffers import compile_with_buffers
 from jaxpipe.step.largest_batch import largest_batch
 from jaxpipe.step.measures import Explained, Measure, batch_size, measures
-from jaxpipe.step.peak import STORED, PeakPart, peak_parts, total_bytes
+from jaxpipe.step.peak import STORED, PeakPart, peak_parts
 from jaxpipe.step.target_device import POOL_VARIABLES, placed, pool_fraction, target_device
 from jaxpipe.step.traced_step import jitted, trace_step
 from jaxpipe.step.wrapped_modules import observed_modules
 from jaxpipe.text.plain_table import PlainTable
 from jaxpipe.text.printed import Printed
+from jaxpipe.text.progress import progress, tell
 from jaxpipe.text.short_names import cut_middle
 from jaxpipe.text.units import bytes_text
 
@@ -46,6 +48,7 @@ class Explanation(Printed):
       batch: examples in the batch, if all of its arrays have as many rows.
       largest_batch: the most of them that fit; compiled; None where that is not known.
       measures: what would help, the best first.
+      refused: measures that the step does not allow, with the reason.
     """
 
     device: str
@@ -56,6 +59,7 @@ class Explanation(Printed):
     batch: int | None
     largest_batch: int | None
     measures: tuple[Measure, ...]
+    refused: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -81,7 +85,8 @@ class Explanation(Printed):
     def _printed(self) -> Sequence[PlainTable | str]:
         batch = f", a batch of {self.batch}" if self.batch else ""
         head = f"{bytes_text(self.total_bytes)} at the peak on {self.device}{batch}, {self.products} products."
-        return [head, self._cause_table(), *self._pool_lines(), *self._measure_parts(), *self._batch_lines()]
+        refused = [f"Not possible with this step: {text}." for text in self.refused]
+        return [head, self._cause_table(), *self._pool_lines(), *self._measure_parts(), *refused, *self._batch_lines()]
 
     def _cause_table(self) -> PlainTable:
         table = PlainTable()
@@ -195,10 +200,14 @@ def explain(step: Callable[..., PyTree], *args: PyTree, device: Any = None, **ji
     function = jitted(step, args, jit_arguments)
     target = target_device(device, args)
     shapes = placed(args, target)
-    with observed_modules(shapes) as (called, named):
-        traced = trace_step(function, named)
-        compiled, buffers = compile_with_buffers(traced.traced.lower())
-    explained = Explained(function, shapes, traced, called, target, total_bytes(compiled))
+    with progress("Compiling the step"):
+        with observed_modules(shapes) as (called, named):
+            traced = trace_step(function, named)
+            compiled, buffers = compile_with_buffers(traced.traced.lower())
+        explained = Explained(function, shapes, traced, called, target, reserved_bytes(compiled))
+        useful, refused = measures(explained)
+        tell("Looking for the largest batch")
+        largest = largest_batch(explained)
     return Explanation(
         device=target.kind,
         memory=target.memory,
@@ -206,6 +215,7 @@ def explain(step: Callable[..., PyTree], *args: PyTree, device: Any = None, **ji
         parts=peak_parts(buffers, compiled, traced),
         products=count_products(traced.program)[0],
         batch=batch_size(traced.arguments),
-        largest_batch=largest_batch(explained),
-        measures=measures(explained),
+        largest_batch=largest,
+        measures=useful,
+        refused=refused,
     )

@@ -21,7 +21,10 @@ def largest_batch(explained: Explained) -> int | None:
     known = {size: explained.bytes}
     guess = max(1, size // 2)
     for _ in range(_MOST_PROGRAMS):
-        needed = None if guess in known else bytes_with_batch(explained, guess)
+        try:
+            needed = None if guess in known else bytes_with_batch(explained, guess)
+        except Exception:  # a size that the user's step does not take, or too large for the compiler
+            needed = None
         if needed is None:
             break
         known[guess] = needed

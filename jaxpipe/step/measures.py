@@ -4,9 +4,8 @@ Host offload is not among them: XLA compiles it for GPUs and TPUs only, and whet
 machine alone. Slices of logits are what ``jaxpipe.jit`` may choose within a budget.
 """
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +15,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpipe.array_types import PyTree
 from jaxpipe.costs.count_products import count_products
-from jaxpipe.models.purify_nnx import is_array, is_module
-from jaxpipe.step.peak import total_bytes
+from jaxpipe.costs.reserved_bytes import reserved_bytes
+from jaxpipe.models.purify_nnx import is_module
 from jaxpipe.step.target_device import TargetDevice
 from jaxpipe.step.traced_step import Argument, Role, TracedStep, trace_step
 from jaxpipe.step.wrapped_modules import CalledModules, Wrapping, wrapped_modules
+from jaxpipe.text.progress import tell
 
 
 #: Devices over which a state is sharded, where there are so many.
@@ -80,22 +80,32 @@ class Explained:
         return "nnx.jit" if any(map(is_module, jax.tree.leaves(self.args, is_leaf=is_module))) else "jax.jit"
 
 
-def measures(explained: Explained) -> tuple[Measure, ...]:
-    """Return the measures that save anything: those that run no product again, and the others by bytes for each one.
+def measures(explained: Explained) -> tuple[tuple[Measure, ...], tuple[str, ...]]:
+    """Return the measures that save anything, and the names of those that the step does not allow, with the reason.
 
-    What needs more devices is last, and an estimate never first.
+    Those that run no product again are first, then the others by bytes for each one. What needs more devices is last,
+    and an estimate never first.
     """
-    makers: Sequence[Callable[[Explained], Measure | None]] = (
-        donate,
-        encode,
-        rematerialize_blocks,
-        within_budget,
-        half_the_batch,
-        shard,
-    )
-    with _quiet():
-        tried = [maker(explained) for maker in makers]
-    return tuple(sorted((m for m in tried if m is not None and m.saved_bytes > 0), key=_rank))
+    makers: dict[str, Callable[[Explained], Measure | None]] = {
+        "donate the state": donate,
+        "decorate the model": encode,
+        "compute blocks again": rematerialize_blocks,
+        "a budget": within_budget,
+        "half the batch": half_the_batch,
+        "more devices": shard,
+    }
+    useful, refused = list[Measure](), list[str]()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*donated.*")  # of arrays that no result fits
+        for name, maker in makers.items():
+            tell(f"Compiling the step with a measure: {name}")
+            try:
+                measure = maker(explained)
+            except Exception as error:  # a user's step may refuse any of them, in any way
+                refused.append(f"{name} ({type(error).__name__}: {str(error).partition(chr(10))[0][:100]})")
+            else:
+                useful += [measure] if measure is not None and measure.saved_bytes > 0 else []
+    return tuple(sorted(useful, key=_rank)), tuple(refused)
 
 
 def _rank(measure: Measure) -> tuple[bool, bool, bool, float]:
@@ -121,7 +131,7 @@ def donate(explained: Explained) -> Measure | None:
     shown = numbers[0] if len(numbers) == 1 else tuple(numbers)
     line = f"{explained.jit}(step, donate_argnums={shown})"
     note = "" if explained.jit == "nnx.jit" else "the step overwrites it"
-    return _measure(explained, "donate the state", line, explained.step, total_bytes(compiled), note=note)
+    return _measure(explained, "donate the state", line, explained.step, reserved_bytes(compiled), note=note)
 
 
 def _flat(step: TracedStep, **options: Any) -> Any:
@@ -158,7 +168,7 @@ def rematerialize_blocks(explained: Explained) -> Measure | None:
 def _retraced(explained: Explained, wrapping: Wrapping, blocks: type | None = None) -> tuple[TracedStep, int]:
     with wrapped_modules(wrapping, explained.args, blocks) as args:
         step = trace_step(explained.jitted, args)
-        return step, total_bytes(step.traced.lower().compile())
+        return step, reserved_bytes(step.traced.lower().compile())
 
 
 def within_budget(explained: Explained) -> Measure | None:
@@ -192,21 +202,17 @@ def bytes_with_batch(explained: Explained, size: int) -> int | None:
 
     Each size is compiled once.
     """
-    known, arguments = explained.bytes_by_batch, explained.step.arguments
+    known, arguments, places = explained.bytes_by_batch, explained.step.arguments, explained.step.places
     leaves, treedef = jax.tree.flatten(explained.args)
-    places = [k for k, x in enumerate(leaves) if is_array(x) or isinstance(x, int | float | complex)]
-    if size < 1 or batch_size(arguments) is None or len(places) != len(arguments):  # of shared NNX modules
+    if size < 1 or batch_size(arguments) is None or places is None:
         return None
     if size not in known:
         for k, argument in zip(places, arguments, strict=True):
             if argument.role is Role.BATCH and argument.shape:
                 x = leaves[k]
                 leaves[k] = jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype, sharding=getattr(x, "sharding", None))
-        try:
-            step = trace_step(explained.jitted, jax.tree.unflatten(treedef, leaves))
-        except (TypeError, ValueError):  # a size that is written in the step
-            return None
-        known[size] = total_bytes(step.traced.lower().compile())
+        step = trace_step(explained.jitted, jax.tree.unflatten(treedef, leaves))
+        known[size] = reserved_bytes(step.traced.lower().compile())
     return known[size]
 
 
@@ -227,10 +233,10 @@ def shard(explained: Explained) -> Measure | None:
         for a, sharding in zip(explained.step.arguments, shardings, strict=True)
         if a.role is not Role.BATCH
     }
-    results = [by_kind.get((x.aval.shape, x.aval.dtype)) for x in explained.step.program.jaxpr.outvars]
+    results = [by_kind.get((x.shape, x.dtype)) for x in explained.step.results]
     donated = [k for k, a in enumerate(explained.step.arguments) if a.donated]
     flat = _flat(explained.step, out_shardings=results, donate_argnums=donated)
-    needed = total_bytes(flat.lower(*shapes).compile())
+    needed = reserved_bytes(flat.lower(*shapes).compile())
     line = 'jax.device_put(array, NamedSharding(mesh, P("data")))  # of state and batch'
     note = "along the largest axis of each array"
     count = len(devices)
@@ -246,11 +252,3 @@ def _sharding(argument: Argument, mesh: Mesh) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec())
     largest = max(axes, key=lambda k: argument.shape[k])
     return NamedSharding(mesh, PartitionSpec(*[None] * largest, "data"))
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Leave out what JAX warns of donated arrays that no result fits."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*donated.*")
-        yield

@@ -9,6 +9,7 @@ import jax
 
 from jaxpipe import _compat
 from jaxpipe.array_types import AnyJaxpr
+from jaxpipe.costs.reserved_bytes import reserved_bytes
 from jaxpipe.step.compiled_buffers import Allocation, Buffer, CompiledBuffers
 from jaxpipe.step.traced_step import Argument, Role, TracedStep
 
@@ -57,24 +58,18 @@ def peak_parts(
       compiled: the compiled step.
       step: what it was compiled from.
     """
-    total = total_bytes(compiled)
+    total = reserved_bytes(compiled)
     if buffers is None:
-        memory = compiled.memory_analysis()
+        sizes = compiled.memory_analysis()
+        assert sizes is not None
         parts = [
-            PeakPart("arguments", "", memory.argument_size_in_bytes),
-            PeakPart(RESULTS, "", memory.output_size_in_bytes - memory.alias_size_in_bytes),
+            PeakPart("arguments", "", sizes.argument_size_in_bytes),
+            PeakPart(RESULTS, "", sizes.output_size_in_bytes - sizes.alias_size_in_bytes),
         ]
     else:
         parts = list(_parts(buffers, _used_arguments(compiled, step.arguments), step))
     missing = total - sum(part.bytes for part in parts)
     return (*(part for part in parts if part.bytes), *([PeakPart(UNKNOWN, "", missing)] if missing else []))
-
-
-def total_bytes(compiled: jax.stages.Compiled) -> int:
-    """Return the bytes that XLA needs on each device for a program, its arguments and its results."""
-    memory = compiled.memory_analysis()
-    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return kept + memory.temp_size_in_bytes
 
 
 def _used_arguments(compiled: jax.stages.Compiled, arguments: Sequence[Argument]) -> list[Argument]:
@@ -89,7 +84,7 @@ def _parts(buffers: CompiledBuffers, arguments: Sequence[Argument], step: Traced
         if allocation.parameter is not None:
             known = allocation.parameter < len(arguments)
             argument = arguments[allocation.parameter] if known else None
-            cause, name, shape = (argument.role.value, argument.name, argument.shape) if argument else (UNKNOWN, "", ())
+            cause, name, shape = (argument.role.value, argument.name, argument.shard) if argument else (UNKNOWN, "", ())
             yield PeakPart(cause, name, allocation.bytes, shape)
         elif allocation.is_result:
             updated[allocation.bytes] -= 1
@@ -158,14 +153,14 @@ def _module_path(buffer: Buffer) -> str:
 
 @dataclass(frozen=True)
 class _Sort:
-    """What tells the causes of temporaries apart: shapes of parameters, without axes of length 1, and of logits."""
+    """Shapes that tell the causes of temporaries apart: of parameters, without axes of length 1, and of logits."""
 
     parameters: frozenset[tuple[int, ...]]
     logits: tuple[int, int] | None
 
     @staticmethod
     def of(step: TracedStep) -> "_Sort":
-        shapes = {_long_axes(a.shape) for a in step.arguments if a.role is Role.PARAMETERS}
+        shapes = {_long_axes(a.shard) for a in step.arguments if a.role is Role.PARAMETERS}
         return _Sort(frozenset(shape for shape in shapes if shape), _logits(step.program))
 
     def cause(self, buffer: Buffer, is_kept: bool) -> str:

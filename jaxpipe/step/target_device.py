@@ -50,8 +50,8 @@ def target_device(device: Any, args: PyTree) -> TargetDevice:
     if isinstance(device, str):
         return _of_kind(device)
     if device is None:
-        arrays = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
-        devices = {d for x in arrays for d in x.devices()}
+        shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(args)]
+        devices = {d for sharding in shardings if sharding is not None for d in sharding.device_set}
         if len(devices) > 1:
             first = min(devices, key=lambda d: d.id)
             return TargetDevice(None, (), f"{len(devices)} x {first.device_kind}", _memory(first))

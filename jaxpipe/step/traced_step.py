@@ -1,8 +1,9 @@
 """A training step as JAX traces it for a device, and the role of each of its arguments."""
 
 import inspect
+import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -35,6 +36,7 @@ class Argument:
     Attributes:
       name: the parameter of the step, and the path in it, such as ``state.params['Dense_0']['kernel']``.
       position: of the positional argument that it is in; None of a keyword.
+      shard: the shape of what one device has of it.
       donated: whether its memory may be used for a result.
       updated: whether it may be: a result has its shape and type.
     """
@@ -43,14 +45,15 @@ class Argument:
     position: int | None
     shape: tuple[int, ...]
     dtype: Any
+    shard: tuple[int, ...]
     role: Role
     donated: bool
     updated: bool
 
     @property
     def bytes(self) -> int:
-        """Bytes of the whole array, all devices counted."""
-        return _bytes(self)
+        """Bytes on one device."""
+        return math.prod(self.shard) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,11 +62,16 @@ class TracedStep:
 
     Attributes:
       shapes: of the arguments, with their shardings.
+      results: shapes of the results.
+      places: of the arguments among the leaves that the step was given; None if nnx.jit has found fewer, as modules
+        share variables.
     """
 
     traced: jax.stages.Traced
     arguments: tuple[Argument, ...]
     shapes: tuple[jax.ShapeDtypeStruct, ...]
+    results: tuple[jax.ShapeDtypeStruct, ...]
+    places: tuple[int, ...] | None
 
     @property
     def program(self) -> ClosedJaxpr:
@@ -101,44 +109,71 @@ def trace_step(step: Any, args: Sequence[PyTree]) -> TracedStep:
     """
     traced = step.trace(*args)
     traced = getattr(traced, "traced", traced)  # of nnx.jit
-    leaves, _ = jax.tree_util.tree_flatten_with_path(traced.args_info)
-    if not leaves:
+    flat, _ = jax.tree_util.tree_flatten_with_path(traced.args_info)
+    if not flat:
         raise ModelError(
             "explain was given no array among the arguments of the step. Pass them as the step gets them, such as "
             "explain(step, state, batch); shapes (jax.ShapeDtypeStruct) will do."
         )
-    infos = [info for _, info in leaves]
-    results = Counter(_shape_and_type(x) for x in jax.tree.leaves(traced.out_info))
-    paths = [(path[1:], None) for path, _ in leaves]
-    given = list(_arrays(args))
-    shapes = [jax.ShapeDtypeStruct(info.shape, info.dtype) for info in infos]
-    if [_shape_and_type(x) for *_, x in given] == list(map(_shape_and_type, infos)):
-        paths = [(path, kind) for path, kind, _ in given]  # in the caller's own structure, not in that of nnx.jit
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)) for *_, x in given]
-    roles = _roles(paths, infos, results)
+    infos = [info for _, info in flat]
+    results = jax.tree.leaves(traced.out_info)
+    unused = Counter(map(_shape_and_type, results))
+    leaves = _leaves(args)
+    places = _places([leaf.value for leaf in leaves], infos)
+    if places is None:  # in the structure of nnx.jit, as modules share variables
+        chosen = [_Leaf(path[1:], None, info) for path, info in flat]
+    else:
+        chosen = [leaves[k] for k in places]
+    roles = _roles(chosen, unused)
     names = _parameter_names(step)
-    arguments = (
-        Argument(
-            name=_name(path, names),
-            position=getattr(path[0], "idx", None),
-            shape=tuple(info.shape),
+    arguments, shapes = [], []
+    for leaf, info, role in zip(chosen, infos, roles, strict=True):
+        shape, sharding = tuple(info.shape), getattr(leaf.value, "sharding", None)
+        argument = Argument(
+            name=_name(leaf.path, names),
+            position=getattr(leaf.path[0], "idx", None),
+            shape=shape,
             dtype=info.dtype,
+            shard=shape if sharding is None else tuple(sharding.shard_shape(shape)),
             role=role,
             donated=info.donated,
-            updated=_take(results, _shape_and_type(info)) if role is not Role.BATCH else False,
+            updated=role is not Role.BATCH and _take(unused, _shape_and_type(info)),
         )
-        for (path, _), info, role in zip(paths, infos, roles, strict=True)
+        arguments.append(argument)
+        shapes.append(jax.ShapeDtypeStruct(shape, info.dtype, sharding=sharding))
+    return TracedStep(
+        traced, tuple(arguments), tuple(shapes), tuple(results), None if places is None else tuple(places)
     )
-    return TracedStep(traced, tuple(arguments), tuple(shapes))
 
 
-def _arrays(args: PyTree) -> Iterable[tuple[jax.tree_util.KeyPath, type | None, Any]]:
-    """Yield the arrays among arguments, each with its path, and with the class of the NNX variable that holds it."""
-    for path, value in jax.tree_util.tree_flatten_with_path(args, is_leaf=lambda x: isinstance(x, nnx.Variable))[0]:
-        kind = type(value) if isinstance(value, nnx.Variable) else None
-        for leaf in jax.tree.leaves(value):
-            if is_array(leaf) or isinstance(leaf, int | float | complex):
-                yield path, kind, leaf if is_array(leaf) else jax.eval_shape(lambda x: x, leaf)
+@dataclass(frozen=True)
+class _Leaf:
+    """A leaf of arguments, its path, and the class of the NNX variable that holds it."""
+
+    path: jax.tree_util.KeyPath
+    variable: type | None
+    value: Any
+
+
+def _leaves(args: PyTree) -> list[_Leaf]:
+    held = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    kinds = [type(x) if isinstance(x, nnx.Variable) else None for x in held for _ in jax.tree.leaves(x)]
+    paths = jax.tree_util.tree_flatten_with_path(args)[0]
+    return [_Leaf(path, kind, value) for (path, value), kind in zip(paths, kinds, strict=True)]
+
+
+def _places(leaves: Sequence[Any], infos: Sequence[Any]) -> list[int] | None:
+    """Return which leaves of the arguments are those of the traced program: numbers may be static."""
+    places, wanted = [], list(map(_shape_and_type, infos))
+    for k, leaf in enumerate(leaves):
+        if not is_array(leaf) and not isinstance(leaf, int | float | complex):
+            continue
+        kind = _shape_and_type(jax.eval_shape(lambda x: x, leaf))
+        if len(places) < len(wanted) and kind == wanted[len(places)]:
+            places.append(k)
+        elif is_array(leaf):
+            return None
+    return places if len(places) == len(wanted) else None
 
 
 def _parameter_names(step: Any) -> list[str]:
@@ -150,8 +185,8 @@ def _parameter_names(step: Any) -> list[str]:
 
 def _name(path: jax.tree_util.KeyPath, names: Sequence[str]) -> str:
     position = getattr(path[0], "idx", None)
-    first = names[position] if position is not None and position < len(names) else str(_key(path[0]))
-    return first + jax.tree_util.keystr(tuple(path[1:]))
+    known = position is not None and position < len(names)
+    return f"{names[position] if known else _key(path[0])}{jax.tree_util.keystr(tuple(path[1:]))}"
 
 
 #: Attributes of the states of optax's transformations.
@@ -161,36 +196,35 @@ _PARAMETERS = {"params", "parameters"}
 _STATE = {"batch_stats", "model_state", "extra_variables", "mutable"}
 
 
-def _roles(
-    paths: Sequence[tuple[jax.tree_util.KeyPath, type | None]], infos: Sequence[Any], results: Counter[Hashable]
-) -> list[Role]:
-    """Return roles by names in paths; where there are none, an argument that is updated is state."""
-    named = [_role_by_name(path, kind) for path, kind in paths]
+def _roles(leaves: Sequence[_Leaf], results: Counter[Hashable]) -> list[Role]:
+    """Return roles by names in paths; without names, an argument that is updated is state."""
+    named = [_role_by_name(leaf) for leaf in leaves]
     groups: dict[Hashable, list[int]] = {}
-    for k, (path, _) in enumerate(paths):
-        groups.setdefault(_key(path[0]), []).append(k)
-    roles = dict(enumerate(named))
+    for k, leaf in enumerate(leaves):
+        groups.setdefault(_key(leaf.path[0]), []).append(k)
+    roles = dict[int, Role]()
     for members in groups.values():
+        values = [jax.eval_shape(lambda x: x, leaves[k].value) for k in members]
         if any(named[k] for k in members):
             rest = Role.OTHER  # such as the number of the step, beside parameters
-        elif all(_is_floating(infos[k]) and results[_shape_and_type(infos[k])] for k in members):
+        elif all(jax.dtypes.issubdtype(x.dtype, jax.numpy.floating) and results[_shape_and_type(x)] for x in values):
             rest = Role.PARAMETERS
         else:
-            rest = Role.BATCH if any(infos[k].shape for k in members) else Role.OTHER
-        for k in members:
-            is_key = jax.dtypes.issubdtype(infos[k].dtype, jax.dtypes.prng_key)
+            rest = Role.BATCH if any(x.shape for x in values) else Role.OTHER
+        for k, x in zip(members, values, strict=True):
+            is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
             roles[k] = named[k] or (Role.OTHER if is_key else rest)
-    return [roles[k] or Role.OTHER for k in range(len(paths))]
+    return [roles[k] for k in range(len(leaves))]
 
 
-def _role_by_name(path: jax.tree_util.KeyPath, kind: type | None) -> Role | None:
+def _role_by_name(leaf: _Leaf) -> Role | None:
+    keys = set(map(_key, leaf.path))
+    kind = leaf.variable
     if kind is not None:
         if issubclass(kind, nnx.Param):
             return Role.PARAMETERS
-        of_optimizer = "opt_state" in map(_key, path) or kind.__module__.endswith(".optimizer")
-        return Role.OPTIMIZER if of_optimizer else Role.STATE
-    keys = set(map(_key, path))
-    attributes = {key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)}
+        return Role.OPTIMIZER if "opt_state" in keys or kind.__module__.endswith(".optimizer") else Role.STATE
+    attributes = {key.name for key in leaf.path if isinstance(key, jax.tree_util.GetAttrKey)}
     if keys & _OPTIMIZER or attributes & _OPTAX:
         return Role.OPTIMIZER
     if keys & _PARAMETERS:
@@ -202,10 +236,6 @@ def _key(entry: Any) -> Hashable:
     return next((getattr(entry, name) for name in ("key", "name", "idx") if hasattr(entry, name)), str(entry))
 
 
-def _is_floating(x: Any) -> bool:
-    return jax.dtypes.issubdtype(x.dtype, jax.numpy.floating)
-
-
 def _shape_and_type(x: Any) -> Hashable:
     return tuple(x.shape), str(x.dtype)
 
@@ -213,10 +243,3 @@ def _shape_and_type(x: Any) -> Hashable:
 def _take(counts: Counter[Hashable], item: Hashable) -> bool:
     counts[item] -= 1
     return counts[item] >= 0
-
-
-def _bytes(x: Any) -> int:
-    size = 1
-    for length in x.shape:
-        size *= length
-    return size * x.dtype.itemsize

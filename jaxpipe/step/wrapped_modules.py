@@ -25,9 +25,8 @@ from jaxpipe.residuals.memory_encoded import memory_encoded, run_encoded
 
 
 class Wrapping(Enum):
-    """How modules are run: ``ENCODED`` are outermost ones, ``REMAT`` blocks that repeat."""
+    """A way to run modules: ``ENCODED`` the outermost ones, ``REMAT`` blocks that repeat."""
 
-    NONE = 0
     ENCODED = 1
     REMAT = 2
 
@@ -56,8 +55,8 @@ class CalledModules:
     def blocks(self) -> type | None:
         """Return the outermost of the user's own classes that has several modules."""
         several = {cls: list(depths.values()) for cls, depths in self.inner.items() if len(depths) > 1}
-        own = {cls: depths for cls, depths in several.items() if not cls.__module__.startswith("flax.")}
-        return min(own, key=lambda cls: (min(own[cls]), -len(own[cls])), default=None)
+        users = {cls: depths for cls, depths in several.items() if not cls.__module__.startswith("flax.")}
+        return min(users, key=lambda cls: (min(users[cls]), -len(users[cls])), default=None)
 
 
 @contextlib.contextmanager

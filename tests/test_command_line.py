@@ -156,14 +156,17 @@ def test_published_profiles_are_converted(folder, capsys):
     assert profile.forward_seconds == (1.5e-3,) and profile.parameter_bytes == (256,)
 
 
-def test_explain_prints_where_the_memory_goes(folder, capsys):
-    assert main(["explain", "command_line_task:step", "--device", "cpu", "--output", "explanation.json"]) == 0
-    assert "jax.jit(step, donate_argnums=0)" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("donate", "kept"), [("", 16 * 8 * 4), ("--args command_line_task:example_args --donate 0", 0)]
+)
+def test_explain_tells_the_use_of_memory(folder, capsys, donate, kept):
+    arguments = f"explain command_line_task:step --device cpu --output explanation.json {donate}"
+    assert main(arguments.split()) == 0
+    assert "at the peak on cpu, a batch of 32, 2 products." in capsys.readouterr().out
     read = json.loads((folder / "explanation.json").read_text())
     causes = {part["cause"]: part["bytes"] for part in read["parts"]}
     assert (causes["parameters"], causes["batch"]) == (16 * 8 * 4, 32 * 16 * 4)
-    assert main(["explain", "command_line_task:step", "--args", "command_line_task:example_args", "--donate", "0"]) == 0
-    assert "donate" not in capsys.readouterr().out
+    assert causes.get("new state beside the old, as it is not donated", 0) == kept
 
 
 @pytest.mark.parametrize(

@@ -96,19 +96,24 @@ class CompiledBuffers:
 
 
 def compile_with_buffers(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, CompiledBuffers | None]:
-    """Compile a program; returns XLA's record too, or None if XLA has not written it, as one kept on disk has none."""
+    """Compile a program; returns XLA's record too, or None if there is no such record.
+
+    A program that JAX has kept on disk was compiled earlier: its record does not say when buffers begin and end.
+    """
     with tempfile.TemporaryDirectory() as folder:
         compiled = lowered.compile(compiler_options={"xla_dump_to": folder, **_DUMP})
-        files = sorted(Path(folder).glob("*after_optimizations.hlo.pb"), key=lambda file: file.stat().st_size)
-        return compiled, read_buffers(files[-1].read_bytes()) if files else None
+        records = [dict(_fields(file.read_bytes())) for file in Path(folder).glob("*after_optimizations.hlo.pb")]
+    record = max(records, key=len, default={})  # one with allocations
+    sizes = compiled.memory_analysis()
+    assignment = record.get(3) or (sizes.serialized_buffer_assignment_proto if sizes else b"")
+    return compiled, read_buffers(record[1], assignment) if 1 in record and assignment else None
 
 
-def read_buffers(record: bytes) -> CompiledBuffers:
-    """Return the allocations in an ``HloProto``."""
-    parts = dict(_fields(record))
-    instructions = _instructions(parts[1])
+def read_buffers(module: bytes, assignment: bytes) -> CompiledBuffers:
+    """Return what an ``HloModuleProto`` and its ``BufferAssignmentProto`` say."""
+    instructions = _instructions(module)
     buffers, allocations, events = dict[int, Buffer](), [], dict[int, tuple[Event, ...]]()  # by their first buffer
-    for field, value in _fields(parts[3]):
+    for field, value in _fields(assignment):
         if field == 1:
             buffer = _buffer(value, instructions)
             buffers[buffer.number] = buffer

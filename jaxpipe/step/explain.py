@@ -99,10 +99,9 @@ class Explanation(Printed):
                 small += parts
                 continue
             table.add_row(*self._size(_sum(parts)), cause)
-            for name, size in _names(parts) if cause == STORED or len(parts) < 4 else []:
-                if not name:  # one that no instruction makes
-                    continue
-                table.add_row("", f"{size / self.total_bytes:.1%}", f"  {cut_middle(name, _LONGEST_NAME)}")
+            for name, size in _names(parts) if cause == STORED or len(parts) < _MOST_NAMES else []:
+                if name and size >= _FOLDED_SHARE * self.total_bytes:
+                    table.add_row("", f"{size / self.total_bytes:.1%}", f"  {cut_middle(name, _LONGEST_NAME)}")
         if small:
             table.add_row(*self._size(_sum(small)), ", ".join(dict.fromkeys(part.cause for part in small)))
         return table

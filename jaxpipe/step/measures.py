@@ -158,7 +158,9 @@ def rematerialize_blocks(explained: Explained) -> Measure | None:
     static = explained.called.static_arguments.get(blocks, ())
     shown = f", static_argnums={static}" if static else ""
     name = blocks.__name__
-    line = f"{name} = nn.remat({name}{shown})  # below class {name}"
+    keywords = explained.called.keywords.get(blocks, ())  # which nn.remat does not take
+    last = f"; pass {' and '.join(keywords)} by position" if keywords else ""
+    line = f"{name} = nn.remat({name}{shown})  # below class {name}{last}"
     if explained.jit == "nnx.jit":
         line = f"@nnx.remat  # above {name}.__call__"
     count = len(explained.called.inner[blocks])

@@ -97,6 +97,13 @@ def _parts(buffers: CompiledBuffers, arguments: Sequence[Argument], step: Traced
 
 def _temporaries(allocation: Allocation, buffers: CompiledBuffers, sort: "_Sort") -> Iterator[PeakPart]:
     """Yield the buffers of an allocation when most of it is used, and what is unused then."""
+    if not allocation.events:  # XLA has not told which of several is there when
+        buffer = buffers.buffers[allocation.buffers[0]]
+        cause, name = (
+            (sort.cause(buffer, False), _module_path(buffer)) if len(allocation.buffers) == 1 else (UNKNOWN, "")
+        )
+        yield PeakPart(cause, name, allocation.bytes)
+        return
     live = _fullest(allocation, buffers)
     for buffer, is_kept in live:
         yield PeakPart(sort.cause(buffer, is_kept), _module_path(buffer), buffer.bytes, buffer.shape)
@@ -106,8 +113,6 @@ def _temporaries(allocation: Allocation, buffers: CompiledBuffers, sort: "_Sort"
 def _fullest(allocation: Allocation, buffers: CompiledBuffers) -> list[tuple[Buffer, bool]]:
     """Return the buffers that are live when most of an allocation is used, and whether the backward pass finds each."""
     known = buffers.buffers
-    if not allocation.events:
-        return [(max((known[n] for n in allocation.buffers), key=lambda b: b.bytes), False)]
     end = len(allocation.events)
     begins = {event.buffer: moment for moment, event in enumerate(allocation.events) if event.begins}
     ends = {event.buffer: moment for moment, event in enumerate(allocation.events) if not event.begins}

@@ -46,11 +46,13 @@ class CalledModules:
       outermost: those that no other module calls.
       inner: by class, at which depths its modules are; each module once.
       static_arguments: by class, positions of the arguments of its calls that are no arrays, itself at 0.
+      keywords: by class, names of the keyword arguments of its calls.
     """
 
     outermost: dict[type, None] = field(default_factory=dict)
     inner: dict[type, dict[tuple[str, ...], int]] = field(default_factory=dict)
     static_arguments: dict[type, tuple[int, ...]] = field(default_factory=dict)
+    keywords: dict[type, tuple[str, ...]] = field(default_factory=dict)
 
     def blocks(self) -> type | None:
         """Return the outermost of the user's own classes that has several modules."""
@@ -78,6 +80,7 @@ def observed_modules(args: PyTree) -> Iterator[tuple[CalledModules, PyTree]]:
             called.inner.setdefault(type(module), {})[tuple(map(str, module.scope.path))] = depth
         static = tuple(k for k, x in enumerate(args, 1) if not all(map(is_array, jax.tree.leaves(x))))
         called.static_arguments[type(module)] = static
+        called.keywords[type(module)] = tuple(kwargs)
         depth += 1
         try:
             return run(*args, **kwargs)

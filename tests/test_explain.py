@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 
 import flax.linen as nn
 import jax
@@ -299,7 +300,7 @@ def test_a_measure_that_the_step_does_not_allow_is_told():
         net = Net()
 
         def loss(weights):
-            return net.apply({"params": weights}, x).sum()
+            return jnp.sum(jnp.asarray(net.apply({"params": weights}, x)))
 
         _, slope = jax.jvp(loss, (weights,), (weights,))
         return jax.tree.map(lambda w: w - slope, weights)
@@ -328,6 +329,33 @@ def test_arguments_may_be_sharded_and_static():
     assert explanation.device == "8 x cpu" and explanation.batch == ROWS
     assert causes["parameters"] == 4 * HIDDEN * WIDTH // 8 and causes["batch"] == 4 * ROWS * HIDDEN // 8
     assert explanation.total_bytes == xla_bytes(jitted, weights, x, 0.5, True, 2)
+
+
+def test_arguments_that_are_not_used_take_nothing():
+    """JAX drops them from the program, so that the others have other numbers there."""
+
+    def step(unused, weights, x):
+        return weights - jax.grad(lambda w: jnp.tanh(x @ w).sum())(weights)
+
+    weights, x = float_array(HIDDEN, WIDTH), float_array(ROWS, HIDDEN)
+    explanation = jaxpipe.explain(step, {"a": float_array(7), "b": float_array(9)}, weights, x)
+    causes = explanation.bytes_by_cause()
+    assert causes["parameters"] == 4 * HIDDEN * WIDTH and causes["batch"] == 4 * ROWS * HIDDEN
+    assert {part.name for part in explanation.parts if part.cause in ("parameters", "batch")} == {"weights", "x"}
+
+
+@pytest.mark.parametrize(
+    ("memory", "text"),
+    [
+        (2.0, "needs 0.50 of the device's memory; JAX takes 0.75 of the .*: it fits."),
+        (1.25, "needs 0.80 of the device's memory; JAX takes 0.75 .* XLA_CLIENT_MEM_FRACTION=0.81 "),
+        (0.8, "needs 1.2[56] times the device's memory, whatever the pool"),
+    ],
+)
+def test_the_share_of_the_pool_is_told(memory, text):
+    explanation = linen()
+    other = dataclasses.replace(explanation, memory=int(memory * explanation.total_bytes), pool_fraction=0.75)
+    assert re.search(text, " ".join(str(other).split()))
 
 
 def test_without_a_record_totals_are_told(monkeypatch):

@@ -193,8 +193,8 @@ def explain(step: Callable[..., PyTree], *args: PyTree, device: Any = None, **ji
       ...     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
       >>> shapes = {"w": jax.ShapeDtypeStruct((64, 32), jnp.float32)}, jax.ShapeDtypeStruct((8, 64), jnp.float32)
       >>> explanation = explain(step, *shapes)
-      >>> explanation.bytes_by_cause()["parameters"], explanation.measures[0].line
-      (8192, 'jax.jit(step, donate_argnums=0)')
+      >>> explanation.bytes_by_cause()["parameters"], explanation.products, explanation.batch
+      (8192, 2, 8)
     """
     function = jitted(step, args, jit_arguments)
     target = target_device(device, args)

@@ -174,7 +174,7 @@ def _retraced(explained: Explained, wrapping: Wrapping, blocks: type | None = No
 
 
 def within_budget(explained: Explained) -> Measure | None:
-    """Return what ``jaxpipe.jit`` makes of the step within the memory of the device."""
+    """Return the point of a memory budget; None, as no budget is tried yet."""
     del explained
     return None
 

@@ -184,9 +184,10 @@ def _parameter_names(step: Any) -> list[str]:
 
 
 def _name(path: jax.tree_util.KeyPath, names: Sequence[str]) -> str:
-    position = getattr(path[0], "idx", None)
-    known = position is not None and position < len(names)
-    return f"{names[position] if known else _key(path[0])}{jax.tree_util.keystr(tuple(path[1:]))}"
+    first: Any = _key(path[0])
+    if isinstance(path[0], jax.tree_util.SequenceKey) and path[0].idx < len(names):
+        first = names[path[0].idx]
+    return f"{first}{jax.tree_util.keystr(tuple(path[1:]))}"
 
 
 #: Attributes of the states of optax's transformations.

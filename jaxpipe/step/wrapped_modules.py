@@ -72,7 +72,7 @@ def observed_modules(args: PyTree) -> Iterator[tuple[CalledModules, PyTree]]:
     def note(run: Callable[..., PyTree], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> PyTree:
         nonlocal depth
         module = context.module
-        if context.method_name in ("setup", "init") or module.scope is None:
+        if context.method_name in ("setup", "init") or module.scope is None or module.is_initializing():
             return run(*args, **kwargs)
         if depth == 0:
             called.outermost[type(module)] = None

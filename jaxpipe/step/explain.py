@@ -9,15 +9,13 @@ from typing import Any
 
 from jaxpipe.array_types import PyTree
 from jaxpipe.costs.count_products import count_products
-from jaxpipe.costs.reserved_bytes import reserved_bytes
 from jaxpipe.residuals.equal_blocks import counted, grouped, pattern
-from jaxpipe.step.compiled_buffers import compile_with_buffers
+from jaxpipe.step.explained_step import batch_size, compile_step
 from jaxpipe.step.largest_batch import largest_batch
-from jaxpipe.step.measures import Explained, Measure, batch_size, measures
-from jaxpipe.step.peak import STORED, PeakPart, peak_parts
-from jaxpipe.step.target_device import POOL_VARIABLES, placed, pool_fraction, target_device
-from jaxpipe.step.traced_step import jitted, trace_step
-from jaxpipe.step.wrapped_modules import observed_modules
+from jaxpipe.step.measures import Measure, measures
+from jaxpipe.step.peak import STORED, PeakPart
+from jaxpipe.step.target_device import POOL_VARIABLES, pool_fraction, target_device
+from jaxpipe.step.traced_step import jitted
 from jaxpipe.text.plain_table import PlainTable
 from jaxpipe.text.printed import Printed
 from jaxpipe.text.progress import progress, tell
@@ -198,12 +196,8 @@ def explain(step: Callable[..., PyTree], *args: PyTree, device: Any = None, **ji
     """
     function = jitted(step, args, jit_arguments)
     target = target_device(device, args)
-    shapes = placed(args, target)
     with progress("Compiling the step"):
-        with observed_modules(shapes) as (called, named):
-            traced = trace_step(function, named)
-            compiled, buffers = compile_with_buffers(traced.traced.lower())
-        explained = Explained(function, shapes, traced, called, target, reserved_bytes(compiled))
+        explained = compile_step(function, args, target)
         useful, refused = measures(explained)
         tell("Looking for the largest batch")
         largest = largest_batch(explained)
@@ -211,9 +205,9 @@ def explain(step: Callable[..., PyTree], *args: PyTree, device: Any = None, **ji
         device=target.kind,
         memory=target.memory,
         pool_fraction=pool_fraction(),
-        parts=peak_parts(buffers, compiled, traced),
-        products=count_products(traced.program)[0],
-        batch=batch_size(traced.arguments),
+        parts=explained.parts,
+        products=count_products(explained.step.program)[0],
+        batch=batch_size(explained.step.arguments),
         largest_batch=largest,
         measures=useful,
         refused=refused,

@@ -1,6 +1,6 @@
 """The largest batch of a step that a device has room for."""
 
-from jaxpipe.step.measures import Explained, batch_size, bytes_with_batch
+from jaxpipe.step.explained_step import Explained, batch_size, bytes_with_batch
 from jaxpipe.step.target_device import pool_fraction
 
 

@@ -5,21 +5,19 @@ machine alone. Slices of logits are what ``jaxpipe.jit`` may choose within a bud
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpipe.array_types import PyTree
 from jaxpipe.costs.count_products import count_products
 from jaxpipe.costs.reserved_bytes import reserved_bytes
-from jaxpipe.models.purify_nnx import is_module
-from jaxpipe.step.target_device import TargetDevice
+from jaxpipe.step.explained_step import Explained, batch_size, bytes_with_batch
 from jaxpipe.step.traced_step import Argument, Role, TracedStep, trace_step
-from jaxpipe.step.wrapped_modules import CalledModules, Wrapping, wrapped_modules
+from jaxpipe.step.wrapped_modules import Wrapping, wrapped_modules
 from jaxpipe.text.progress import tell
 
 
@@ -50,34 +48,6 @@ class Measure:
     note: str = ""
     devices: int = 1
     is_estimated: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Explained:
-    """A step that measures are compared with.
-
-    Attributes:
-      jitted: as ``jax.jit`` or ``nnx.jit`` makes it.
-      args: its arguments, as shapes on the device.
-      step: traced from them.
-      called: the modules that it calls.
-      target: the device.
-      bytes: that it needs.
-      bytes_by_batch: that it needs with batches of other sizes, as far as they were compiled.
-    """
-
-    jitted: Any
-    args: PyTree
-    step: TracedStep
-    called: CalledModules
-    target: TargetDevice
-    bytes: int
-    bytes_by_batch: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def jit(self) -> str:
-        """The name of the transformation that compiles it."""
-        return "nnx.jit" if any(map(is_module, jax.tree.leaves(self.args, is_leaf=is_module))) else "jax.jit"
 
 
 def measures(explained: Explained) -> tuple[tuple[Measure, ...], tuple[str, ...]]:
@@ -191,31 +161,6 @@ def half_the_batch(explained: Explained) -> Measure | None:
     return _measure(
         explained, "half the batch, twice per update", line, explained.step, needed, note=note, is_estimated=True
     )
-
-
-def batch_size(arguments: Sequence[Argument]) -> int | None:
-    """Return the length of the first axis of the batch, if all of its arrays have the same."""
-    sizes = {a.shape[0] for a in arguments if a.role is Role.BATCH and a.shape}
-    return sizes.pop() if len(sizes) == 1 else None
-
-
-def bytes_with_batch(explained: Explained, size: int) -> int | None:
-    """Return what the step needs with a batch of another size; None if there is no batch, or the step does not take it.
-
-    Each size is compiled once.
-    """
-    known, arguments, places = explained.bytes_by_batch, explained.step.arguments, explained.step.places
-    leaves, treedef = jax.tree.flatten(explained.args)
-    if size < 1 or batch_size(arguments) is None or places is None:
-        return None
-    if size not in known:
-        for k, argument in zip(places, arguments, strict=True):
-            if argument.role is Role.BATCH and argument.shape:
-                x = leaves[k]
-                leaves[k] = jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype, sharding=getattr(x, "sharding", None))
-        step = trace_step(explained.jitted, jax.tree.unflatten(treedef, leaves))
-        known[size] = reserved_bytes(step.traced.lower().compile())
-    return known[size]
 
 
 def shard(explained: Explained) -> Measure | None:

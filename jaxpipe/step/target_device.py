@@ -55,7 +55,10 @@ def target_device(device: Any, args: PyTree) -> TargetDevice:
         if len(devices) > 1:
             first = min(devices, key=lambda d: d.id)
             return TargetDevice(None, (), f"{len(devices)} x {first.device_kind}", _memory(first))
-        device = next(iter(devices), jax.config.jax_default_device or jax.devices()[0])
+        config: Any = jax.config
+        device = next(iter(devices), config.jax_default_device or jax.devices()[0])
+        if isinstance(device, str):  # a platform
+            return _of_kind(device)
     if not hasattr(device, "device_kind"):
         raise PartitionError(
             f"device={device!r} ({type(device).__name__}); it must be a jax.Device, or the name of a kind, such as "

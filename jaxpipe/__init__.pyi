@@ -44,6 +44,8 @@ from .runtime.train_state import TrainState as TrainState
 from .schedules.table import Schedule as Schedule
 from .step.budgeted_jit import StepPlan as StepPlan
 from .step.budgeted_jit import jit as jit
+from .step.explain import Explanation as Explanation
+from .step.explain import explain as explain
 from .visualize import pictures as pictures
 from .visualize import traces as traces
 

@@ -482,6 +482,13 @@ def functions_behind(equation: Equation) -> list[str]:
     return [] if traceback is None else [frame.function_name for frame in traceback.frames]
 
 
+def kept_arguments(compiled: jax.stages.Compiled, count: int) -> list[int]:
+    """Return the positions of those of so many arguments that a program has: JAX drops those that it does not use."""
+    executable: Any = compiled._executable
+    kept = getattr(executable, "_kept_var_idx", None)
+    return list(range(count)) if kept is None else sorted(kept)
+
+
 def direct_call(compiled: jax.stages.Compiled) -> Callable[..., Sequence[Array]]:
     """Return a function that runs a compiled program on operands that are known to be as it was compiled for.
 

@@ -1,5 +1,6 @@
-"""The command ``jaxpipe``: plan, profile and report from a shell, on any machine.
+"""The command ``jaxpipe``: explain, plan, profile and report from a shell, on any machine.
 
+    jaxpipe explain my_training:step --args example_args --device H100
     jaxpipe plan my_model:task --devices 4 --memory 8GiB
     jaxpipe plan my_model:task --devices 4 --devices-per-stage 3 1 --unroll-scans True
     jaxpipe report my_model:task --devices 4 --output report.html
@@ -9,6 +10,7 @@
 ``my_model:task`` names a function in a module that can be imported from the current folder. It takes no arguments and
 returns ``(model, batch, loss, optimizer)`` as ``jaxpipe.partition`` takes them; as a batch, shapes will do. The model
 is traced, not run, on simulated CPU devices; only ``profile --source measured`` runs it, on the machine's own.
+``explain`` takes one's own training step instead, and a function that returns its arguments.
 
 ``jaxpipe --version`` prints the version. Where stderr is no terminal, a line each ten seconds says what is being done.
 
@@ -20,12 +22,13 @@ Exit status: 0; 1 if there is no such plan or a file is wrong; 2 if the command 
 import contextlib
 import difflib
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from jaxpipe._version import __version__
 from jaxpipe.errors import JaxpipeError
@@ -171,6 +174,68 @@ class ProfileCommand:
 
 
 @dataclass(frozen=True)
+class ExplainCommand:
+    """Explain the memory of your training step, and what would make it need less. It is compiled, not run.
+
+    Attributes:
+      step: the function that computes one training step, jitted or not.
+      args: a function without arguments that returns the step's arguments as a tuple, in the same module or as
+        module:function; it is traced, so that nothing is allocated.
+      device: kind of device to compile for, such as H100, which need not be here, or cpu; left out, JAX's own.
+      donate: positions of the arguments that the step donates, if it is not jitted already.
+      output: file for the explanation as JSON.
+    """
+
+    step: Target
+    args: str = "example_args"
+    device: str | None = None
+    donate: tuple[int, ...] = ()
+    output: Path | None = None
+
+    def run(self) -> None:
+        """Print the explanation, and write it."""
+        if self.device is not None:
+            _prepare_for(self.device)
+        from flax import nnx
+
+        from jaxpipe.step.explain import explain
+
+        step = _named(self.step)
+        target = self.args if ":" in self.args else f"{self.step.partition(':')[0]}:{self.args}"
+        try:
+            make_args = _named(target)
+        except UsageError as error:
+            raise UsageError(
+                f"{error} --args names a function without arguments that returns those of {self.step} as a tuple: "
+                "def example_args(): return state, batch."
+            ) from error
+        args = nnx.eval_shape(make_args)
+        if not isinstance(args, tuple):
+            raise UsageError(
+                f"{target} returned {type(args).__name__!r}; it must return the arguments of {self.step} as a tuple: "
+                "return state, batch."
+            )
+        options = {"donate_argnums": self.donate} if self.donate else {}
+        explanation = explain(step, *args, device=self.device, **options)
+        print(explanation)
+        if self.output is not None:
+            self.output.write_text(explanation.to_json(), encoding="utf-8")
+
+
+def _prepare_for(device: str) -> None:
+    """Let JAX start as it must to compile for a kind of device, before anything else has looked for devices."""
+    if device.lower() == "cpu":
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    elif any(importlib.util.find_spec(f"jax_plugins.xla_cuda{k}") for k in (12, 13) if _has_plugins()):
+        os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu")
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # the driver may be absent
+
+
+def _has_plugins() -> bool:
+    return importlib.util.find_spec("jax_plugins") is not None
+
+
+@dataclass(frozen=True)
 class ConvertProfileCommand:
     """Convert a published profile graph of the PipeDream family to JSON.
 
@@ -190,6 +255,7 @@ class ConvertProfileCommand:
 
 
 COMMANDS = {
+    "explain": ExplainCommand,
     "plan": PlanCommand,
     "profile": ProfileCommand,
     "report": ReportCommand,
@@ -316,6 +382,19 @@ def load(target: str) -> "tuple[Model, PyTree, UserFunction, optax.GradientTrans
     Raises:
       UsageError: if there is no such function, or it returns something else.
     """
+    task = _named(target)()
+    if not isinstance(task, tuple) or len(task) != 4:
+        kind = f"{len(task)} values" if isinstance(task, tuple) else repr(type(task).__name__)
+        raise UsageError(f"{target} returned {kind}; it must return (model, batch, loss, optimizer).")
+    return task
+
+
+def _named(target: str) -> Callable[..., Any]:
+    """Return the function that ``module:function`` names, in a module that can be imported from here.
+
+    Raises:
+      UsageError: if the module or the function does not exist.
+    """
     module, _, name = target.partition(":")
     if not module or not name:
         raise UsageError(f"{target!r} is not module:function, such as my_model:task.")
@@ -328,11 +407,7 @@ def load(target: str) -> "tuple[Model, PyTree, UserFunction, optax.GradientTrans
     function = getattr(imported, name, None)
     if not callable(function):
         raise UsageError(f"The module {module!r} has no function {name!r}.")
-    task = function()
-    if not isinstance(task, tuple) or len(task) != 4:
-        kind = f"{len(task)} values" if isinstance(task, tuple) else repr(type(task).__name__)
-        raise UsageError(f"{target} returned {kind}; it must return (model, batch, loss, optimizer).")
-    return task
+    return function
 
 
 def _write(text: str, output: Path | None) -> None:

@@ -63,16 +63,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import numpy as np
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import Jaxpr
 from rich.console import Console
 from rich.table import Table
 
 import jaxpipe
 from jaxpipe.array_types import PyTree
-from jaxpipe.costs.kernels import product_flops
-from jaxpipe.step.step_variants import reserved_bytes
+from jaxpipe.costs.count_products import count_products
+from jaxpipe.costs.reserved_bytes import reserved_bytes
 from scripts.encoding_cases import CASES, SMALL_CASES, Apply, Case, Problem, Wrap
 from scripts.measuring import Quartiles, alternate, header, keep_freed_memory, quartiles
 
@@ -216,7 +215,7 @@ def summary(made: Build) -> dict[str, Any]:
     return {**compiled_bytes(made.step), "products": made.products, "flops": made.flops}
 
 
-def step_summary(step: jax.stages.Compiled, jaxpr: jex.Jaxpr) -> dict[str, Any]:
+def step_summary(step: jax.stages.Compiled, jaxpr: Jaxpr) -> dict[str, Any]:
     """Return the same of a compiled step and its traced program."""
     return {**compiled_bytes(step), **dict(zip(("products", "flops"), count_products(jaxpr), strict=True))}
 
@@ -224,7 +223,7 @@ def step_summary(step: jax.stages.Compiled, jaxpr: jex.Jaxpr) -> dict[str, Any]:
 def compiled_bytes(step: jax.stages.Compiled) -> dict[str, int]:
     """Return the bytes of a compiled step, with arguments and results, and of its temporaries."""
     memory = step.memory_analysis()
-    return {"bytes": reserved_bytes(memory), "temporaries": memory.temp_size_in_bytes}
+    return {"bytes": reserved_bytes(step), "temporaries": memory.temp_size_in_bytes}
 
 
 def build(problem: Problem, variant: Variant, density: jaxpipe.Density | None) -> Build:
@@ -237,21 +236,6 @@ def build(problem: Problem, variant: Variant, density: jaxpipe.Density | None) -
     middle = time.perf_counter()
     compiled = lowered.compile()
     return Build(middle - start, time.perf_counter() - middle, compiled, *count_products(traced.jaxpr))
-
-
-def count_products(jaxpr: jex.Jaxpr) -> tuple[int, float]:
-    """Return how many matrix products and convolutions a traced program runs, and their floating-point operations.
-
-    Those of a loop count once for each turn.
-    """
-    count, flops = 0, 0.0
-    for equation in jaxpr.eqns:
-        if equation.primitive.name in ("conv_general_dilated", "dot_general"):
-            count, flops = count + 1, flops + product_flops(equation)
-        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
-        for inner in map(count_products, jaxprs_in_params(equation.params)):
-            count, flops = count + turns * inner[0], flops + turns * inner[1]
-    return count, flops
 
 
 def build_all(

@@ -29,13 +29,13 @@ import optax
 import jaxpipe
 from examples import models
 from jaxpipe import _compat
+from jaxpipe.costs.count_products import count_products
 from jaxpipe.planning.compile_within_budget import with_step
 from jaxpipe.runtime.mpmd.device_bytes import peak_bytes
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
 from jaxpipe.schedules.joined_work import program_kinds
 from scripts.absent_gpu import h100s
-from scripts.bench_encoding import count_products
 from scripts.measuring import header
 
 

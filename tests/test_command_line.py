@@ -1,5 +1,6 @@
 """The command as a shell sees it: what is printed, what is written, how it ends."""
 
+import json
 import os
 import re
 import subprocess
@@ -39,6 +40,16 @@ def scanned():
 
 def three():
     return 1, 2, 3
+
+def step(params, batch):
+    gradients = jax.grad(lambda p: (jnp.tanh(batch @ p) ** 2).sum())(params)
+    return params - 0.1 * gradients
+
+def example_args():
+    return jnp.ones((16, 8)), jnp.ones((32, 16))
+
+def one_array():
+    return jnp.ones((16, 8))
 """
 
 GRAPH = """node1 -- Input0 -- forward_compute_time=0, backward_compute_time=0, activation_size=0, parameter_size=0
@@ -146,6 +157,19 @@ def test_published_profiles_are_converted(folder, capsys):
 
 
 @pytest.mark.parametrize(
+    ("donate", "kept"), [("", 16 * 8 * 4), ("--args command_line_task:example_args --donate 0", 0)]
+)
+def test_explain_tells_the_use_of_memory(folder, capsys, donate, kept):
+    arguments = f"explain command_line_task:step --device cpu --output explanation.json {donate}"
+    assert main(arguments.split()) == 0
+    assert "at the peak on cpu, a batch of 32, 2 products." in capsys.readouterr().out
+    read = json.loads((folder / "explanation.json").read_text())
+    causes = {part["cause"]: part["bytes"] for part in read["parts"]}
+    assert (causes["parameters"], causes["batch"]) == (16 * 8 * 4, 32 * 16 * 4)
+    assert causes.get("new state beside the old, as it is not donated", 0) == kept
+
+
+@pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
         ("plan command_line_task:task", 2, "--devices is None"),
@@ -174,6 +198,9 @@ def test_published_profiles_are_converted(folder, capsys):
         ("plan command_line_task:task --devices 2 --device TPU", 2, "peak rates are not known"),
         ("plan command_line_task:task --devices 2 --gradient-dtype int8", 2, "gradient_dtype"),
         ("profile command_line_task:task --device TPU", 2, "peak rates are not known"),
+        ("explain command_line_task:step --args nothing", 2, "no function 'nothing'. --args names a function"),
+        ("explain command_line_task:step --args one_array", 2, "must return the arguments .* as a tuple"),
+        ("explain command_line_task:step --device H1000", 1, "device='H1000': no such device"),
         ("convert-profile command_line_task.py", 1, "command_line_task.py, line 2"),
     ],
 )

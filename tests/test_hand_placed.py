@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxpipe
-from jaxpipe.graph.count_products import count_products
+from jaxpipe.costs.count_products import count_products
 from jaxpipe.step.step_variants import Call, StepVariants
 
 

@@ -18,7 +18,13 @@ GIBIBYTES = {"H200": 141, "H100": 80, "A100": 40, "V100": 16, "L40S": 48, "L4": 
 
 
 def memory_of(device: Device) -> int | None:
-    """Return the bytes of a device's memory, or of the host's for a CPU; None for an unknown kind."""
+    """Return the bytes of a device's memory, or of the host's for a CPU; None for an unknown kind.
+
+    Of a device that is here they are its pool's, divided by the part that the pool takes.
+    """
+    limit = pool_limit(device)
+    if limit:
+        return int(limit / pool_fraction())
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     words = re.findall(r"\w+", device.device_kind)
@@ -27,17 +33,13 @@ def memory_of(device: Device) -> int | None:
     return next((size << 30 for size in (*said, *known)), None)
 
 
-def pool_fraction() -> tuple[float, str]:
-    """Return the part of a GPU's memory that JAX's pool takes, and the name of the variable that says so.
-
-    Example:
-      >>> pool_fraction()
-      (0.75, 'XLA_CLIENT_MEM_FRACTION')
-    """
-    for variable in POOL_VARIABLES:
-        if text := os.environ.get(variable, ""):
-            return float(text), variable
-    return POOL_FRACTION, POOL_VARIABLES[0]
+def pool_fraction() -> float:
+    """Return the part of a GPU's memory that JAX's pool takes in this process."""
+    value = next((os.environ[name] for name in POOL_VARIABLES if os.environ.get(name)), None)
+    try:
+        return float(value) if value else POOL_FRACTION
+    except ValueError:
+        return POOL_FRACTION
 
 
 def pool_bytes(device: Device) -> int:
@@ -46,19 +48,21 @@ def pool_bytes(device: Device) -> int:
     Raises:
       MemoryBudgetError: if nothing is known of the device.
     """
-    stats = device.memory_stats() if hasattr(device, "memory_stats") and device in _present() else None
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"]
+    limit = pool_limit(device)
+    if limit:
+        return limit
     size = memory_of(device)
     if size is None:
         raise MemoryBudgetError(
             f"memory='device': it is not known how much memory a {device.device_kind} has. Pass a size, such as "
             "memory='16GiB'."
         )
-    return size if device.platform == "cpu" else int(pool_fraction()[0] * size)
+    return size if device.platform == "cpu" else int(pool_fraction() * size)
 
 
-def _present() -> list[Device]:
-    import jax
-
-    return [device for backend in {jax.default_backend(), "cpu"} for device in jax.devices(backend)]
+def pool_limit(device: Device) -> int | None:
+    """Return the bytes that a device's pool may hold; None where there is no pool, or the device is not here."""
+    try:
+        return (device.memory_stats() or {}).get("bytes_limit")
+    except Exception:  # of one that is only compiled for
+        return None

@@ -42,7 +42,8 @@ def without_encoding() -> Iterator[None]:
         yield
 
 
-def _is_enabled() -> bool:
+def is_enabled() -> bool:
+    """Return whether decorated modules and functions run as such here."""
     return bool(_enabled.value)
 
 
@@ -103,7 +104,7 @@ def memory_encoded(target: object = None, *, codecs: Codecs = "fast") -> object:
         return functools.partial(memory_encoded, codecs=codecs)
     run = functools.partial(run_encoded, policy=policy)
     if inspect.isclass(target) and issubclass(target, nn.Module):
-        return purify_linen.transform_class(target, run, _is_enabled)
+        return purify_linen.transform_class(target, run, is_enabled)
     if inspect.isclass(target) and issubclass(target, nnx.Module):
         return _encode_nnx_class(target, policy)
     if isinstance(target, (nn.Module, nnx.Module)):
@@ -125,11 +126,11 @@ def memory_encoded(target: object = None, *, codecs: Codecs = "fast") -> object:
 
 def _encode_function(function: Callable[..., PyTree], policy: Policy) -> Callable[..., PyTree]:
     run = functools.partial(run_encoded, policy=policy)
-    method = purify_linen.transform_method(function, run, _is_enabled)
+    method = purify_linen.transform_method(function, run, is_enabled)
 
     @functools.wraps(function)
     def encoded(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        if not _is_enabled():
+        if not is_enabled():
             return function(*args, **kwargs)
         if args and isinstance(args[0], nn.Module) and args[0].scope is not None:
             return method(*args, **kwargs)

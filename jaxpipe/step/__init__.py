@@ -1,5 +1,6 @@
-"""A training step that is the user's own, with its own loop: within a budget, and explained.
+"""One's own training step, with one's own loop: within a memory budget, and explained.
 
-In: a function with decorated functions in it, and its arguments, as arrays or shapes.
-Out: the same function compiled within a budget (``budgeted_jit``).
+In: a function that a user would compile with ``jax.jit`` or ``nnx.jit``, and its arguments or their shapes.
+Out: the same function within a budget (``budgeted_jit``); its memory by cause, and measures that were compiled
+(``explain``).
 """

@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr
 
 from jaxpipe import multihost
 from jaxpipe.array_types import Device, PyTree
-from jaxpipe.costs.device_memory import pool_bytes, pool_fraction
+from jaxpipe.costs.device_memory import POOL_VARIABLES, pool_bytes, pool_fraction
 from jaxpipe.errors import MemoryBudgetError, ModelError
 from jaxpipe.step.fit_step import fitting_level, smallest
 from jaxpipe.step.step_front import DEFAULT, PLAIN
@@ -165,7 +165,7 @@ class BudgetedFunction:
         plain = variants.needs(PLAIN).bytes
         asked = asked_bytes(self._memory, budget)
         if self._memory == "device" and device.platform != "cpu":
-            fraction, variable = pool_fraction()
+            fraction, variable = pool_fraction(), POOL_VARIABLES[0]
             asked += f", which is what JAX's pool takes of the {device.device_kind} ({variable}={fraction:g})"
         head = f"{self._name}, {asked}: XLA reserves {plain} bytes ({bytes_text(plain)}) for this step as it is"
         if not variants.programs:

@@ -19,8 +19,9 @@ from jax.extend.core import Jaxpr
 
 from jaxpipe import _compat, multihost
 from jaxpipe.array_types import Device, PyTree
+from jaxpipe.costs.count_products import count_products
 from jaxpipe.costs.profile_cache import cache_folder
-from jaxpipe.graph.count_products import count_products
+from jaxpipe.costs.reserved_bytes import reserved_bytes
 from jaxpipe.models.purify_nnx import is_module
 from jaxpipe.residuals.chosen_storage import Choices, DecoratedProgram, choosing
 from jaxpipe.residuals.memory_encoded import without_encoding
@@ -121,10 +122,10 @@ class StepVariants:
         """Compile a level and return what it needs."""
         variant, start = self.variant(level), time.perf_counter()
         with phase("compile"):
-            size = reserved_bytes(variant.compiled.memory_analysis())
+            size = reserved_bytes(variant.compiled)
         self.compilations += 1
         self.seconds += time.perf_counter() - start
-        self._needs[level] = Needs(size, count_products(variant.jaxpr))
+        self._needs[level] = Needs(size, count_products(variant.jaxpr)[0])
         tell(f"Step with {level} storage: XLA reserves {bytes_text(size)}")
         multihost.from_first(lambda: keep(self._path, self._needs))
         return self._needs[level]
@@ -177,12 +178,6 @@ def split_arguments(arguments: PyTree) -> tuple[Hashable, list[Any]]:
         return treedef, leaves
     graphdef, state = nnx.split(modules)
     return (treedef, graphdef), [*(leaf for leaf in leaves if not is_module(leaf)), *jax.tree.leaves(state)]
-
-
-def reserved_bytes(sizes: Any) -> int:
-    """Return the bytes of arguments, results and temporaries, as XLA states them; what is donated counts once."""
-    kept = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-    return int(kept + sizes.temp_size_in_bytes)
 
 
 def _needs_of(kept: Any) -> dict[str, Needs]:

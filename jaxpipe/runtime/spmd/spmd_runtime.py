@@ -17,6 +17,7 @@ from jax.stages import Compiled, Lowered, Wrapped
 
 from jaxpipe import agreement, multihost
 from jaxpipe.array_types import Array, Device, PyTree, Shaped
+from jaxpipe.costs.reserved_bytes import reserved_bytes
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.program_text import program_text
 from jaxpipe.models import check_batch
@@ -218,7 +219,7 @@ class SpmdRuntime:
         step, count = self.compiled_step, self.planned.mesh.devices.size
         sizes = step.memory_analysis()
         assert sizes is not None
-        each = _reserved_bytes(step), sizes.temp_size_in_bytes, sizes.host_temp_size_in_bytes
+        each = reserved_bytes(step), sizes.temp_size_in_bytes, sizes.host_temp_size_in_bytes
         return Bytes(*((size,) * count for size in each))
 
     @cached_property
@@ -229,7 +230,7 @@ class SpmdRuntime:
         agreement.agree("Pipeline.step", lambda: {"the plan": plan.to_json()})
         tell(f"Compiling the training step, {bytes_text(plan.predicted_bytes)} predicted")
         step = self.lower_step().compile()
-        tell(f"XLA reserves {bytes_text(_reserved_bytes(step))} on each device")
+        tell(f"XLA reserves {bytes_text(reserved_bytes(step))} on each device")
         return step
 
     def lower_step(self) -> Lowered:
@@ -250,11 +251,3 @@ class SpmdRuntime:
         function = build(self.planned.mesh, program, batching, self._abstract_state)
         leaves = zip(jax.tree.leaves(batch), batching.specs(), strict=True)
         return function.lower(self._abstract_state, [self._shaped(x.shape, x, spec) for x, spec in leaves])
-
-
-def _reserved_bytes(step: Compiled) -> int:
-    """Return the bytes of arguments, results and temporaries of a compiled step, less what is donated."""
-    sizes = step.memory_analysis()
-    assert sizes is not None
-    needed = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
-    return needed - sizes.alias_size_in_bytes

@@ -1,0 +1,226 @@
+"""Changes to a step that make it need less memory, each compiled for the same device.
+
+Host offload is not among them: XLA compiles it for GPUs and TPUs only, and whether a link hides it is known on the
+machine alone. Slices of logits are what ``jaxpipe.jit`` may choose within a budget.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxpipe.array_types import PyTree
+from jaxpipe.costs.count_products import count_products
+from jaxpipe.costs.device_memory import pool_fraction
+from jaxpipe.costs.reserved_bytes import reserved_bytes
+from jaxpipe.errors import MemoryBudgetError
+from jaxpipe.step.budgeted_jit import jit
+from jaxpipe.step.explained_step import Explained, batch_size, bytes_with_batch
+from jaxpipe.step.traced_step import Argument, Role, TracedStep, trace_step
+from jaxpipe.step.wrapped_modules import Wrapping, wrapped_modules
+from jaxpipe.text.progress import tell
+from jaxpipe.text.units import bytes_text
+
+
+#: Devices over which a state is sharded, where there are so many.
+_SHARDS = 8
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A change to a step, compiled.
+
+    Attributes:
+      name: what it is, in a few words.
+      line: what to write.
+      bytes: that the step needs with it, per device.
+      saved_bytes: so many fewer than without it.
+      products: matrix products and convolutions that the step runs more.
+      note: what else to know; may be empty.
+      devices: on which it runs.
+      is_estimated: whether a part of its bytes is added to what was compiled.
+    """
+
+    name: str
+    line: str
+    bytes: int
+    saved_bytes: int
+    products: int
+    note: str = ""
+    devices: int = 1
+    is_estimated: bool = False
+
+
+def measures(explained: Explained) -> tuple[tuple[Measure, ...], tuple[str, ...]]:
+    """Return the measures that save anything, and the names of those that the step does not allow, with the reason.
+
+    Those that run no product again are first, then the others by bytes for each one. What needs more devices is last,
+    and an estimate never first.
+    """
+    makers: dict[str, Callable[[Explained], Measure | None]] = {
+        "donate the state": donate,
+        "decorate the model": encode,
+        "compute blocks again": rematerialize_blocks,
+        "a budget": within_budget,
+        "half the batch": half_the_batch,
+        "more devices": shard,
+    }
+    useful, refused = list[Measure](), list[str]()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*donated.*")  # of arrays that no result fits
+        for name, maker in makers.items():
+            tell(f"Compiling the step with a measure: {name}")
+            try:
+                measure = maker(explained)
+            except Exception as error:  # a user's step may refuse any of them, in any way
+                refused.append(f"{name} ({type(error).__name__}: {str(error).partition(chr(10))[0][:100]})")
+            else:
+                useful += [measure] if measure is not None and measure.saved_bytes > 0 else []
+    return tuple(sorted(useful, key=_rank)), tuple(refused)
+
+
+def _rank(measure: Measure) -> tuple[bool, bool, bool, float]:
+    worth = measure.saved_bytes / max(measure.products, 1)
+    return measure.devices > 1, measure.is_estimated, measure.products > 0, -worth
+
+
+def _measure(explained: Explained, name: str, line: str, step: TracedStep, needed: int, **rest: Any) -> Measure:
+    more = count_products(step.program)[0] - count_products(explained.step.program)[0]
+    return Measure(name, line, needed, explained.bytes - needed, more, **rest)
+
+
+def donate(explained: Explained) -> Measure | None:
+    """Give the memory of the state to the new state."""
+    arguments = explained.step.arguments
+    positions = {a.position for a in arguments if a.updated and not a.donated and a.position is not None}
+    kept = {a.position for a in arguments if a.donated}
+    if not positions:
+        return None
+    chosen = [k for k, a in enumerate(arguments) if a.position in positions or a.donated]
+    compiled = _flat(explained.step, donate_argnums=chosen).lower(*explained.step.shapes).compile()
+    numbers = sorted(positions | {p for p in kept if p is not None})
+    shown = numbers[0] if len(numbers) == 1 else tuple(numbers)
+    line = f"{explained.jit}(step, donate_argnums={shown})"
+    note = "" if explained.jit == "nnx.jit" else "the step overwrites it"
+    return _measure(explained, "donate the state", line, explained.step, reserved_bytes(compiled), note=note)
+
+
+def _flat(step: TracedStep, **options: Any) -> Any:
+    """Return a traced step as a jitted function of its arrays, with other options than it was jitted with."""
+    return jax.jit(jaxpr_as_fun(step.program), **options)
+
+
+def encode(explained: Explained) -> Measure | None:
+    """Run the outermost modules as if their classes were decorated with ``memory_encoded``."""
+    classes = [cls.__name__ for cls in explained.called.outermost]
+    if not classes:
+        return None
+    step, needed = _retraced(explained, Wrapping.ENCODED)
+    line = f"@jaxpipe.memory_encoded  # above class {', class '.join(classes)}"
+    return _measure(explained, "decorate the model", line, step, needed)
+
+
+def rematerialize_blocks(explained: Explained) -> Measure | None:
+    """Run every block that repeats under ``jax.checkpoint``."""
+    blocks = explained.called.blocks()
+    if blocks is None:
+        return None
+    step, needed = _retraced(explained, Wrapping.REMAT, blocks)
+    static = explained.called.static_arguments.get(blocks, ())
+    shown = f", static_argnums={static}" if static else ""
+    name = blocks.__name__
+    keywords = explained.called.keywords.get(blocks, ())  # which nn.remat does not take
+    last = f"; pass {' and '.join(keywords)} by position" if keywords else ""
+    line = f"{name} = nn.remat({name}{shown})  # below class {name}{last}"
+    if explained.jit == "nnx.jit":
+        line = f"@nnx.remat  # above {name}.__call__"
+    count = len(explained.called.inner[blocks])
+    return _measure(explained, f"compute each of {count} {name}s again", line, step, needed)
+
+
+def _retraced(explained: Explained, wrapping: Wrapping, blocks: type | None = None) -> tuple[TracedStep, int]:
+    with wrapped_modules(wrapping, explained.args, blocks) as args:
+        step = trace_step(explained.jitted, args)
+        return step, reserved_bytes(step.traced.lower().compile())
+
+
+def within_budget(explained: Explained) -> Measure | None:
+    """Keep a budget with the outermost modules decorated: the pool's bytes where the step needs more, else a half."""
+    if not explained.called.outermost:
+        return None
+    memory = explained.target.memory
+    pool = explained.bytes if memory is None else int(memory * pool_fraction())
+    donated = sorted({a.position for a in explained.step.arguments if a.donated and a.position is not None})
+
+    def step(*args: PyTree) -> PyTree:
+        return explained.jitted(*args)
+
+    with wrapped_modules(Wrapping.ENCODED, explained.args) as args:
+        budget = pool if pool < explained.bytes else explained.bytes // 2
+        try:
+            plan = jit(step, memory=budget, donate_argnums=donated).lower(*args).plan
+        except MemoryBudgetError as error:
+            if error.smallest is None:
+                raise
+            budget = error.smallest
+            plan = jit(step, memory=budget, donate_argnums=donated).lower(*args).plan
+    more, saved = plan.products - plan.plain_products, explained.bytes - plan.needed_bytes
+    line = f"step = jaxpipe.jit(step, memory={budget})  # with the model decorated"
+    name = f"decorate, and keep a budget of {bytes_text(budget)}"
+    return Measure(name, line, plan.needed_bytes, saved, more)
+
+
+def half_the_batch(explained: Explained) -> Measure | None:
+    """Run half of the batch at a time, and keep the gradients of the first half beside the second."""
+    size = (batch_size(explained.step.arguments) or 0) // 2
+    needed = bytes_with_batch(explained, size)
+    if needed is None:
+        return None
+    needed += sum(a.bytes for a in explained.step.arguments if a.role is Role.PARAMETERS)
+    line = f"tx = optax.MultiSteps(tx, 2)  # and batches of {size}"
+    note = "compiled at half of it; gradients are added"
+    return _measure(
+        explained, "half the batch, twice per update", line, explained.step, needed, note=note, is_estimated=True
+    )
+
+
+def shard(explained: Explained) -> Measure | None:
+    """Shard state and batch over several devices of the same kind, each array along its largest axis."""
+    devices = explained.target.others[:_SHARDS]
+    size = batch_size(explained.step.arguments)
+    if len(devices) < 2 or not size or size % len(devices):
+        return None
+    mesh = Mesh(devices, "data")
+    shardings = [_sharding(a, mesh) for a in explained.step.arguments]
+    shapes = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        for x, sharding in zip(explained.step.shapes, shardings, strict=True)
+    ]
+    by_kind: Mapping[Any, Any] = {
+        (a.shape, a.dtype): sharding
+        for a, sharding in zip(explained.step.arguments, shardings, strict=True)
+        if a.role is not Role.BATCH
+    }
+    results = [by_kind.get((x.shape, x.dtype)) for x in explained.step.results]
+    donated = [k for k, a in enumerate(explained.step.arguments) if a.donated]
+    flat = _flat(explained.step, out_shardings=results, donate_argnums=donated)
+    needed = reserved_bytes(flat.lower(*shapes).compile())
+    line = 'jax.device_put(array, NamedSharding(mesh, P("data")))  # of state and batch'
+    note = "along the largest axis of each array"
+    count = len(devices)
+    return _measure(explained, f"shard over {count} devices", line, explained.step, needed, note=note, devices=count)
+
+
+def _sharding(argument: Argument, mesh: Mesh) -> NamedSharding:
+    count = mesh.size
+    if argument.role is Role.BATCH and argument.shape:
+        return NamedSharding(mesh, PartitionSpec("data"))
+    axes = [k for k, length in enumerate(argument.shape) if length >= count and length % count == 0]
+    if not axes or argument.role not in (Role.PARAMETERS, Role.OPTIMIZER):
+        return NamedSharding(mesh, PartitionSpec())
+    largest = max(axes, key=lambda k: argument.shape[k])
+    return NamedSharding(mesh, PartitionSpec(*[None] * largest, "data"))

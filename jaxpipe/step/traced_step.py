@@ -1,0 +1,246 @@
+"""A training step as JAX traces it for a device, and the role of each of its arguments."""
+
+import inspect
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax import nnx
+from jax.extend.core import ClosedJaxpr
+
+from jaxpipe.array_types import PyTree
+from jaxpipe.errors import ModelError
+from jaxpipe.models.purify_nnx import is_array, is_module
+from jaxpipe.text.value_text import shown
+
+
+class Role(Enum):
+    """The use of an argument."""
+
+    PARAMETERS = "parameters"
+    OPTIMIZER = "optimizer state"
+    STATE = "other state"
+    BATCH = "batch"
+    OTHER = "other arguments"
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An array among the arguments of a step.
+
+    Attributes:
+      name: the parameter of the step, and the path in it, such as ``state.params['Dense_0']['kernel']``.
+      position: of the positional argument that it is in; None of a keyword.
+      shard: the shape of what one device has of it.
+      donated: whether its memory may be used for a result.
+      updated: whether it may be: a result has its shape and type.
+    """
+
+    name: str
+    position: int | None
+    shape: tuple[int, ...]
+    dtype: Any
+    shard: tuple[int, ...]
+    role: Role
+    donated: bool
+    updated: bool
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on one device."""
+        return math.prod(self.shard) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class TracedStep:
+    """A traced step: what is lowered, its program, and its arguments in the order of the program.
+
+    Attributes:
+      shapes: of the arguments, with their shardings.
+      results: shapes of the results.
+      places: of the arguments among the leaves that the step was given; None if nnx.jit has found fewer, as modules
+        share variables.
+    """
+
+    traced: jax.stages.Traced
+    arguments: tuple[Argument, ...]
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    results: tuple[jax.ShapeDtypeStruct, ...]
+    places: tuple[int, ...] | None
+
+    @property
+    def program(self) -> ClosedJaxpr:
+        """The traced program."""
+        return self.traced.jaxpr
+
+
+def jitted(step: Callable[..., PyTree], args: PyTree, options: Mapping[str, Any]) -> Any:
+    """Return what ``jax.jit`` or ``nnx.jit`` makes of a step; a step that is jitted already stays as it is.
+
+    Raises:
+      ModelError: if it is no function, or one that is jitted and options are given besides.
+    """
+    if inspect.isclass(step) or isinstance(step, nn.Module) or not callable(step):
+        raise ModelError(
+            f"explain was given {shown(step)} as a step. Pass the function that computes one training step, jitted or "
+            "not, and its arguments: explain(step, state, batch)."
+        )
+    if hasattr(step, "trace") and hasattr(step, "lower"):
+        if options:
+            raise ModelError(
+                f"explain was given a step that is jitted already, and {', '.join(options)} besides. Pass the function "
+                "before it is jitted, or leave these out."
+            )
+        return step
+    has_modules = any(map(is_module, jax.tree.leaves(args, is_leaf=is_module)))
+    return (nnx.jit if has_modules else jax.jit)(step, **options)
+
+
+def trace_step(step: Any, args: Sequence[PyTree]) -> TracedStep:
+    """Trace a jitted step.
+
+    Raises:
+      ModelError: if there are no arrays among the arguments.
+    """
+    traced = step.trace(*args)
+    traced = getattr(traced, "traced", traced)  # of nnx.jit
+    flat, _ = jax.tree_util.tree_flatten_with_path(traced.args_info)
+    if not flat:
+        raise ModelError(
+            "explain was given no array among the arguments of the step. Pass them as the step gets them, such as "
+            "explain(step, state, batch); shapes (jax.ShapeDtypeStruct) will do."
+        )
+    infos = [info for _, info in flat]
+    results = jax.tree.leaves(traced.out_info)
+    unused = Counter(map(_shape_and_type, results))
+    leaves = _leaves(args)
+    places = _places([leaf.value for leaf in leaves], infos)
+    if places is None:  # in the structure of nnx.jit, as modules share variables
+        chosen = [_Leaf(path[1:], None, info) for path, info in flat]
+    else:
+        chosen = [leaves[k] for k in places]
+    roles = _roles(chosen, unused)
+    names = _parameter_names(step)
+    arguments, shapes = [], []
+    for leaf, info, role in zip(chosen, infos, roles, strict=True):
+        shape, sharding = tuple(info.shape), getattr(leaf.value, "sharding", None)
+        argument = Argument(
+            name=_name(leaf.path, names),
+            position=getattr(leaf.path[0], "idx", None),
+            shape=shape,
+            dtype=info.dtype,
+            shard=shape if sharding is None else tuple(sharding.shard_shape(shape)),
+            role=role,
+            donated=info.donated,
+            updated=role is not Role.BATCH and _take(unused, _shape_and_type(info)),
+        )
+        arguments.append(argument)
+        shapes.append(jax.ShapeDtypeStruct(shape, info.dtype, sharding=sharding))
+    return TracedStep(
+        traced, tuple(arguments), tuple(shapes), tuple(results), None if places is None else tuple(places)
+    )
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A leaf of arguments, its path, and the class of the NNX variable that holds it."""
+
+    path: jax.tree_util.KeyPath
+    variable: type | None
+    value: Any
+
+
+def _leaves(args: PyTree) -> list[_Leaf]:
+    held = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    kinds = [type(x) if isinstance(x, nnx.Variable) else None for x in held for _ in jax.tree.leaves(x)]
+    paths = jax.tree_util.tree_flatten_with_path(args)[0]
+    return [_Leaf(path, kind, value) for (path, value), kind in zip(paths, kinds, strict=True)]
+
+
+def _places(leaves: Sequence[Any], infos: Sequence[Any]) -> list[int] | None:
+    """Return which leaves of the arguments are those of the traced program: numbers may be static."""
+    places, wanted = [], list(map(_shape_and_type, infos))
+    for k, leaf in enumerate(leaves):
+        if not is_array(leaf) and not isinstance(leaf, int | float | complex):
+            continue
+        kind = _shape_and_type(jax.eval_shape(lambda x: x, leaf))
+        if len(places) < len(wanted) and kind == wanted[len(places)]:
+            places.append(k)
+        elif is_array(leaf):
+            return None
+    return places if len(places) == len(wanted) else None
+
+
+def _parameter_names(step: Any) -> list[str]:
+    try:
+        return list(inspect.signature(step).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def _name(path: jax.tree_util.KeyPath, names: Sequence[str]) -> str:
+    first: Any = _key(path[0])
+    if isinstance(path[0], jax.tree_util.SequenceKey) and path[0].idx < len(names):
+        first = names[path[0].idx]
+    return f"{first}{jax.tree_util.keystr(tuple(path[1:]))}"
+
+
+#: Attributes of the states of optax's transformations.
+_OPTAX = {"mu", "nu", "count", "trace", "ema", "v_row", "v_col", "sum_of_squares", "inner_state", "acc_grads", "z", "v"}
+_OPTIMIZER = {"opt_state", "optimizer_state", "optimizer", "opt_states"}
+_PARAMETERS = {"params", "parameters"}
+_STATE = {"batch_stats", "model_state", "extra_variables", "mutable"}
+
+
+def _roles(leaves: Sequence[_Leaf], results: Counter[Hashable]) -> list[Role]:
+    """Return roles by names in paths; without names, an argument that is updated is state."""
+    named = [_role_by_name(leaf) for leaf in leaves]
+    groups: dict[Hashable, list[int]] = {}
+    for k, leaf in enumerate(leaves):
+        groups.setdefault(_key(leaf.path[0]), []).append(k)
+    roles = dict[int, Role]()
+    for members in groups.values():
+        values = [jax.eval_shape(lambda x: x, leaves[k].value) for k in members]
+        if any(named[k] for k in members):
+            rest = Role.OTHER  # such as the number of the step, beside parameters
+        elif all(jax.dtypes.issubdtype(x.dtype, jax.numpy.floating) and results[_shape_and_type(x)] for x in values):
+            rest = Role.PARAMETERS
+        else:
+            rest = Role.BATCH if any(x.shape for x in values) else Role.OTHER
+        for k, x in zip(members, values, strict=True):
+            is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+            roles[k] = named[k] or (Role.OTHER if is_key else rest)
+    return [roles[k] for k in range(len(leaves))]
+
+
+def _role_by_name(leaf: _Leaf) -> Role | None:
+    keys = set(map(_key, leaf.path))
+    kind = leaf.variable
+    if kind is not None:
+        if issubclass(kind, nnx.Param):
+            return Role.PARAMETERS
+        return Role.OPTIMIZER if "opt_state" in keys or kind.__module__.endswith(".optimizer") else Role.STATE
+    attributes = {key.name for key in leaf.path if isinstance(key, jax.tree_util.GetAttrKey)}
+    if keys & _OPTIMIZER or attributes & _OPTAX:
+        return Role.OPTIMIZER
+    if keys & _PARAMETERS:
+        return Role.PARAMETERS
+    return Role.STATE if keys & _STATE else None
+
+
+def _key(entry: Any) -> Hashable:
+    return next((getattr(entry, name) for name in ("key", "name", "idx") if hasattr(entry, name)), str(entry))
+
+
+def _shape_and_type(x: Any) -> Hashable:
+    return tuple(x.shape), str(x.dtype)
+
+
+def _take(counts: Counter[Hashable], item: Hashable) -> bool:
+    counts[item] -= 1
+    return counts[item] >= 0

@@ -1,0 +1,193 @@
+"""The modules that a step calls while it is traced, and the same step with them wrapped.
+
+A user's classes cannot be decorated from outside, but their calls can be run as if they were: Linen's through its
+interceptors, those of NNX through private copies of other classes.
+"""
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax import nnx
+
+from jaxpipe.array_types import PyTree
+from jaxpipe.graph.allowed_codecs import FAST
+from jaxpipe.models import purify_linen
+from jaxpipe.models.decorated_class import twin_class
+from jaxpipe.models.purify_nnx import is_array, is_module, part
+from jaxpipe.residuals.memory_encoded import is_enabled, memory_encoded, run_encoded
+
+
+class Wrapping(Enum):
+    """A way to run modules: ``ENCODED`` the outermost ones, ``REMAT`` blocks that repeat."""
+
+    ENCODED = 1
+    REMAT = 2
+
+
+# JAX's tracing caches know of it: a step that is jitted already is traced anew for each.
+_wrapping = jax.make_user_context(default_value=None)
+
+#: Whether the call of a wrapped module is running.
+_inside: contextvars.ContextVar[bool] = contextvars.ContextVar("inside", default=False)
+
+
+@dataclass
+class CalledModules:
+    """The module classes that a step calls.
+
+    Attributes:
+      outermost: those that no other module calls.
+      inner: by class, at which depths its modules are; each module once.
+      static_arguments: by class, positions of the arguments of its calls that are no arrays, itself at 0.
+      keywords: by class, names of the keyword arguments of its calls.
+    """
+
+    outermost: dict[type, None] = field(default_factory=dict)
+    inner: dict[type, dict[tuple[str, ...], int]] = field(default_factory=dict)
+    static_arguments: dict[type, tuple[int, ...]] = field(default_factory=dict)
+    keywords: dict[type, tuple[str, ...]] = field(default_factory=dict)
+
+    def blocks(self) -> type | None:
+        """Return the outermost of the user's own classes that has several modules."""
+        several = {cls: list(depths.values()) for cls, depths in self.inner.items() if len(depths) > 1}
+        users = {cls: depths for cls, depths in several.items() if not cls.__module__.startswith("flax.")}
+        return min(users, key=lambda cls: (min(users[cls]), -len(users[cls])), default=None)
+
+
+@contextlib.contextmanager
+def observed_modules(args: PyTree) -> Iterator[tuple[CalledModules, PyTree]]:
+    """Note the modules that are called while a step is traced, and those of NNX among its arguments.
+
+    Gives also the arguments to trace it with: their NNX modules name what they compute, as Linen's do by themselves.
+    """
+    called, depth = CalledModules(), 0
+
+    def note(run: Callable[..., PyTree], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> PyTree:
+        nonlocal depth
+        module = context.module
+        if context.method_name in ("setup", "init") or module.scope is None or module.is_initializing():
+            return run(*args, **kwargs)
+        if depth == 0:
+            called.outermost[type(module)] = None
+        else:
+            called.inner.setdefault(type(module), {})[tuple(map(str, module.scope.path))] = depth
+        static = tuple(k for k, x in enumerate(args, 1) if not all(map(is_array, jax.tree.leaves(x))))
+        called.static_arguments[type(module)] = static
+        called.keywords[type(module)] = tuple(kwargs)
+        depth += 1
+        try:
+            return run(*args, **kwargs)
+        finally:
+            depth -= 1
+
+    copies = jax.tree.map(lambda x: x, args)
+    for root in _modules(copies):
+        called.outermost[type(root)] = None
+        for path, module in nnx.iter_modules(root):
+            if path and callable(module):
+                called.inner.setdefault(type(module), {})[tuple(map(str, path))] = len(path)
+        _name_scopes(root)
+    with _wrapping("observed"), nn.intercept_methods(note):
+        yield called, copies
+
+
+@contextlib.contextmanager
+def wrapped_modules(wrapping: Wrapping, args: PyTree, blocks: type | None = None) -> Iterator[PyTree]:
+    """Run modules otherwise while a step is traced; gives the arguments to trace it with.
+
+    Args:
+      wrapping: how.
+      args: the arguments of the step.
+      blocks: the class of blocks that repeat.
+    """
+    run_method = _run_encoded_method if wrapping is Wrapping.ENCODED else _run_remat_method
+
+    def wrap(run: Callable[..., PyTree], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> PyTree:
+        module, name = context.module, context.method_name
+        chosen = name not in ("setup", "init") if wrapping is Wrapping.ENCODED else type(module) is blocks
+        if _inside.get() or not chosen or module.scope is None or module.is_initializing():
+            return run(*args, **kwargs)
+        token = _inside.set(True)
+        try:
+            return run_method(getattr(type(module), name), module, *args, **kwargs)
+        finally:
+            _inside.reset(token)
+
+    with _wrapping((wrapping, blocks)), nn.intercept_methods(wrap):
+        yield _with_other_classes(args, wrapping, blocks)
+
+
+def _run_encoded_method(method: Callable[..., PyTree], module: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
+    run = functools.partial(run_encoded, policy=FAST)
+    return purify_linen.transform_method(method, run, is_enabled)(module, *args, **kwargs)
+
+
+def _run_remat_method(method: Callable[..., PyTree], module: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
+    given, fill = part((args, kwargs))  # what is no array stays outside, as under static_argnums
+
+    def run(module: nn.Module, *arrays: jax.Array) -> PyTree:
+        new_args, new_kwargs = fill(arrays)
+        return method(module, *new_args, **new_kwargs)
+
+    return nn.remat(run)(module, *(x for _, x in given))
+
+
+def _modules(args: PyTree) -> list[Any]:
+    """Return the NNX modules among arguments that compute something; optimizers do not."""
+    nodes = [x for x in jax.tree.leaves(args, is_leaf=is_module) if is_module(x)]
+    return [x for x in nodes if isinstance(x, nnx.Module) and callable(x)]
+
+
+def _with_other_classes(args: PyTree, wrapping: Wrapping, blocks: type | None) -> PyTree:
+    """Return arguments with private copies of NNX modules, whose calls are run otherwise."""
+    copies = jax.tree.map(lambda x: x, args)
+    for root in _modules(copies):
+        if wrapping is Wrapping.ENCODED:
+            chosen: Sequence[Any] = [root]
+        else:
+            chosen = [module for path, module in nnx.iter_modules(root) if path and type(module) is blocks]
+        for module in chosen:
+            object.__setattr__(module, "__class__", _other_class(type(module), wrapping))
+    return copies
+
+
+def _name_scopes(root: Any) -> None:
+    """Let every module of a tree name what it computes by its path below the module around it."""
+    named = {path: module for path, module in nnx.iter_modules(root) if callable(module)}
+    for path, module in named.items():
+        above = max((len(other) for other in named if other == path[: len(other)] and other != path), default=0)
+        scope = "/".join(map(str, path[above:])) or type(module).__name__
+        object.__setattr__(module, "__class__", _named_class(type(module), scope))
+
+
+@functools.cache
+def _named_class(cls: type, scope: str) -> type:
+    def __call__(self: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        with jax.named_scope(scope):
+            return cls.__call__(self, *args, **kwargs)
+
+    return twin_class(cls, {"__call__": __call__})
+
+
+@functools.cache
+def _other_class(cls: type, wrapping: Wrapping) -> type:
+    if wrapping is Wrapping.ENCODED:
+        return memory_encoded(cls)
+
+    def __call__(self: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        given, fill = part((args, kwargs))
+
+        def run(module: Any, *arrays: jax.Array) -> PyTree:
+            new_args, new_kwargs = fill(arrays)
+            return cls.__call__(module, *new_args, **new_kwargs)
+
+        return nnx.remat(run)(self, *(x for _, x in given))
+
+    return twin_class(cls, {"__call__": __call__})

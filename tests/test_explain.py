@@ -1,0 +1,391 @@
+"""Explanations of a user's training step: bytes by cause against counts by hand, measures against the real thing."""
+
+import dataclasses
+import functools
+import json
+import math
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import jaxpipe
+from jaxpipe.costs.count_products import count_products
+from jaxpipe.step import explain as explain_module
+from jaxpipe.step import explained_step
+from jaxpipe.step.compiled_buffers import compile_with_buffers
+
+
+ROWS, WIDTH, HIDDEN, CLASSES, BLOCKS = 96, 32, 64, 160, 3
+
+
+def float_array(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def int_array(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+BATCH = {"x": float_array(ROWS, WIDTH), "y": int_array(ROWS)}
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = x + nn.Dense(WIDTH)(nn.gelu(nn.Dense(HIDDEN)(x)))
+        return nn.relu(x) if train else x
+
+
+class Net(nn.Module):
+    block: type = Block
+
+    @nn.compact
+    def __call__(self, x):
+        for k in range(BLOCKS):
+            x = self.block(name=f"Block_{k}")(x, True)
+        return nn.Dense(CLASSES)(x)
+
+
+def cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def linen_state(net):
+    def make():
+        variables = net.init(jax.random.key(0), jnp.zeros((1, WIDTH)))
+        return TrainState.create(apply_fn=net.apply, params=variables["params"], tx=optax.adam(1e-3))
+
+    return jax.eval_shape(make)
+
+
+def linen_step(state, batch):
+    def loss(params):
+        return cross_entropy(state.apply_fn({"params": params}, batch["x"]), batch["y"])
+
+    value, gradients = jax.value_and_grad(loss)(state.params)
+    return state.apply_gradients(grads=gradients), value
+
+
+def plain_step(weights, momentum, x, y):
+    def loss(weights):
+        hidden = jnp.tanh(x @ weights[0])
+        return cross_entropy(hidden @ weights[1], y)
+
+    gradients = jax.grad(loss)(weights)
+    momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, gradients)
+    return jax.tree.map(lambda w, m: w - 0.1 * m, weights, momentum), momentum
+
+
+PLAIN_ARGUMENTS = (
+    [float_array(WIDTH, HIDDEN), float_array(HIDDEN, CLASSES)],
+    [float_array(WIDTH, HIDDEN), float_array(HIDDEN, CLASSES)],
+    float_array(ROWS, WIDTH),
+    int_array(ROWS),
+)
+
+
+def bytes_of(tree):
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def xla_bytes(jitted, *args):
+    """Arguments + results + temporaries - aliases, as XLA states them."""
+    memory = jitted.lower(*args).compile().memory_analysis()
+    assert memory is not None
+    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return kept + memory.temp_size_in_bytes
+
+
+def measure(explanation, start):
+    return next(m for m in explanation.measures if m.name.startswith(start))
+
+
+@functools.cache
+def linen():
+    return jaxpipe.explain(linen_step, linen_state(Net()), BATCH)
+
+
+@pytest.mark.core
+def test_the_parts_of_a_linen_step_are_those_counted_by_hand():
+    explanation, state = linen(), linen_state(Net())
+    causes = explanation.bytes_by_cause()
+    parameters = 4 * (BLOCKS * (2 * WIDTH * HIDDEN + HIDDEN + WIDTH) + WIDTH * CLASSES + CLASSES)
+    assert causes["parameters"] == parameters == bytes_of(state.params)
+    assert causes["optimizer state"] == 2 * parameters + 4  # two moments, and the count of steps
+    assert causes["batch"] == 4 * ROWS * (WIDTH + 1)
+    assert causes["other arguments"] == 4  # the number of the step
+    copies = causes["new state beside the old, as it is not donated"]
+    assert abs(copies - 3 * parameters) <= 8  # and both numbers
+    assert causes["logits and their gradient"] % (4 * ROWS * CLASSES) == 0
+    assert explanation.total_bytes == sum(causes.values()) == xla_bytes(jax.jit(linen_step), state, BATCH)
+    assert "not attributed" not in causes
+    assert causes.get("unused between buffers", 0) < 0.01 * explanation.total_bytes  # alignment
+
+
+@pytest.mark.core
+def test_what_is_stored_is_told_by_module():
+    stored = [part for part in linen().parts if part.cause == "stored for the backward pass"]
+    large = [part for part in stored if part.bytes >= 4 * ROWS * WIDTH]
+    assert large and all(part.name.startswith("Net/Block_") for part in large)
+    assert {part.bytes for part in large} <= {4 * ROWS * WIDTH, 4 * ROWS * HIDDEN}
+
+
+@pytest.mark.core
+def test_donation_saves_what_it_says():
+    explanation, arguments = linen(), (linen_state(Net()), BATCH)
+    donated = xla_bytes(jax.jit(linen_step, donate_argnums=0), *arguments)
+    best = measure(explanation, "donate")
+    assert (best.line, best.products) == ("jax.jit(step, donate_argnums=0)", 0)
+    assert (best.bytes, best.saved_bytes) == (donated, explanation.total_bytes - donated)
+    assert best.saved_bytes > 0
+    again = jaxpipe.explain(linen_step, *arguments, donate_argnums=0)
+    assert again.total_bytes == donated and not any(m.name.startswith("donate") for m in again.measures)
+    assert "new state beside the old, as it is not donated" not in again.bytes_by_cause()
+
+
+@pytest.mark.versions
+def test_wrapped_modules_need_what_the_written_lines_need():
+    """XLA's bytes of the step with the decorator, or with remat, in the model's own source."""
+    jitted = jax.jit(linen_step)
+    plain = count_products(jitted.trace(linen_state(Net()), BATCH).jaxpr)[0]
+    encoded = linen_state(jaxpipe.memory_encoded(Net)())
+    remat = linen_state(Net(nn.remat(Block, static_argnums=(2,))))
+    tried = dict[str, tuple[int, int]]()
+    for name, state in (("decorate", encoded), ("compute", remat)):
+        products = count_products(jitted.trace(state, BATCH).jaxpr)[0]
+        tried[name] = (xla_bytes(jitted, state, BATCH), products - plain)
+    explanation = linen()
+    for name, expected in tried.items():
+        if expected[0] < explanation.total_bytes:
+            shown = measure(explanation, name)
+            assert (shown.bytes, shown.products) == expected
+        else:
+            assert not any(m.name.startswith(name) for m in explanation.measures)
+    if any(m.name.startswith("compute") for m in explanation.measures):
+        shown = measure(explanation, "compute")
+        assert shown.line == "Block = nn.remat(Block, static_argnums=(2,))  # below class Block"
+
+
+@pytest.mark.core
+def test_measures_come_with_what_costs_nothing_first():
+    measures = linen().measures
+    assert linen().refused == ()
+    assert measures and all(m.saved_bytes > 0 for m in measures)
+    assert measures[0].products == 0 and not measures[0].is_estimated and measures[0].devices == 1
+    alone = [m for m in measures if m.devices == 1 and not m.is_estimated]
+    again = [m.saved_bytes / m.products for m in alone if m.products]
+    assert again == sorted(again, reverse=True)
+
+
+def test_a_plain_function_has_state_by_shape():
+    explanation = jaxpipe.explain(plain_step, *PLAIN_ARGUMENTS)
+    causes = explanation.bytes_by_cause()
+    weights = 4 * (WIDTH * HIDDEN + HIDDEN * CLASSES)
+    assert causes["parameters"] + causes.get("optimizer state", 0) == 2 * weights
+    assert causes["batch"] == 4 * ROWS * (WIDTH + 1)
+    assert measure(explanation, "donate").line == "jax.jit(step, donate_argnums=(0, 1))"
+    assert explanation.products == 5  # two forward, two by the weights, one by the hidden layer
+    assert explanation.batch == ROWS
+
+
+def test_half_the_batch_keeps_gradients():
+    half = [*PLAIN_ARGUMENTS[:2], float_array(ROWS // 2, WIDTH), int_array(ROWS // 2)]
+    shown = measure(jaxpipe.explain(plain_step, *PLAIN_ARGUMENTS), "half")
+    explanation = jaxpipe.explain(plain_step, *half)
+    assert shown.bytes == explanation.total_bytes + explanation.bytes_by_cause()["parameters"]
+
+
+class NNXBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(WIDTH, HIDDEN, rngs=rngs), nnx.Linear(HIDDEN, WIDTH, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(self.norm(x))))
+
+
+class NNXNet(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([NNXBlock(rngs) for _ in range(BLOCKS)])
+        self.head = nnx.Linear(WIDTH, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def nnx_step(model, optimizer, x, y):
+    value, gradients = nnx.value_and_grad(lambda model: cross_entropy(model(x), y))(model)
+    optimizer.update(model, gradients)
+    return value
+
+
+def nnx_arguments(cls=NNXNet):
+    model = cls(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param), BATCH["x"], BATCH["y"]
+
+
+@pytest.mark.versions
+def test_an_nnx_step_is_compiled_by_nnx():
+    arguments = nnx_arguments()
+    parameters = nnx.state(arguments[0], nnx.Param)
+    explanation = jaxpipe.explain(nnx_step, *arguments)
+    causes = explanation.bytes_by_cause()
+    assert explanation.refused == ()
+    assert explanation.total_bytes == xla_bytes(nnx.jit(nnx_step), *arguments)
+    assert causes["parameters"] == bytes_of(parameters)
+    assert causes["optimizer state"] == 2 * bytes_of(parameters) + 8  # moments, counts of steps of Adam and of NNX
+    assert causes["other state"] <= 2 * 4 * BLOCKS * WIDTH  # running mean and variance; what is not used is dropped
+    assert any(part.name.startswith("NNXNet/blocks/0/up/") for part in explanation.parts)
+    donated = xla_bytes(nnx.jit(nnx_step, donate_argnums=(0, 1)), *arguments)
+    shown = measure(explanation, "donate")
+    assert (shown.line, shown.bytes) == ("nnx.jit(step, donate_argnums=(0, 1))", donated)
+
+
+@pytest.mark.versions
+def test_nnx_modules_need_what_a_decorated_class_needs():
+    plain = jaxpipe.explain(nnx.jit(nnx_step), *nnx_arguments())
+    encoded = xla_bytes(nnx.jit(nnx_step), *nnx_arguments(jaxpipe.memory_encoded(NNXNet)))
+    shown = [m.bytes for m in plain.measures if m.name.startswith("decorate")]
+    assert shown == ([encoded] if encoded < plain.total_bytes else [])
+
+
+def test_sharding_divides_the_state():
+    shown = measure(linen(), "shard over 8")
+    state = bytes_of(linen_state(Net()))
+    assert shown.devices == 8 and shown.bytes < linen().total_bytes - state
+
+
+def test_the_largest_batch_fits_and_little_more_would_not(monkeypatch):
+    room = 6 * jaxpipe.explain(plain_step, *PLAIN_ARGUMENTS).total_bytes
+    target = explain_module.target_device
+
+    def with_memory(device, args):
+        return dataclasses.replace(target(device, args), memory=2 * room, others=())
+
+    monkeypatch.setattr(explain_module, "target_device", with_memory)
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
+    explanation = jaxpipe.explain(plain_step, *PLAIN_ARGUMENTS)
+    batch = explanation.largest_batch
+    assert batch is not None
+    needed = [
+        xla_bytes(jax.jit(plain_step), *PLAIN_ARGUMENTS[:2], float_array(rows, WIDTH), int_array(rows))
+        for rows in (batch, round(1.05 * batch))
+    ]
+    assert needed[0] <= room < needed[1]
+    assert f"The largest batch that fits, as the step is: {batch}." in str(explanation)
+    assert "JAX takes 0.50 of the" in str(explanation)
+
+
+def test_it_prints_as_one_screen_html_and_json():
+    explanation = linen()
+    text = str(explanation)
+    assert len(text.splitlines()) <= 48 and max(map(len, text.splitlines())) <= 80
+    for shown in ("at the peak on cpu, a batch of 96", "optimizer state", "jax.jit(step, donate_argnums=0)"):
+        assert shown in text
+    assert "<table" in explanation._repr_html_()
+    read = json.loads(explanation.to_json())
+    assert read["total_bytes"] == explanation.total_bytes == sum(part["bytes"] for part in read["parts"])
+    assert [m["line"] for m in read["measures"]] == [m.line for m in explanation.measures]
+
+
+def test_a_measure_that_the_step_does_not_allow_is_told():
+    def forward_mode(weights, x):
+        net = Net()
+
+        def loss(weights):
+            return jnp.sum(jnp.asarray(net.apply({"params": weights}, x)))
+
+        _, slope = jax.jvp(loss, (weights,), (weights,))
+        return jax.tree.map(lambda w: w - slope, weights)
+
+    weights = linen_state(Net()).params
+    explanation = jaxpipe.explain(forward_mode, weights, BATCH["x"])
+    (refused,) = explanation.refused
+    assert refused.startswith("decorate the model (DifferentiationError: Forward-mode")
+    assert "Not possible with this step: decorate the model" in str(explanation)
+
+
+def test_arguments_may_be_sharded_and_static():
+    mesh = jax.sharding.Mesh(jax.devices(), "data")
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    weights = jax.ShapeDtypeStruct((HIDDEN, WIDTH), jnp.float32, sharding=rows)
+    x = jax.ShapeDtypeStruct((ROWS, HIDDEN), jnp.float32, sharding=rows)
+
+    def step(weights, x, scale, train, count):
+        assert train
+        gradient = jax.grad(lambda w: scale * sum(jnp.tanh(x @ w).sum() for _ in range(count)))(weights)
+        return weights - gradient
+
+    jitted = jax.jit(step, static_argnums=(3, 4))
+    explanation = jaxpipe.explain(jitted, weights, x, 0.5, True, 2)
+    causes = explanation.bytes_by_cause()
+    assert explanation.device == "8 x cpu" and explanation.batch == ROWS
+    assert causes["parameters"] == 4 * HIDDEN * WIDTH // 8 and causes["batch"] == 4 * ROWS * HIDDEN // 8
+    assert explanation.total_bytes == xla_bytes(jitted, weights, x, 0.5, True, 2)
+
+
+def test_arguments_that_are_not_used_take_nothing():
+    """JAX drops them from the program, so that the others have other numbers there."""
+
+    def step(unused, weights, x):
+        return weights - jax.grad(lambda w: jnp.tanh(x @ w).sum())(weights)
+
+    weights, x = float_array(HIDDEN, WIDTH), float_array(ROWS, HIDDEN)
+    explanation = jaxpipe.explain(step, {"a": float_array(7), "b": float_array(9)}, weights, x)
+    causes = explanation.bytes_by_cause()
+    assert causes["parameters"] == 4 * HIDDEN * WIDTH and causes["batch"] == 4 * ROWS * HIDDEN
+    assert {part.name for part in explanation.parts if part.cause in ("parameters", "batch")} == {"weights", "x"}
+
+
+@pytest.mark.parametrize(
+    ("memory", "text"),
+    [
+        (2.0, "needs 0.50 of the device's memory; JAX takes 0.75 of the .*: it fits."),
+        (1.25, "needs 0.80 of the device's memory; JAX takes 0.75 .* XLA_CLIENT_MEM_FRACTION=0.81 "),
+        (0.8, "needs 1.2[56] times the device's memory, whatever the pool"),
+    ],
+)
+def test_the_share_of_the_pool_is_told(memory, text):
+    explanation = linen()
+    other = dataclasses.replace(explanation, memory=int(memory * explanation.total_bytes), pool_fraction=0.75)
+    assert re.search(text, " ".join(str(other).split()))
+
+
+def test_without_a_record_totals_are_told(monkeypatch):
+    monkeypatch.setattr(
+        explained_step, "compile_with_buffers", lambda lowered: (compile_with_buffers(lowered)[0], None)
+    )
+    explanation = jaxpipe.explain(plain_step, *PLAIN_ARGUMENTS)
+    memory = jax.jit(plain_step).lower(*PLAIN_ARGUMENTS).compile().memory_analysis()
+    assert memory is not None
+    assert explanation.bytes_by_cause() == {
+        "not attributed": memory.temp_size_in_bytes,
+        "arguments": memory.argument_size_in_bytes,
+        "results": memory.output_size_in_bytes,
+    }
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("step", "args", "options", "error", "message"),
+    [
+        (3, (1,), {}, jaxpipe.ModelError, "was given 3 .* as a step. Pass the function"),
+        (Net(), (1,), {}, jaxpipe.ModelError, "as a step. Pass the function"),
+        (plain_step, (), {}, TypeError, "missing 4 required"),
+        (lambda: 1.0, (), {}, jaxpipe.ModelError, "no array among the arguments"),
+        (jax.jit(plain_step), PLAIN_ARGUMENTS, {"donate_argnums": 0}, jaxpipe.ModelError, "donate_argnums besides"),
+        (plain_step, PLAIN_ARGUMENTS, {"device": "H1000"}, jaxpipe.PartitionError, "device='H1000': no such device"),
+        (plain_step, PLAIN_ARGUMENTS, {"device": 3}, jaxpipe.PartitionError, "device=3 .*must be a jax.Device"),
+    ],
+)
+def test_wrong_usage_is_refused(step, args, options, error, message):
+    with pytest.raises(error, match=message):
+        jaxpipe.explain(step, *args, **options)

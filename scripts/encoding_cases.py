@@ -154,10 +154,11 @@ GPU_CASES = (
     Case("Mixer 32x224", 32, lambda n: linen(models.Mixer, normal(n, 224, 224, 3), TRAIN)),
     Case("ViT-B 16x224", 16, lambda n: linen(models.ViT, normal(n, 224, 224, 3), TRAIN)),
     Case("ResNet50 32x224", 32, lambda n: linen(models.ResNet50, normal(n, 224, 224, 3), TRAIN)),
+    Case("GroupNorm 32x128", 32, lambda n: linen(models.GroupNormCNN, normal(n, 128, 128, 3), {})),
 )
 
 #: The models that take ``remat=True``.
-WITH_BLOCKS = ("GPT-2", "Llama", "BERT", "Mixer", "ViT-B", "ResNet50")
+WITH_BLOCKS = ("GPT-2", "Llama", "BERT", "Mixer", "ViT-B", "ResNet50", "GroupNorm")
 
 #: Small ones, which differ in how they are written.
 SMALL_CASES = (

@@ -205,6 +205,20 @@ def test_a_gpu_picks_elements_of_what_is_not_written():
         assert peak_bytes(picked, *avals, labels) == pytest.approx(256 * 4096 * 4, rel=1e-2)  # logits, and row maxima
 
 
+def activated(x, w, seed, v):
+    """The derivative of an activation, whose operand is a result, too."""
+    operand, cotangent = x @ w, seed @ v
+    return operand, jax.vjp(jax.nn.gelu, operand)[1](cotangent)[0] @ w.T
+
+
+def test_a_gpu_writes_no_part_of_an_activations_derivative():
+    """All that reads the hyperbolic tangent, or the cotangent's products with it, is in the kernel of the result."""
+    narrow, wide = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 16), (16, 4096)))
+    with building_for("gpu"):
+        # the operand and the cotangent, over which the derivative is written
+        assert peak_bytes(activated, narrow, wide, narrow, wide) == pytest.approx(2 * 256 * 4096 * 4, rel=0.1)
+
+
 def looked_up(table, rows, x):
     """The gradient of a table that a lookup and a product read."""
     return jax.grad(lambda table: (jnp.tanh(table[rows] + x) @ table.T).sum())(table)

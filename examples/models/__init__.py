@@ -6,6 +6,7 @@ from .cnn_linen import DigitsCNN as LinenDigitsCNN
 from .cnn_nnx import DigitsCNN as NNXDigitsCNN
 from .custom import SoftplusMLP
 from .gpt2 import GPT2
+from .group_norm import GroupNormCNN
 from .inception import Inception
 from .llama import Llama
 from .mixer import Mixer
@@ -26,6 +27,7 @@ __all__ = [
     "VGG16",
     "AlexNet",
     "Bert",
+    "GroupNormCNN",
     "Inception",
     "LinenDigitsCNN",
     "Llama",

@@ -37,8 +37,8 @@ def peak_bytes(function: Callable[..., Any], *avals: Any, donated: Any = ()) -> 
 
     A model of what XLA does: elementwise operators are fused into their readers, so that only some tensors are ever
     written to memory: results of products, convolutions, reductions and control flow, what those read (reductions
-    only if others read it too), what is returned, and what is costly and read more than once; on a GPU also what
-    several read and is computed from much more than its own bytes.
+    only if others read it too), what is returned, and what is costly and read more than once; on a GPU what several
+    kernels read, if it is costly or computed from much more than its own bytes.
     A written tensor lives from its operator to the last written tensor that is computed from it. The branches of a
     conditional are programs of their own, whose tensors live only inside, but for what they return.
 
@@ -195,14 +195,27 @@ class _Written:
                 self.tensors.update(self.resolve(t) for t in op.inputs)
         if not _compat.runs_breadth_first():
             self._add_barriers(graph, readers)
-        for op in operators:
-            for t in op.outputs:
-                several = len(readers.get(t, ())) > 1
-                reduced = any(reader.name in REDUCTIONS for reader in readers.get(t, ()))
-                if op.name not in fused - {"concatenate"} or (several and (op.name in COSTLY or reduced)):
-                    self.tensors.add(t)
-        shared = frozenset(t for t, ops in readers.items() if len(ops) > 1)
+        shared = self._add_shared(operators, readers)
         self._follow(graph, frozenset() if _compat.runs_breadth_first() else shared)
+
+    def _add_shared(
+        self, operators: Sequence[Operator], readers: Mapping[TensorNumber, Sequence[Operator]]
+    ) -> frozenset[TensorNumber]:
+        """Add what is not fused, or costly and read by several; returns what several read, on a GPU several kernels."""
+        kernels: dict[TensorNumber, set[TensorNumber]] = {}  # by tensor, what is written from it
+        shared: set[TensorNumber] = set()
+        fused = _fused() - {"concatenate"}
+        for op in reversed(operators):
+            for t in op.outputs:
+                reading = readers.get(t, ())
+                results = [u for reader in reading for u in reader.outputs]
+                kernels[t] = set().union(*({u} if u in self.tensors else kernels.get(u, ()) for u in results))
+                if len(reading) > 1 and (_compat.runs_breadth_first() or len(kernels[t]) > 1):
+                    shared.add(t)
+                is_costly = op.name in COSTLY or any(reader.name in REDUCTIONS for reader in reading)
+                if op.name not in fused or (t in shared and is_costly):
+                    self.tensors.add(t)
+        return frozenset(shared)
 
     def _add_barriers(self, graph: Graph, readers: Mapping[TensorNumber, Sequence[Operator]]) -> None:
         """Add what a GPU writes besides: before barriers, and of reductions. Products turn and cut operands."""

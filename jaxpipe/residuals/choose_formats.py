@@ -163,10 +163,24 @@ class Derivations:
 
 
 def sums_of_branches(graph: Graph, given: Container[TensorNumber]) -> frozenset[TensorNumber]:
-    """Return the sums that several operators read, of two tensors that are not given: residual connections."""
+    """Return the sums that several operators read, of two tensors that are not given: residual connections.
+
+    What was broadcast is no branch, but a bias: whoever has the other tensor adds it again for nothing.
+    """
     readers = Counter(t for op in graph.operators for t in op.inputs)
-    sums = [op for op in graph.operators if op.name in ("add", "add_any") and readers[op.outputs[0]] > 1]
-    return frozenset(op.outputs[0] for op in sums if sum(t not in given for t in op.inputs) > 1)
+    producers = {t: op for op in graph.operators for t in op.outputs}
+
+    def elements(t: TensorNumber) -> int:
+        while t in producers and producers[t].name in VIEWS and len(producers[t].inputs) == 1:
+            (t,) = producers[t].inputs
+        return graph.tensors[t].size
+
+    def joins(op: Operator) -> bool:
+        size = graph.tensors[op.outputs[0]].size
+        return sum(t not in given and elements(t) >= size for t in op.inputs) > 1
+
+    sums = (op for op in graph.operators if op.name in ("add", "add_any") and readers[op.outputs[0]] > 1)
+    return frozenset(op.outputs[0] for op in sums if joins(op))
 
 
 def missing_inputs(program: Iterable[Operator], known: Iterable[TensorNumber]) -> set[TensorNumber]:

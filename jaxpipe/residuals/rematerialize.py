@@ -139,20 +139,25 @@ class Rematerializer:
         restored = iter([jax.lax.reshape(x, part.shape) for x, part in zip(tied, parts, strict=False)])
         for t in loads:
             self.values[t] = self._restore(t, [next(restored) for _ in self._stash[t]])
-        self.values.update(zip(again, restored, strict=True))
+        for t, value in zip(again, restored, strict=True):
+            self.values[t] = value
+            self._loaded.pop(t, None)
         return tied[len(parts) :]
 
     def _forget(self, step: BackwardOp, program: Sequence[Operator]) -> None:
         """Forget what follows element by element from products that were run again, and keep their results.
 
-        Each product's steps compute it from these anew; kept, it would be in memory until the last of them.
+        Each product's steps compute it from these anew; kept, it would be in memory until the last of them. The same
+        holds for what a convolution reads and follows from stored tensors: parts of an activation, which its derivative
+        reads as well, would be written and wait for the cotangent of the convolution's input.
         """
+        convolves = step.name == "conv_general_dilated"
         # Attention scores by themselves: XLA keeps less if both of their readers share the softmax. Sharded products:
         # devices would add some up twice.
-        if self._graph.stage_shape or sum(is_product(op) for op in program) < 2:
+        if self._graph.stage_shape or (not convolves and sum(is_product(op) for op in program) < 2):
             return
         kept = sums_of_branches(self._graph, self._graph.derived_from_parameters())
-        if step.name == "conv_general_dilated":
+        if convolves:
             kept |= set(step.needs)  # nothing fuses with it: its operands are written to memory
         for op in program:
             for t in op.outputs:
@@ -160,6 +165,14 @@ class Rematerializer:
                     del self.values[t]
                 elif jax.dtypes.issubdtype(jax.typeof(self.values[t]).dtype, np.inexact):
                     self._rerun.add(t)
+            if convolves:
+                self._rerun.update(t for t in op.inputs if self._is_whole(t, op))
+
+    def _is_whole(self, t: TensorNumber, op: Operator) -> bool:
+        """Return whether a tensor is stored as it is, and not broadcast by an operator that reads it."""
+        fmt, tensors = self._plan.formats.get(t), self._graph.tensors
+        as_it_is = fmt is not None and fmt.format is Format.KEEP
+        return as_it_is and tensors[t].size >= max(tensors[u].size for u in op.outputs)
 
     def _as_written(self, t: TensorNumber, part: Array) -> Sequence[int]:
         """Return the shape in which a GPU's matrix product writes a part of a stored tensor.

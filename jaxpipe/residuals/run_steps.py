@@ -8,7 +8,8 @@ off what nobody waits for, and whatever writes more than it frees, for as long a
 - the next product waits for gradients of weights, for sums of cotangents, and for the parts of a cotangent that is
   split among several tensors: put off, they would keep all that they follow from;
 - in a sharded stage it waits for complete sums only, each of which devices add up at once;
-- the gradient of a convolution's kernel comes before the cotangent of its input: what it alone reads is then gone;
+- the gradient of a convolution's kernel comes before the cotangent of its input: what it alone reads is then gone, and
+  what the steps behind it read is computed anew from what is stored;
 - a gradient much larger than what it follows from comes last. A convolution writes it in a layout of its own first, and
   until then its place serves other arrays.
 """

@@ -75,9 +75,9 @@ def _try_less_again(variants: StepVariants, budget: int) -> None:
 
 
 def _predicted(variants: StepVariants, level: str) -> float:
-    """Return the bytes of a step with the storage of a level if all else needs what it needs with default storage."""
-    front = variants.front
-    return front.bytes(level) + variants.known[DEFAULT].bytes - front.bytes(DEFAULT)
+    """Return the bytes of a step with the storage of a level if all else needs what it needs at least elsewhere."""
+    front, known = variants.front, variants.known
+    return front.bytes(level) + min(known[other].bytes - front.bytes(other) for other in known if other != PLAIN)
 
 
 def smallest(variants: StepVariants) -> Needs:

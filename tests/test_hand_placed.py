@@ -58,3 +58,11 @@ def test_a_program_without_blocks_has_none():
     variables = Plain().init(jax.random.key(0), X)
     step = step_of(Plain(), jaxpipe.memory_encoded)
     assert StepVariants(Call(step, {}, (variables, X), {}, jax.devices()[0])).front.hand_placed == ()
+
+
+@pytest.mark.parametrize("level", ["default", "room 12 of 16", "smallest"])
+def test_the_products_that_run_again_are_counted_before_a_level_is_traced(level):
+    step = step_of(Net(), jaxpipe.memory_encoded)
+    variants = StepVariants(Call(step, {}, (VARIABLES, X), {}, jax.devices()[0]))
+    plain = count_products(jax.make_jaxpr(step_of(Net()))(VARIABLES, X).jaxpr)[0]
+    assert count_products(variants.variant(level).jaxpr)[0] == plain + variants.front.reruns(level)

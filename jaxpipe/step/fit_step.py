@@ -65,11 +65,12 @@ def _try_small(variants: StepVariants, budget: int) -> None:
 
 
 def _try_less_again(variants: StepVariants, budget: int) -> None:
-    """Compile checkpoints that compute less again than the best level and may be within a budget, until one is."""
+    """Compile checkpoints that run fewer products again than the best level and may fit, until one does."""
     best, front = _best(variants, budget), variants.front
-    limit = 0.0 if best in (None, PLAIN, DEFAULT) else front.seconds(best)
+    assert best is not None
+    limit = 0 if best == PLAIN else front.reruns(best)
     for level in front.hand_placed:
-        may_fit = front.seconds(level) < limit and _predicted(variants, level) <= (1 + INEXACT) * budget
+        may_fit = front.reruns(level) < limit and _predicted(variants, level) <= (1 + INEXACT) * budget
         if may_fit and variants.needs(level).bytes <= budget:
             break
 

@@ -61,14 +61,18 @@ class StepFront:
 
     @cached_property
     def hand_placed(self) -> tuple[str, ...]:
-        """The levels that are checkpoints as people place them, those that compute least again first."""
+        """The levels that are checkpoints as people place them, those that run the fewest products again first."""
         with building_for(self.platform):
             names = dict.fromkeys(name for front in self.fronts.values() for name in front.hand_placed)
-        return tuple(sorted(names, key=self.seconds))
+        return tuple(sorted(names, key=lambda name: (self.reruns(name), self.seconds(name))))
 
     def seconds(self, level: str) -> float:
         """Return the estimated seconds of codecs and of what is computed again."""
         return sum(point.seconds for point in self.points(level).values())
+
+    def reruns(self, level: str) -> int:
+        """Return how many products run again, each program counted once."""
+        return sum(point.reruns for point in self.points(level).values())
 
     def bytes(self, level: str) -> float:
         """Return the estimated bytes of all programs together."""

@@ -14,6 +14,7 @@ from functools import cached_property
 from jaxpipe import _compat, multihost
 from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.allowed_codecs import Policy
+from jaxpipe.graph.graph import Operator
 from jaxpipe.graph.op_cost import is_product
 from jaxpipe.planning.storage.choose_swaps import Targets
 from jaxpipe.planning.storage.fastest_choice import Answer, choose, least_seconds, lowest_peak
@@ -129,6 +130,11 @@ class Point:
     def seconds(self) -> float:
         """Seconds of a micro-batch for codecs and recomputation."""
         return self.way.seconds + self.answer.outcome.seconds
+
+    @cached_property
+    def reruns(self) -> int:
+        """The number of products that run again; of one in slices, once for all of them."""
+        return len(rerun_products(self.way.vjp, self.plan)) + (self.way.slices > 1)
 
     @property
     def swapped(self) -> tuple[TensorNumber, ...]:
@@ -295,7 +301,10 @@ class Front:
 
 def reruns_products(vjp: VJPProgram | None) -> bool:
     """Return whether a program with default storage runs products again, as many as a GPU may."""
-    if _compat.runs_breadth_first() or vjp is None:
-        return False
-    again = {t for t, saved in vjp.plan.formats.items() if not saved.format.is_stored}
-    return any(is_product(op) and not again.isdisjoint(op.outputs) for op in vjp.graph.operators)
+    return not _compat.runs_breadth_first() and vjp is not None and bool(rerun_products(vjp, vjp.plan))
+
+
+def rerun_products(vjp: VJPProgram, plan: ResidualPlan) -> list[Operator]:
+    """Return the products that the backward pass runs again under a plan."""
+    again = {t for t, saved in plan.formats.items() if not saved.format.is_stored}
+    return [op for op in vjp.graph.operators if is_product(op) and not again.isdisjoint(op.outputs)]

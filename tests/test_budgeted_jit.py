@@ -242,6 +242,25 @@ def test_static_arguments_and_shapes(training):
     assert_equal(named(copies[1], x, y), plainly(step, state, x, y)[0])
 
 
+def test_a_method_is_bound_as_that_of_jax_jit_is(training):
+    step, args = training
+
+    class Trainer:
+        factor = 2
+
+        @functools.partial(jaxpipe.jit, memory="1GiB", static_argnums=0)
+        def budgeted(self, state, x, y):
+            return step(state, self.factor * x, y)
+
+        @functools.partial(jax.jit, static_argnums=0)
+        def plain(self, state, x, y):
+            return step(state, self.factor * x, y)
+
+    trainer = Trainer()
+    assert_equal(trainer.budgeted(*args), trainer.plain(*args))
+    assert Trainer.budgeted.lower(trainer, *args).plan.storage == "plain"
+
+
 def test_undecorated_steps():
     def step(w, x):
         return jax.grad(lambda w: (jnp.tanh(x @ w) @ w).sum())(w)

@@ -2,12 +2,12 @@
 
 import functools
 import time
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import Jaxpr
 
@@ -98,6 +98,10 @@ class BudgetedFunction:
         """Run the step. The first call for arguments of some shapes plans and compiles."""
         return self.lower(*args, **kwargs)._variant.jitted(*args, **kwargs)
 
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        """Return the step bound to the object whose method it is, as functions and those of ``jax.jit`` do."""
+        return self if owner is None else types.MethodType(self, owner)
+
     def lower(self, *args: PyTree, **kwargs: PyTree) -> BudgetedLowered:
         """Return the step within its budget for some arguments, arrays or shapes (``jax.ShapeDtypeStruct``).
 
@@ -130,7 +134,7 @@ class BudgetedFunction:
     def _planned(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], leaves: list[Any]) -> BudgetedLowered:
         start, device = time.perf_counter(), _device(leaves, self._options)
         budget = pool_bytes(device) if self._memory == "device" else device_bytes(self._memory)
-        call, shapes = Call(self._step, self._options, args, kwargs, device), tuple(map(jnp.shape, leaves))
+        call, shapes = Call(self._step, self._options, args, kwargs, device), tuple(map(_shape, leaves))
         variants = StepVariants(call, self._variants.get(shapes))
         self._variants.setdefault(shapes, variants)
         while True:
@@ -240,10 +244,19 @@ def _signature(leaf: Any, by_value: bool) -> Any:
 
     A Python number is a value only ``by_value``: where some arguments are static.
     """
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+    if not _is_array(leaf):
         return type(leaf), leaf if by_value or not isinstance(leaf, int | float | complex) else None
     weak, committed = getattr(leaf, "weak_type", False), getattr(leaf, "committed", True)
     return leaf.shape, leaf.dtype, weak, getattr(leaf, "sharding", None) if committed else None
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    """Return the shape of an argument: a number has that of a scalar, and so has a static value."""
+    return leaf.shape if _is_array(leaf) else ()
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def _device(leaves: list[Any], options: dict[str, Any]) -> Device:

@@ -1,6 +1,8 @@
 """``jaxpipe.jit``: a step of one's own within a budget."""
 
 import functools
+import gc
+import weakref
 
 import flax.linen as nn
 import jax
@@ -240,6 +242,16 @@ def test_static_arguments_and_shapes(training):
     copies = [jax.tree.map(jnp.copy, state) for _ in range(2)]
     assert_equal(named(copies[0], x, y, scaled=True), plainly(step, state, 2 * x, y)[0])
     assert_equal(named(copies[1], x, y), plainly(step, state, x, y)[0])
+
+
+def test_arguments_are_not_kept_on_the_device(training):
+    step, args = training
+    budgeted, copies = jaxpipe.jit(step, memory="1GiB"), jax.tree.map(jnp.copy, args)
+    buffers = [weakref.ref(leaf) for leaf in jax.tree.leaves(copies)]
+    jax.block_until_ready(budgeted(*copies))
+    del copies
+    gc.collect()
+    assert not [buffer for buffer in buffers if buffer() is not None]
 
 
 def test_a_method_is_bound_as_that_of_jax_jit_is(training):

@@ -15,6 +15,7 @@ from jaxpipe.array_types import Device, PyTree
 from jaxpipe.costs.device_memory import pool_bytes, pool_fraction
 from jaxpipe.errors import MemoryBudgetError, ModelError
 from jaxpipe.step.fit_step import fitting_level, smallest
+from jaxpipe.step.step_arguments import without_values
 from jaxpipe.step.step_front import DEFAULT, PLAIN
 from jaxpipe.step.step_variants import Call, StepVariants, Variant, jitter, split_arguments
 from jaxpipe.text.plain_table import PlainTable
@@ -134,7 +135,8 @@ class BudgetedFunction:
     def _planned(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], leaves: list[Any]) -> BudgetedLowered:
         start, device = time.perf_counter(), _device(leaves, self._options)
         budget = pool_bytes(device) if self._memory == "device" else device_bytes(self._memory)
-        call, shapes = Call(self._step, self._options, args, kwargs, device), tuple(map(_shape, leaves))
+        without, named_without = without_values((args, kwargs))
+        call, shapes = Call(self._step, self._options, without, named_without, device), tuple(map(_shape, leaves))
         variants = StepVariants(call, self._variants.get(shapes))
         self._variants.setdefault(shapes, variants)
         while True:

@@ -254,6 +254,54 @@ def test_arguments_are_not_kept_on_the_device(training):
     assert not [buffer for buffer in buffers if buffer() is not None]
 
 
+@jaxpipe.memory_encoded
+def tower(weights, x):
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return (x**2).mean()
+
+
+@pytest.mark.parametrize("order", [(True, False), (False, True)])
+def test_static_values_are_planned_apart(order):
+    def step(weights, x, watched):
+        gradients = jax.grad(tower)(weights, x)
+        return (gradients, jnp.tile(x, (1, 8))) if watched else gradients
+
+    args = [jnp.ones((32, 32)) / 32] * 4, jnp.ones((2048, 32))
+    plain = {x: plainly(step, *args, x, static_argnums=2)[1] for x in (True, False)}
+    budgeted = jaxpipe.jit(step, memory=plain[False], static_argnums=2)
+    for watched in order:
+        if watched:
+            with pytest.raises(jaxpipe.MemoryBudgetError, match=f"{plain[True]} bytes"):
+                budgeted.lower(*args, watched)
+        else:
+            assert budgeted.lower(*args, watched).plan.needed_bytes == plain[False]
+
+
+def test_other_types_of_the_same_shapes_are_planned_apart():
+    args = [jnp.ones((32, 32)) / 32] * 4, jnp.ones((2048, 32))
+    budgeted = jaxpipe.jit(jax.value_and_grad(tower), memory="1GiB")
+    for dtype in (jnp.float32, jnp.bfloat16):
+        args = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), args)
+        assert budgeted.lower(*args).plan.plain_bytes == plainly(jax.value_and_grad(tower), *args)[1]
+
+
+def test_numbers_that_are_not_static_are_not_planned_again(training):
+    step, (state, x, y) = training
+    traced = []
+
+    @functools.partial(jaxpipe.jit, memory="1GiB", static_argnames="scaled")
+    def counting(state, x, y, count, scaled):
+        traced.append(count)
+        return step(state, 2 * x if scaled else x, y), count + 1
+
+    for count in range(3):
+        (_, value), after = counting(state, x, y, count, scaled=True)
+        assert after == count + 1
+    assert len(traced) == 1
+    assert_equal(value, plainly(step, state, 2 * x, y)[0][1])
+
+
 def test_a_method_is_bound_as_that_of_jax_jit_is(training):
     step, args = training
 

@@ -3,11 +3,12 @@
 import functools
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import Jaxpr
 
@@ -15,7 +16,7 @@ from jaxpipe.array_types import Device, PyTree
 from jaxpipe.costs.device_memory import pool_bytes, pool_fraction
 from jaxpipe.errors import MemoryBudgetError, ModelError
 from jaxpipe.step.fit_step import fitting_level, smallest
-from jaxpipe.step.step_arguments import without_values
+from jaxpipe.step.step_arguments import split_static, without_values
 from jaxpipe.step.step_front import DEFAULT, PLAIN
 from jaxpipe.step.step_variants import Call, StepVariants, Variant, jitter, split_arguments
 from jaxpipe.text.plain_table import PlainTable
@@ -93,7 +94,7 @@ class BudgetedFunction:
         functools.update_wrapper(self, step)
         self._step, self._memory, self._options = step, memory, options
         self._lowered: dict[Any, BudgetedLowered] = {}
-        self._variants: dict[Any, StepVariants] = {}  # by shapes, of the first arguments of these
+        self._variants: dict[Any, StepVariants] = {}  # by shapes and types, of the first arguments of these
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """Run the step. The first call for arguments of some shapes plans and compiles."""
@@ -110,17 +111,18 @@ class BudgetedFunction:
           MemoryBudgetError: if no choice of what is stored keeps the budget; its ``smallest`` does.
           ModelError: if nothing in the step is decorated and differentiated, and it needs more as it is.
         """
-        structure, leaves = split_arguments((args, kwargs))
+        static, dynamic = split_static(self._step, self._options, args, kwargs)
+        structure, leaves = split_arguments(dynamic)
         if any(isinstance(leaf, Tracer) for leaf in leaves):
             raise ModelError(
                 f"{self._name} was called inside another transformation (jax.jit, jax.grad, jax.vmap, ...), where it "
                 "is a part of a larger program, whose bytes its budget does not limit. Call it outside, or give "
                 "jaxpipe.jit the outer function."
             )
-        by_value = bool(self._options.keys() & {"static_argnums", "static_argnames"})
-        key = structure, tuple(_signature(leaf, by_value) for leaf in leaves)
+        key = structure, static, tuple(map(_signature, leaves))
         if key not in self._lowered:
-            self._lowered[key] = self._planned(args, kwargs, leaves)
+            alike = structure, static, tuple(map(_shape, leaves))
+            self._lowered[key] = self._planned(args, kwargs, leaves, alike)
         return self._lowered[key]
 
     def eval_shape(self, *args: PyTree, **kwargs: PyTree) -> Any:
@@ -132,13 +134,15 @@ class BudgetedFunction:
         return f"jaxpipe.jit({getattr(self._step, '__name__', 'step')})"
 
     @progress("Planning the step")
-    def _planned(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], leaves: list[Any]) -> BudgetedLowered:
+    def _planned(
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], leaves: list[Any], alike: Hashable
+    ) -> BudgetedLowered:
         start, device = time.perf_counter(), _device(leaves, self._options)
         budget = pool_bytes(device) if self._memory == "device" else device_bytes(self._memory)
-        without, named_without = without_values((args, kwargs))
-        call, shapes = Call(self._step, self._options, without, named_without, device), tuple(map(_shape, leaves))
-        variants = StepVariants(call, self._variants.get(shapes))
-        self._variants.setdefault(shapes, variants)
+        shapes, named_shapes = without_values((args, kwargs))
+        call = Call(self._step, self._options, shapes, named_shapes, device)
+        variants = StepVariants(call, self._variants.get(alike))
+        self._variants.setdefault(alike, variants)
         while True:
             level = fitting_level(variants, budget)
             if level is None:
@@ -241,20 +245,19 @@ def jit(step: Callable[..., Any] | None = None, *, memory: int | str, **jit_argu
     return BudgetedFunction(step, memory, jit_arguments)
 
 
-def _signature(leaf: Any, by_value: bool) -> Any:
-    """Return what a program depends on of an argument: shape, type and sharding of an array, or a static value.
-
-    A Python number is a value only ``by_value``: where some arguments are static.
-    """
+def _signature(leaf: Any) -> Any:
+    """Return what a program depends on of an argument: shape, type and sharding of an array, or a number's type."""
     if not _is_array(leaf):
-        return type(leaf), leaf if by_value or not isinstance(leaf, int | float | complex) else None
+        return type(leaf)
     weak, committed = getattr(leaf, "weak_type", False), getattr(leaf, "committed", True)
     return leaf.shape, leaf.dtype, weak, getattr(leaf, "sharding", None) if committed else None
 
 
-def _shape(leaf: Any) -> tuple[int, ...]:
-    """Return the shape of an argument: a number has that of a scalar, and so has a static value."""
-    return leaf.shape if _is_array(leaf) else ()
+def _shape(leaf: Any) -> Any:
+    """Return the shape and type of an argument; a number has those of the array that it becomes."""
+    if _is_array(leaf):
+        return leaf.shape, leaf.dtype
+    return ((), jnp.result_type(leaf)) if isinstance(leaf, int | float | complex) else type(leaf)
 
 
 def _is_array(leaf: Any) -> bool:

@@ -1,5 +1,7 @@
-"""Arguments of a step without their values."""
+"""Arguments of a step: the static ones, whose values count, and all others, of which shapes do."""
 
+import inspect
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
@@ -22,3 +24,30 @@ def _without_value(leaf: Any) -> Any:
         return leaf
     sharding = leaf.sharding if leaf.committed else None
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.aval.weak_type)
+
+
+def split_static(
+    step: Callable[..., Any], options: Mapping[str, Any], args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
+) -> tuple[Hashable, PyTree]:
+    """Return static arguments by place or name, and all others; of names and places ``jax.jit`` infers each other."""
+    given_names, given_places = options.get("static_argnames"), options.get("static_argnums")
+    names = {given_names} if isinstance(given_names, str) else set(given_names or ())
+    places = {given_places} if isinstance(given_places, int) else set(given_places or ())
+    places = {place % len(args) if place < 0 else place for place in places}
+    if given_names is None or given_places is None:
+        known = _parameters(step) if names or places else []
+        names |= {known[place] for place in places if place < len(known)}
+        places |= {place for place, name in enumerate(known) if name in names}
+    static = [(k, type(x), x) for k, x in enumerate(args) if k in places]
+    named = [(name, type(x), x) for name, x in sorted(kwargs.items()) if name in names]
+    others = tuple(None if k in places else x for k, x in enumerate(args))
+    return (*static, *named), (others, {name: x for name, x in kwargs.items() if name not in names})
+
+
+def _parameters(step: Callable[..., Any]) -> list[str]:
+    """Return the names of a function's parameters that have a place."""
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):  # of a built-in function
+        return []
+    return [x.name for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]

@@ -1,5 +1,6 @@
 """``jaxpipe.jit``: a step of one's own within a budget."""
 
+import dataclasses
 import functools
 import gc
 import weakref
@@ -158,6 +159,38 @@ def test_nnx_modules_and_optimizers_change_as_under_nnx_jit():
     expected = trained(Net, plain_step)
     budgeted = jaxpipe.jit(step, memory=int(0.8 * plain))
     assert_equal(trained(jaxpipe.memory_encoded(Net), budgeted), expected)
+
+
+def test_nnx_modules_with_a_configuration_that_has_no_hash():
+    @dataclasses.dataclass
+    class Config:
+        width: int = 32
+
+    class Net(nnx.Module):
+        def __init__(self, config, rngs):
+            self.config = config
+            self.layers = nnx.List([nnx.Linear(config.width, config.width, rngs=rngs) for _ in range(4)])
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = jnp.tanh(layer(x))
+            return x
+
+    traced = []
+
+    def step(model, x):
+        traced.append(1)
+        value, gradients = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+        nnx.update(model, jax.tree.map(lambda w, g: w - 0.1 * g, nnx.state(model), gradients))
+        return value
+
+    def trained(jitted):
+        model = jaxpipe.memory_encoded(Net)(Config(), nnx.Rngs(0))
+        return [jitted(model, jnp.ones((1024, 32))) for _ in range(3)]
+
+    given = trained(jaxpipe.jit(step, memory="1GiB"))
+    assert len(traced) == 1
+    assert_equal(given, trained(nnx.jit(step)))
 
 
 def test_micro_batches_in_a_scan():

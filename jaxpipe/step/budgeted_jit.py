@@ -16,7 +16,7 @@ from jaxpipe.array_types import Device, PyTree
 from jaxpipe.costs.device_memory import pool_bytes, pool_fraction
 from jaxpipe.errors import MemoryBudgetError, ModelError
 from jaxpipe.step.fit_step import fitting_level, smallest
-from jaxpipe.step.step_arguments import split_static, without_values
+from jaxpipe.step.step_arguments import Compared, split_static, without_values
 from jaxpipe.step.step_front import DEFAULT, PLAIN
 from jaxpipe.step.step_variants import Call, StepVariants, Variant, jitter, split_arguments
 from jaxpipe.text.plain_table import PlainTable
@@ -119,9 +119,10 @@ class BudgetedFunction:
                 "is a part of a larger program, whose bytes its budget does not limit. Call it outside, or give "
                 "jaxpipe.jit the outer function."
             )
-        key = structure, static, tuple(map(_signature, leaves))
+        same = Compared(structure), static
+        key = same, tuple(map(_signature, leaves))
         if key not in self._lowered:
-            alike = structure, static, tuple(map(_shape, leaves))
+            alike = same, tuple(map(_shape, leaves))
             self._lowered[key] = self._planned(args, kwargs, leaves, alike)
         return self._lowered[key]
 

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -9,6 +10,16 @@ from flax import nnx
 
 from jaxpipe.array_types import PyTree
 from jaxpipe.models.purify_nnx import is_module
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A structure as the key of a mapping, which need not be hashable: a module may have a plain dataclass in it."""
+
+    structure: Any
+
+    def __hash__(self) -> int:
+        return 0
 
 
 def without_values(arguments: PyTree) -> PyTree:

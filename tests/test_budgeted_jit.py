@@ -1,6 +1,9 @@
 """``jaxpipe.jit``: a step of one's own within a budget."""
 
+import dataclasses
 import functools
+import gc
+import weakref
 
 import flax.linen as nn
 import jax
@@ -158,6 +161,38 @@ def test_nnx_modules_and_optimizers_change_as_under_nnx_jit():
     assert_equal(trained(jaxpipe.memory_encoded(Net), budgeted), expected)
 
 
+def test_nnx_modules_with_a_configuration_that_has_no_hash():
+    @dataclasses.dataclass
+    class Config:
+        width: int = 32
+
+    class Net(nnx.Module):
+        def __init__(self, config, rngs):
+            self.config = config
+            self.layers = nnx.List([nnx.Linear(config.width, config.width, rngs=rngs) for _ in range(4)])
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = jnp.tanh(layer(x))
+            return x
+
+    traced = []
+
+    def step(model, x):
+        traced.append(1)
+        value, gradients = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+        nnx.update(model, jax.tree.map(lambda w, g: w - 0.1 * g, nnx.state(model), gradients))
+        return value
+
+    def trained(jitted):
+        model = jaxpipe.memory_encoded(Net)(Config(), nnx.Rngs(0))
+        return [jitted(model, jnp.ones((1024, 32))) for _ in range(3)]
+
+    given = trained(jaxpipe.jit(step, memory="1GiB"))
+    assert len(traced) == 1
+    assert_equal(given, trained(nnx.jit(step)))
+
+
 def test_micro_batches_in_a_scan():
     @jaxpipe.memory_encoded
     def loss(params, x):
@@ -240,6 +275,83 @@ def test_static_arguments_and_shapes(training):
     copies = [jax.tree.map(jnp.copy, state) for _ in range(2)]
     assert_equal(named(copies[0], x, y, scaled=True), plainly(step, state, 2 * x, y)[0])
     assert_equal(named(copies[1], x, y), plainly(step, state, x, y)[0])
+
+
+def test_arguments_are_not_kept_on_the_device(training):
+    step, args = training
+    budgeted, copies = jaxpipe.jit(step, memory="1GiB"), jax.tree.map(jnp.copy, args)
+    buffers = [weakref.ref(leaf) for leaf in jax.tree.leaves(copies)]
+    jax.block_until_ready(budgeted(*copies))
+    del copies
+    gc.collect()
+    assert not [buffer for buffer in buffers if buffer() is not None]
+
+
+@jaxpipe.memory_encoded
+def tower(weights, x):
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return (x**2).mean()
+
+
+@pytest.mark.parametrize("order", [(True, False), (False, True)])
+def test_static_values_are_planned_apart(order):
+    def step(weights, x, watched):
+        gradients = jax.grad(tower)(weights, x)
+        return (gradients, jnp.tile(x, (1, 8))) if watched else gradients
+
+    args = [jnp.ones((32, 32)) / 32] * 4, jnp.ones((2048, 32))
+    plain = {x: plainly(step, *args, x, static_argnums=2)[1] for x in (True, False)}
+    budgeted = jaxpipe.jit(step, memory=plain[False], static_argnums=2)
+    for watched in order:
+        if watched:
+            with pytest.raises(jaxpipe.MemoryBudgetError, match=f"{plain[True]} bytes"):
+                budgeted.lower(*args, watched)
+        else:
+            assert budgeted.lower(*args, watched).plan.needed_bytes == plain[False]
+
+
+def test_other_types_of_the_same_shapes_are_planned_apart():
+    args = [jnp.ones((32, 32)) / 32] * 4, jnp.ones((2048, 32))
+    budgeted = jaxpipe.jit(jax.value_and_grad(tower), memory="1GiB")
+    for dtype in (jnp.float32, jnp.bfloat16):
+        args = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), args)
+        assert budgeted.lower(*args).plan.plain_bytes == plainly(jax.value_and_grad(tower), *args)[1]
+
+
+def test_numbers_that_are_not_static_are_not_planned_again(training):
+    step, (state, x, y) = training
+    traced = []
+
+    @functools.partial(jaxpipe.jit, memory="1GiB", static_argnames="scaled")
+    def counting(state, x, y, count, scaled):
+        traced.append(count)
+        return step(state, 2 * x if scaled else x, y), count + 1
+
+    for count in range(3):
+        (_, value), after = counting(state, x, y, count, scaled=True)
+        assert after == count + 1
+    assert len(traced) == 1
+    assert_equal(value, plainly(step, state, 2 * x, y)[0][1])
+
+
+def test_a_method_is_bound_as_that_of_jax_jit_is(training):
+    step, args = training
+
+    class Trainer:
+        factor = 2
+
+        @functools.partial(jaxpipe.jit, memory="1GiB", static_argnums=0)
+        def budgeted(self, state, x, y):
+            return step(state, self.factor * x, y)
+
+        @functools.partial(jax.jit, static_argnums=0)
+        def plain(self, state, x, y):
+            return step(state, self.factor * x, y)
+
+    trainer = Trainer()
+    assert_equal(trainer.budgeted(*args), trainer.plain(*args))
+    assert Trainer.budgeted.lower(trainer, *args).plan.storage == "plain"
 
 
 def test_undecorated_steps():

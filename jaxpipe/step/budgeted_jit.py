@@ -2,7 +2,8 @@
 
 import functools
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from jaxpipe.array_types import Device, PyTree
 from jaxpipe.costs.device_memory import POOL_VARIABLES, pool_bytes, pool_fraction
 from jaxpipe.errors import MemoryBudgetError, ModelError
 from jaxpipe.step.fit_step import fitting_level, smallest
+from jaxpipe.step.step_arguments import Compared, split_static, without_values
 from jaxpipe.step.step_front import DEFAULT, PLAIN
 from jaxpipe.step.step_variants import Call, StepVariants, Variant, jitter, split_arguments
 from jaxpipe.text.plain_table import PlainTable
@@ -93,15 +95,15 @@ class BudgetedFunction:
         functools.update_wrapper(self, step)
         self._step, self._memory, self._options = step, memory, options
         self._lowered: dict[Any, BudgetedLowered] = {}
-        self._variants: dict[Any, StepVariants] = {}  # by shapes, of the first arguments of these
+        self._variants: dict[Any, StepVariants] = {}  # by shapes and types, of the first arguments of these
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """Run the step. The first call for arguments of some shapes plans and compiles."""
         return self.lower(*args, **kwargs)._variant.jitted(*args, **kwargs)
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """Return the method of an instance."""
-        return self if instance is None else functools.partial(self, instance)
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        """Return the step bound to the object whose method it is, as functions and those of ``jax.jit`` do."""
+        return self if owner is None else types.MethodType(self, owner)
 
     def lower(self, *args: PyTree, **kwargs: PyTree) -> BudgetedLowered:
         """Return the step within its budget for some arguments, arrays or shapes (``jax.ShapeDtypeStruct``).
@@ -110,17 +112,19 @@ class BudgetedFunction:
           MemoryBudgetError: if no choice of what is stored keeps the budget; its ``smallest`` does.
           ModelError: if nothing in the step is decorated and differentiated, and it needs more as it is.
         """
-        structure, leaves = split_arguments((args, kwargs))
+        static, dynamic = split_static(self._step, self._options, args, kwargs)
+        structure, leaves = split_arguments(dynamic)
         if any(isinstance(leaf, Tracer) for leaf in leaves):
             raise ModelError(
                 f"{self._name} was called inside another transformation (jax.jit, jax.grad, jax.vmap, ...), where it "
                 "is a part of a larger program, whose bytes its budget does not limit. Call it outside, or give "
                 "jaxpipe.jit the outer function."
             )
-        by_value = bool(self._options.keys() & {"static_argnums", "static_argnames"})
-        key = structure, tuple(_signature(leaf, by_value) for leaf in leaves)
+        same = Compared(structure), static
+        key = same, tuple(map(_signature, leaves))
         if key not in self._lowered:
-            self._lowered[key] = self._planned(args, kwargs, leaves)
+            alike = same, tuple(map(_shape, leaves))
+            self._lowered[key] = self._planned(args, kwargs, leaves, alike)
         return self._lowered[key]
 
     def eval_shape(self, *args: PyTree, **kwargs: PyTree) -> Any:
@@ -132,13 +136,16 @@ class BudgetedFunction:
         return f"jaxpipe.jit({getattr(self._step, '__name__', 'step')})"
 
     @progress("Planning the step")
-    def _planned(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], leaves: list[Any]) -> BudgetedLowered:
+    def _planned(
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], leaves: list[Any], alike: Hashable
+    ) -> BudgetedLowered:
         start, device = time.perf_counter(), _device(leaves, self._options)
         of_device = self._memory == "device"
         budget = multihost.from_first(lambda: pool_bytes(device)) if of_device else device_bytes(self._memory)
-        call, shapes = Call(self._step, self._options, args, kwargs, device), tuple(map(jnp.shape, leaves))
-        variants = StepVariants(call, self._variants.get(shapes))
-        self._variants.setdefault(shapes, variants)
+        shapes, named_shapes = without_values((args, kwargs))
+        call = Call(self._step, self._options, shapes, named_shapes, device)
+        variants = StepVariants(call, self._variants.get(alike))
+        self._variants.setdefault(alike, variants)
         while True:
             level = fitting_level(variants, budget)
             if level is None:
@@ -171,8 +178,8 @@ class BudgetedFunction:
         if not variants.programs:
             return ModelError(
                 f"{head}, and nothing in it that is differentiated is decorated with jaxpipe.memory_encoded: there is "
-                "nothing to store otherwise. Decorate the model's class, or the loss: "
-                "loss = jaxpipe.memory_encoded(loss)."
+                "nothing to store otherwise. Decorate the loss that jax.grad gets, loss = jaxpipe.memory_encoded(loss), "
+                "or the model's class; where nothing is differentiated, a smaller batch needs less."
             )
         least, sizes = smallest(variants).bytes, variants.plain.compiled.memory_analysis()
         state = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
@@ -182,7 +189,8 @@ class BudgetedFunction:
         return MemoryBudgetError(
             f"{head}, {variants.needs(DEFAULT).bytes} as decorated, and {least} ({bytes_text(least)}) with the least "
             f"storage that was found, of which arguments and results are {bytes_text(state)}.{donates} Pass "
-            f"memory={least} or more, a smaller batch, or decorate more of the step (the loss as well as the model)."
+            f"memory={least} or more, a smaller batch, or decorate more of the step (the loss as well as the model); of blocks in a "
+            "scan or under nn.remat, decorate the block."
             f"\n    memory={least}",
             least,
         )
@@ -241,15 +249,23 @@ def jit(step: Callable[..., Any] | None = None, *, memory: int | str, **jit_argu
     return BudgetedFunction(step, memory, jit_arguments)
 
 
-def _signature(leaf: Any, by_value: bool) -> Any:
-    """Return what a program depends on of an argument: shape, type and sharding of an array, or a static value.
-
-    A Python number is a value only ``by_value``: where some arguments are static.
-    """
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        return type(leaf), leaf if by_value or not isinstance(leaf, int | float | complex) else None
+def _signature(leaf: Any) -> Any:
+    """Return what a program depends on of an argument: shape, type and sharding of an array, or a number's type."""
+    if not _is_array(leaf):
+        return type(leaf)
     weak, committed = getattr(leaf, "weak_type", False), getattr(leaf, "committed", True)
     return leaf.shape, leaf.dtype, weak, getattr(leaf, "sharding", None) if committed else None
+
+
+def _shape(leaf: Any) -> Any:
+    """Return the shape and type of an argument; a number has those of the array that it becomes."""
+    if _is_array(leaf):
+        return leaf.shape, leaf.dtype
+    return ((), jnp.result_type(leaf)) if isinstance(leaf, int | float | complex) else type(leaf)
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def _device(leaves: list[Any], options: dict[str, Any]) -> Device:

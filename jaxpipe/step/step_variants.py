@@ -47,7 +47,7 @@ class Call:
     Attributes:
       step: the function.
       options: arguments of ``jax.jit``.
-      args, kwargs: arrays, shapes or static values.
+      args, kwargs: shapes and static values; arrays would be kept on the device.
       device: one of those that it is for.
     """
 

@@ -1,0 +1,64 @@
+"""Arguments of a step: the static ones, whose values count, and all others, of which shapes do."""
+
+import inspect
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxpipe.array_types import PyTree
+from jaxpipe.models.purify_nnx import is_module
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A structure as the key of a mapping, which need not be hashable: a module may have a plain dataclass in it."""
+
+    structure: Any
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def without_values(arguments: PyTree) -> PyTree:
+    """Return arguments with shapes in place of arrays, those of NNX modules included."""
+    leaves, treedef = jax.tree.flatten(arguments, is_leaf=is_module)
+    graphdef, state = nnx.split(tuple(filter(is_module, leaves)))
+    modules = iter(nnx.merge(graphdef, jax.tree.map(_without_value, state)))
+    return treedef.unflatten([next(modules) if is_module(leaf) else _without_value(leaf) for leaf in leaves])
+
+
+def _without_value(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    sharding = leaf.sharding if leaf.committed else None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.aval.weak_type)
+
+
+def split_static(
+    step: Callable[..., Any], options: Mapping[str, Any], args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
+) -> tuple[Hashable, PyTree]:
+    """Return static arguments by place or name, and all others; of names and places ``jax.jit`` infers each other."""
+    given_names, given_places = options.get("static_argnames"), options.get("static_argnums")
+    names = {given_names} if isinstance(given_names, str) else set(given_names or ())
+    places = {given_places} if isinstance(given_places, int) else set(given_places or ())
+    places = {place % len(args) if place < 0 else place for place in places}
+    if given_names is None or given_places is None:
+        known = _parameters(step) if names or places else []
+        names |= {known[place] for place in places if place < len(known)}
+        places |= {place for place, name in enumerate(known) if name in names}
+    static = [(k, type(x), x) for k, x in enumerate(args) if k in places]
+    named = [(name, type(x), x) for name, x in sorted(kwargs.items()) if name in names]
+    others = tuple(None if k in places else x for k, x in enumerate(args))
+    return (*static, *named), (others, {name: x for name, x in kwargs.items() if name not in names})
+
+
+def _parameters(step: Callable[..., Any]) -> list[str]:
+    """Return the names of a function's parameters that have a place."""
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):  # of a built-in function
+        return []
+    return [x.name for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]

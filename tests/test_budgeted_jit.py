@@ -125,6 +125,8 @@ def test_arguments_of_other_types_are_planned_as_the_first_ones(training):
     first = budgeted.lower(state.replace(step=0), x, y).plan  # as TrainState.create has it
     second = budgeted.lower(state, x, y).plan
     assert second.storage == first.storage and second.compilations == 1
+    number, weak = (budgeted.lower(state.replace(step=k), x, y) for k in (7, jnp.asarray(7)))
+    assert number.plan is first and weak.plan is first  # a number is a scalar of weak type
 
 
 @pytest.mark.core

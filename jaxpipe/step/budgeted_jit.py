@@ -178,8 +178,9 @@ class BudgetedFunction:
         if not variants.programs:
             return ModelError(
                 f"{head}, and nothing in it that is differentiated is decorated with jaxpipe.memory_encoded: there is "
-                "nothing to store otherwise. Decorate the loss that jax.grad gets, loss = jaxpipe.memory_encoded(loss), "
-                "or the model's class; where nothing is differentiated, a smaller batch needs less."
+                "nothing to store otherwise. Decorate the loss that jax.grad gets, "
+                "loss = jaxpipe.memory_encoded(loss), or the model's class; where nothing is differentiated, a smaller "
+                "batch needs less."
             )
         least, sizes = smallest(variants).bytes, variants.plain.compiled.memory_analysis()
         state = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
@@ -189,8 +190,8 @@ class BudgetedFunction:
         return MemoryBudgetError(
             f"{head}, {variants.needs(DEFAULT).bytes} as decorated, and {least} ({bytes_text(least)}) with the least "
             f"storage that was found, of which arguments and results are {bytes_text(state)}.{donates} Pass "
-            f"memory={least} or more, a smaller batch, or decorate more of the step (the loss as well as the model); of blocks in a "
-            "scan or under nn.remat, decorate the block."
+            f"memory={least} or more, a smaller batch, or decorate more of the step (the loss as well as the model); "
+            "of blocks in a scan or under nn.remat, decorate the block."
             f"\n    memory={least}",
             least,
         )
@@ -250,22 +251,16 @@ def jit(step: Callable[..., Any] | None = None, *, memory: int | str, **jit_argu
 
 
 def _signature(leaf: Any) -> Any:
-    """Return what a program depends on of an argument: shape, type and sharding of an array, or a number's type."""
-    if not _is_array(leaf):
-        return type(leaf)
-    weak, committed = getattr(leaf, "weak_type", False), getattr(leaf, "committed", True)
-    return leaf.shape, leaf.dtype, weak, getattr(leaf, "sharding", None) if committed else None
+    """Return what a program depends on of an argument: shape, type and sharding; a number is a scalar of weak type."""
+    weak, committed = getattr(leaf, "weak_type", not hasattr(leaf, "dtype")), getattr(leaf, "committed", True)
+    return _shape(leaf), weak, getattr(leaf, "sharding", None) if committed else None
 
 
 def _shape(leaf: Any) -> Any:
     """Return the shape and type of an argument; a number has those of the array that it becomes."""
-    if _is_array(leaf):
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return leaf.shape, leaf.dtype
     return ((), jnp.result_type(leaf)) if isinstance(leaf, int | float | complex) else type(leaf)
-
-
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def _device(leaves: list[Any], options: dict[str, Any]) -> Device:
@@ -279,7 +274,8 @@ def _device(leaves: list[Any], options: dict[str, Any]) -> Device:
         return options["device"]
     if options.get("backend") is not None:
         return jax.devices(options["backend"])[0]
-    default: Any = jax.config.jax_default_device
+    config: Any = jax.config
+    default = config.jax_default_device
     if default is None:
         return jax.devices()[0]
     return jax.devices(default)[0] if isinstance(default, str) else default

@@ -111,7 +111,6 @@ def linen():
     return jaxpipe.explain(linen_step, linen_state(Net()), BATCH)
 
 
-@pytest.mark.core
 def test_the_parts_of_a_linen_step_are_those_counted_by_hand():
     explanation, state = linen(), linen_state(Net())
     causes = explanation.bytes_by_cause()
@@ -128,7 +127,6 @@ def test_the_parts_of_a_linen_step_are_those_counted_by_hand():
     assert causes.get("unused between buffers", 0) < 0.01 * explanation.total_bytes  # alignment
 
 
-@pytest.mark.core
 def test_what_is_stored_is_told_by_module():
     stored = [part for part in linen().parts if part.cause == "stored for the backward pass"]
     large = [part for part in stored if part.bytes >= 4 * ROWS * WIDTH]
@@ -136,7 +134,6 @@ def test_what_is_stored_is_told_by_module():
     assert {part.bytes for part in large} <= {4 * ROWS * WIDTH, 4 * ROWS * HIDDEN}
 
 
-@pytest.mark.core
 def test_donation_saves_what_it_says():
     explanation, arguments = linen(), (linen_state(Net()), BATCH)
     donated = xla_bytes(jax.jit(linen_step, donate_argnums=0), *arguments)
@@ -172,7 +169,6 @@ def test_wrapped_modules_need_what_the_written_lines_need():
         assert shown.line == "Block = nn.remat(Block, static_argnums=(2,))  # below class Block"
 
 
-@pytest.mark.core
 def test_measures_come_with_what_costs_nothing_first():
     measures = linen().measures
     assert linen().refused == ()

@@ -211,6 +211,25 @@ def cell(row):
     return f"{row['temporaries'] / 2**20:,.0f} / {row['products']}"
 
 
+def test_budgets_of_own_steps_are_the_measured_ones():
+    shown = table_rows(DOCS / "benchmarks.md")
+    columns = [("plain", "plain"), *(("jit", f"{share}%") for share in (80, 60, 45))]
+    columns += [("blocks", "blocks"), ("blocks", "blocks-dots-no-batch")]
+    for name, rows in results("step-budgets-h100-jax0.12")["models"].items():
+        known = {(row["family"], row["variant"]): row for row in rows}
+        assert shown[f"`jit`: {name}"] == [total(known[column]) if column in known else "-" for column in columns]
+        budgets = [row for row in rows if row["family"] == "jit" and "refused" not in row]
+        assert all(row["bytes"] <= row["memory"] for row in budgets)
+        for row in budgets:  # no placement within the budget runs fewer products
+            placed = [other for other in rows if other["family"] == "blocks" and other["bytes"] <= row["memory"]]
+            assert all(row["products"] <= other["products"] for other in placed), name
+
+
+def total(row):
+    """All bytes and products of a row, as tables show them."""
+    return "refused" if "refused" in row else f"{row['bytes'] / 2**20:,.0f} / {row['products']}"
+
+
 def test_figures_that_the_readme_begins_with_are_the_measured_ones():
     text = (ROOT / "README.md").read_text()
     models = results("stage-programs-h100-jax0.12")["models"]

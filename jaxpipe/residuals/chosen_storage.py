@@ -1,4 +1,4 @@
-"""What decorated programs store by choice of a budget, while the step that calls them is traced.
+"""The storage that a budget chooses for decorated programs, while the step that calls them is traced.
 
     with choosing(choices): trace the step ──▶ choices.met: its decorated programs that are differentiated
 
@@ -51,7 +51,7 @@ class DecoratedProgram:
 
 @dataclass(frozen=True)
 class Storage:
-    """What a program stores: a format for each tensor, and whether its largest product runs in slices."""
+    """The storage of a program: a format for each tensor, and whether its largest product runs in slices."""
 
     plan: ResidualPlan
     sliced: bool = False

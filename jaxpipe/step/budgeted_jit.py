@@ -214,7 +214,7 @@ def jit(step: Callable[..., Any] | None = None, *, memory: int | str, **jit_argu
     Returns:
       A function like that of ``jax.jit``. Its first call for arguments of some shapes plans: it compiles the step as it
       is, and where that needs more, other choices. ``lower(*args)`` plans without running, with arrays or shapes, which
-      may be those of devices that are not there; it has ``plan``, which prints, and ``compile()``.
+      may name devices that this machine does not have; it has ``plan``, which prints, and ``compile()``.
 
     Raises:
       MemoryBudgetError: when called, if no choice keeps the budget; its ``smallest`` is a budget that is kept. Or at

@@ -111,7 +111,7 @@ class StepVariants:
 
     @property
     def known(self) -> Mapping[str, Needs]:
-        """What is known of levels."""
+        """The needs of the levels that were compiled here or in an earlier process."""
         return self._needs
 
     def needs(self, level: str) -> Needs:

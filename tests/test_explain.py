@@ -304,8 +304,9 @@ def test_a_measure_that_the_step_does_not_allow_is_told():
 
     weights = linen_state(Net()).params
     explanation = jaxpipe.explain(forward_mode, weights, BATCH["x"])
-    (refused,) = explanation.refused
+    refused, also = explanation.refused
     assert refused.startswith("decorate the model (DifferentiationError: Forward-mode")
+    assert also.startswith("a budget (DifferentiationError: Forward-mode")
     assert "Not possible with this step: decorate the model" in str(explanation)
 
 

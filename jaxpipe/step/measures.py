@@ -170,7 +170,7 @@ def within_budget(explained: Explained) -> Measure | None:
             plan = jit(step, memory=budget, donate_argnums=donated).lower(*args).plan
     more, saved = plan.products - plan.plain_products, explained.bytes - plan.needed_bytes
     line = f"step = jaxpipe.jit(step, memory={budget})  # with the model decorated"
-    name = f"decorate, and keep a budget of {bytes_text(budget)}"
+    name = f"a budget of {bytes_text(budget)}, decorated"
     return Measure(name, line, plan.needed_bytes, saved, more)
 
 

@@ -235,7 +235,7 @@ def jit(step: Callable[..., Any] | None = None, *, memory: int | str, **jit_argu
       >>> def step(params, x):
       ...     gradients = jax.grad(loss)(params, x)
       ...     return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients)
-      >>> params, x = [jnp.ones((64, 64)) / 64] * 8, jnp.ones((4096, 64))
+      >>> params, x = [jnp.ones((64, 64)) / 64 for _ in range(8)], jnp.ones((4096, 64))
       >>> step = jaxpipe.jit(step, memory="8MiB", donate_argnums=0)
       >>> step.lower(params, x).plan.needed_bytes <= 8 * 2**20
       True

@@ -8,6 +8,7 @@ A user context, so that JAX traces functions under ``jit`` again for other choic
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import jax
 
@@ -16,6 +17,7 @@ from jaxpipe.graph.allowed_codecs import Policy
 from jaxpipe.graph.graph import Graph
 from jaxpipe.graph.program_text import program_text
 from jaxpipe.residuals import vjp_program
+from jaxpipe.residuals.backward_graph import build_backward_graph
 from jaxpipe.residuals.choose_formats import ResidualPlan
 from jaxpipe.residuals.sliced_program import in_slices
 from jaxpipe.residuals.vjp_program import VJPProgram
@@ -38,7 +40,7 @@ class DecoratedProgram:
     policy: Policy
     held: frozenset[TensorNumber]
 
-    @property
+    @cached_property
     def key(self) -> str:
         """A word that equal programs share, in all processes."""
         settings = self.wrt, self.policy.name, sorted(self.held)
@@ -58,12 +60,12 @@ class Storage:
 
     def of(self, program: DecoratedProgram) -> VJPProgram:
         """Return the programs with this storage."""
-        vjp = program.by_default()
-        if self.sliced:
-            sliced = in_slices(program.graph, program.wrt, policy=program.policy, held=program.held)
-            assert sliced is not None
-            vjp = sliced.vjp
-        return vjp_program.assemble(vjp.backward_graph, self.plan)
+        graph, wrt, policy = program.graph, program.wrt, program.policy
+        if not self.sliced:
+            return vjp_program.assemble(build_backward_graph(graph, wrt, policy=policy), self.plan)
+        sliced = in_slices(graph, wrt, policy=policy, held=program.held)
+        assert sliced is not None
+        return vjp_program.assemble(sliced.vjp.backward_graph, self.plan)
 
 
 @dataclass(frozen=True, eq=False)

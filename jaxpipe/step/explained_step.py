@@ -8,9 +8,9 @@ import jax
 
 from jaxpipe.array_types import PyTree
 from jaxpipe.costs.reserved_bytes import reserved_bytes
-from jaxpipe.models.purify_nnx import is_module
 from jaxpipe.step.compiled_buffers import compile_with_buffers
 from jaxpipe.step.peak import PeakPart, peak_parts
+from jaxpipe.step.step_arguments import jitter
 from jaxpipe.step.target_device import TargetDevice, placed
 from jaxpipe.step.traced_step import Argument, Role, TracedStep, trace_step
 from jaxpipe.step.wrapped_modules import CalledModules, observed_modules
@@ -43,7 +43,7 @@ class Explained:
     @property
     def jit(self) -> str:
         """The name of the transformation that compiles it."""
-        return "nnx.jit" if any(map(is_module, jax.tree.leaves(self.args, is_leaf=is_module))) else "jax.jit"
+        return "jax.jit" if jitter(self.args) is jax.jit else "nnx.jit"
 
 
 def compile_step(jitted: Any, args: PyTree, target: TargetDevice) -> Explained:

@@ -22,6 +22,21 @@ class Compared:
         return 0
 
 
+def jitter(arguments: PyTree) -> Callable[..., Any]:
+    """Return what compiles a step for some arguments: ``nnx.jit`` where NNX modules are among them, or ``jax.jit``."""
+    return nnx.jit if any(map(is_module, jax.tree.leaves(arguments, is_leaf=is_module))) else jax.jit
+
+
+def split_arguments(arguments: PyTree) -> tuple[Hashable, list[Any]]:
+    """Return the structure of arguments and their leaves, those of NNX modules included."""
+    leaves, treedef = jax.tree.flatten(arguments)
+    modules = tuple(leaf for leaf in leaves if is_module(leaf))  # others are trees, as most are
+    if not modules:
+        return treedef, leaves
+    graphdef, state = nnx.split(modules)
+    return (treedef, graphdef), [*(leaf for leaf in leaves if not is_module(leaf)), *jax.tree.leaves(state)]
+
+
 def without_values(arguments: PyTree) -> PyTree:
     """Return arguments with shapes in place of arrays, those of NNX modules included."""
     leaves, treedef = jax.tree.flatten(arguments, is_leaf=is_module)

@@ -7,14 +7,12 @@ that it takes.
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-from flax import nnx
 from jax.extend.core import Jaxpr
 
 from jaxpipe import _compat, multihost
@@ -22,9 +20,9 @@ from jaxpipe.array_types import Device, PyTree
 from jaxpipe.costs.count_products import count_products
 from jaxpipe.costs.profile_cache import cache_folder
 from jaxpipe.costs.reserved_bytes import reserved_bytes
-from jaxpipe.models.purify_nnx import is_module
 from jaxpipe.residuals.chosen_storage import Choices, DecoratedProgram, choosing
 from jaxpipe.residuals.memory_encoded import without_encoding
+from jaxpipe.step.step_arguments import jitter, split_arguments
 from jaxpipe.step.step_front import DEFAULT, PLAIN, StepFront, step_front
 from jaxpipe.target import building_for
 from jaxpipe.text.kept_files import keep, read_kept
@@ -163,21 +161,6 @@ class StepVariants:
         settings = [*_compat.versions(), call.device.device_kind, call.options, shardings]
         text = stable_text([self.plain.jaxpr, settings], values=False)
         return cache_folder().parent / "steps" / f"{digest(text)}.json"
-
-
-def jitter(arguments: PyTree) -> Callable[..., Any]:
-    """Return what compiles a step for some arguments: ``nnx.jit`` where NNX modules are among them, or ``jax.jit``."""
-    return nnx.jit if any(map(is_module, jax.tree.leaves(arguments, is_leaf=is_module))) else jax.jit
-
-
-def split_arguments(arguments: PyTree) -> tuple[Hashable, list[Any]]:
-    """Return the structure of arguments and their leaves, those of NNX modules included."""
-    leaves, treedef = jax.tree.flatten(arguments)
-    modules = tuple(leaf for leaf in leaves if is_module(leaf))  # others are trees, as most are
-    if not modules:
-        return treedef, leaves
-    graphdef, state = nnx.split(modules)
-    return (treedef, graphdef), [*(leaf for leaf in leaves if not is_module(leaf)), *jax.tree.leaves(state)]
 
 
 def _needs_of(kept: Any) -> dict[str, Needs]:

@@ -15,7 +15,8 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxpipe.array_types import PyTree
 from jaxpipe.errors import ModelError
-from jaxpipe.models.purify_nnx import is_array, is_module
+from jaxpipe.models.purify_nnx import is_array
+from jaxpipe.step.step_arguments import jitter
 from jaxpipe.text.value_text import shown
 
 
@@ -97,8 +98,7 @@ def jitted(step: Callable[..., PyTree], args: PyTree, options: Mapping[str, Any]
                 "before it is jitted, or leave these out."
             )
         return step
-    has_modules = any(map(is_module, jax.tree.leaves(args, is_leaf=is_module)))
-    return (nnx.jit if has_modules else jax.jit)(step, **options)
+    return jitter(args)(step, **options)
 
 
 def trace_step(step: Any, args: Sequence[PyTree]) -> TracedStep:

@@ -81,7 +81,8 @@ class Job:
       device: kind of device to estimate for, such as H100; left out, a CPU core.
       fresh_profile: measure the operators on a CPU of this machine, even if a measurement is kept.
       gradient_dtype: in which gradients of narrower parameters are added up; left out, float32.
-      time_limit: seconds that solvers may take for the whole plan, with --memory.
+      time_limit: seconds that solvers may take for the whole plan, with --memory; by default three times those of
+        tracing.
       compile: compile the step on simulated CPU devices, for the bytes that XLA reserves there, which --memory then
         limits, as PlanOptions(compile=True).
     """
@@ -100,7 +101,7 @@ class Job:
     device: str | None = None
     fresh_profile: bool = False
     gradient_dtype: str | None = None
-    time_limit: float = 60.0
+    time_limit: float | None = None
     compile: bool = False
 
 

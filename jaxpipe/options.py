@@ -42,8 +42,9 @@ class PlanOptions:
         and the plan says so. Stages with several devices each keep theirs on the device.
       allow_over_budget: raise ``memory`` by a tenth at a time if no plan keeps it; the plan tells.
       solver: a mixed-integer solver that cvxpy finds, used if there is a budget.
-      time_limit: seconds that it may take for the whole plan: all stages, rounds and schedules share them. Once they
-        are used up, a greedy rule chooses, and the plan says so. Compilation and tracing are not counted.
+      time_limit: seconds that it may take for the whole plan: all stages, levels and schedules share them. Once they
+        are used up, a greedy rule chooses, and the plan says so. Compilation and tracing are not counted. Left out:
+        three times as long as tracing the model takes.
       compile: whether stage programs are compiled here, so that the plan tells the bytes that XLA reserves. The first
         ``step`` does not compile again then. With ``memory``, a smaller plan is made if XLA reserves more, and a budget
         that no plan keeps is refused. Left out: with ``memory``, and on GPUs also without, where predictions may be a
@@ -85,7 +86,7 @@ class PlanOptions:
     host_memory: int | str | None = None
     allow_over_budget: bool = False
     solver: str = "HIGHS"
-    time_limit: float = 60.0
+    time_limit: float | None = None
     compile: bool | None = None
     on_nonfinite: Literal["raise", "skip"] | None = None
     unroll_scans: int | Literal["auto"] = "auto"

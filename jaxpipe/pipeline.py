@@ -30,7 +30,7 @@ from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_loss, tra
 from jaxpipe.plan import Plan
 from jaxpipe.planning.candidate import PlannedStep
 from jaxpipe.planning.compare_requests import state_parts
-from jaxpipe.planning.compile_within_budget import check_budget, with_step
+from jaxpipe.planning.compile_plan import check_budget, with_step
 from jaxpipe.planning.cuts.placed_stages import Partition, stage_speeds
 from jaxpipe.planning.describe_plan import processes_of
 from jaxpipe.planning.make_plan import compiled_plan

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxpipe.step.bracket_search import LEFT, next_place
+from jaxpipe.planning.bracket_search import LEFT, next_place
 
 
 def searched(sizes, estimates, budget, first):

@@ -19,8 +19,8 @@ from jaxpipe import _compat, target
 from jaxpipe.errors import MemoryBudgetError, PartitionError
 from jaxpipe.plan import Plan, StagePlan
 from jaxpipe.planning import budget_search, make_plan, refuse_budget
-from jaxpipe.planning.budget_search import BudgetSearch
 from jaxpipe.planning.candidate import PlannedStep
+from jaxpipe.planning.level_search import LevelSearch
 from jaxpipe.planning.storage import integer_program, solver_time
 from jaxpipe.planning.storage.solver_time import SolverTime
 from jaxpipe.runtime.executable_plan import Compiled
@@ -219,103 +219,77 @@ def test_default_storage_is_offered_where_the_smallest_plan_needs_more_once_comp
 
 @dataclass(frozen=True, eq=False)
 class StubStep:
-    """A planned step whose compiled bytes are known; ``program`` tells steps apart."""
+    """A planned step whose compiled bytes are known; the larger its prediction, the shorter the step."""
 
     plan: Plan
-    program: int
     reserved: int
-    candidate: SimpleNamespace
     compiled: Compiled | None = None
     needed_bytes = PlannedStep.needed_bytes
 
 
-class StubSearch(BudgetSearch):
-    """Steps by predicted bytes, of which XLA reserves others; the larger the prediction, the shorter the step."""
+class Levels(LevelSearch):
+    """Levels by predicted bytes, the first with default storage; XLA reserves other bytes, and keeps a list."""
 
-    def __init__(self, reserved, first=None):
-        self.reserved, self.first = reserved, first
-        program = SimpleNamespace(stages=())
-        default = self.step(max(reserved))
-        request = SimpleNamespace(options=jaxpipe.PlanOptions())
-        candidate = SimpleNamespace(traced=SimpleNamespace(request=request), program=program, default=default)
-        super().__init__([candidate], [])
+    def __init__(self, reserved, estimates=None):
+        self.order = []
+        sizes = sorted(reserved, reverse=True)
+        rooms = [(estimates or {}).get(size, size) for size in sizes]
+        levels = SimpleNamespace(rooms=rooms, default_place=0, lowest_place=len(rooms) - 1)
+        levels.program_at = lambda place: (sizes[place], reserved[sizes[place]])
 
-    def step(self, predicted):
+        def compiled(planned):
+            self.order.append(planned.plan.predicted_bytes)
+            return replace(planned, compiled=Compiled(None, planned.reserved))
+
+        super().__init__(SimpleNamespace(with_storage=self.step), levels, compiled)
+
+    def step(self, predicted, reserved):
         stage = StagePlan((0, 1), (0,), (), 0.0, 0.0, 0, 0, 1, 0)
-        seconds = 0.0 if predicted == max(self.reserved) else 1.0 / predicted
-        plan = Plan((stage,), 1, 1, 1, "", "", seconds, 0.0, 0.0, None, {"stash": predicted}, "")
-        return StubStep(plan, predicted, self.reserved[predicted], SimpleNamespace())
+        plan = Plan((stage,), 1, 1, 1, "", "", 1.0 / predicted, 0.0, 0.0, None, {"stash": predicted}, "")
+        return StubStep(plan, reserved)
 
-    def _fastest(self, budget):
-        return None if self.first is None else self.step(self.first)
-
-    def _refit(self, candidate, budget):
-        return self.step(max((size for size in self.reserved if size <= budget), default=min(self.reserved)))
-
-    @functools.cached_property
-    def smallest(self):
-        return self.step(min(self.reserved))
+    def chosen(self, budget):
+        planned = self.fastest(budget)
+        return None if planned is None else planned.plan.predicted_bytes
 
 
-@pytest.fixture
-def compiled(monkeypatch):
-    """The programs that are compiled, in order."""
-    programs = []
-
-    def with_step(planned):
-        programs.append(planned.program)
-        return replace(planned, compiled=Compiled(None, planned.reserved))
-
-    monkeypatch.setattr(budget_search, "with_step", with_step)
-    return programs
+def test_bytes_that_xla_leaves_are_used_for_a_shorter_step():
+    """Predictions are 40 too high: a plan for 100 leaves 40, which a plan of 139 uses."""
+    levels = Levels({60: 20, 80: 40, 100: 60, 120: 80, 139: 99, 160: 120, 200: 160})
+    assert levels.chosen(100) == 139 and levels.order == [100, 139]
 
 
-def test_bytes_that_xla_leaves_are_used_for_a_shorter_step(compiled):
-    """Predictions are 40 too high: a plan for 100 leaves 40, which a plan of 140 uses."""
-    assert (
-        StubSearch({60: 20, 80: 40, 100: 60, 120: 80, 139: 99, 160: 120, 200: 160}, first=100).shortest(100).program
-        == 139
-    )
-    assert compiled == [100, 139]
+def test_a_budget_below_all_predictions_is_kept():
+    """The smallest plan is predicted with 120 and compiled with 60; one of 159 is within 100, too, and faster."""
+    levels = Levels({120: 60, 150: 90, 159: 99, 180: 120, 240: 180})
+    assert levels.chosen(100) == 159 and levels.order == [120, 159]
 
 
-def test_a_budget_below_all_predictions_is_not_kept_by_the_slowest_plan_alone(compiled):
-    """The smallest plan is predicted with 120 and compiled with 60; one of 150 is within 100, too, and faster."""
-    assert StubSearch({120: 60, 150: 90, 159: 99, 180: 120, 240: 180}).shortest(100).program == 159
-    assert compiled[0] == 120
+def test_between_a_plan_that_fits_and_one_that_does_not_the_bytes_follow_a_line():
+    """Each byte predicted is two of XLA's: 100 of them lead to 200, then 50 to 100, and 75 to 150."""
+    levels = Levels({size: 2 * size for size in range(20, 201, 5)})
+    assert levels.chosen(150) == 75 and len(levels.order) <= 4
 
 
-def test_between_a_plan_that_fits_and_one_that_does_not_the_bytes_follow_a_line(compiled):
-    """Each byte predicted is two of XLA's: 50 leaves 50 of 150, 100 is 50 over, 75 fits."""
-    assert StubSearch({size: 2 * size for size in range(20, 201, 5)}, first=100).shortest(150).program == 75
-    assert compiled == [100, 50, 75]
+def test_estimates_that_are_off_are_corrected_by_predictions():
+    """Estimates are 50 too low, predictions right: one level is compiled."""
+    sizes = range(60, 201, 10)
+    levels = Levels({size: size for size in sizes}, {size: size - 50 for size in sizes})
+    assert levels.chosen(121) == 120 and levels.order == [120]
 
 
-def test_a_refusal_offers_the_smallest_of_what_was_compiled(compiled):
+def test_a_refusal_offers_the_smallest_of_what_was_compiled():
     """The smallest by prediction needs 90 once compiled; one between it and default storage needs 40."""
-    assert StubSearch({20: 90, 24: 40, 30: 60, 60: 95, 100: 130}, first=20).shortest(10).needed_bytes == 40
-    assert compiled == [20, 24, 30]
+    levels = Levels({20: 90, 24: 40, 30: 60, 60: 95, 100: 130})
+    assert levels.small(10).needed_bytes == 40
+    assert levels.order == [20, 24, 30]  # 60 and 100 are predicted to need over a tenth more than 40
 
 
-def test_a_refusal_says_by_how_much_other_choices_may_be_smaller():
-    """The solver finishes on six layers: what it leaves open is its gap, 1 %."""
-
-    def refusal(memory):
-        with pytest.raises(MemoryBudgetError) as error:
-            make(chain, 1, memory=memory, options=jaxpipe.PlanOptions(compile=False))
-        return error.value
-
-    smallest = refusal(1_000).smallest
-    text = str(refusal(smallest - 1))
-    assert ", which alone is over this budget" not in text
-    less = re.search(r"no other choice without swaps .* takes over (\d+) B less than that plan", text)
-    assert less is not None and int(less[1]) <= smallest // 100
-
-
-def test_a_plan_whose_prediction_is_a_little_too_high_is_compiled_before_a_budget_is_refused(compiled):
+def test_a_plan_whose_prediction_is_a_little_too_high_is_compiled_before_a_budget_is_refused():
     """Default storage is predicted to need 108 and takes 95, less than the smallest by prediction."""
-    assert StubSearch({90: 100, 108: 95}).shortest(97).program == 108
-    assert compiled == [90, 108]
+    levels = Levels({90: 100, 108: 95})
+    assert levels.small(97).plan.predicted_bytes == 108
+    assert levels.order == [90, 108]
 
 
 @pytest.mark.parametrize(("outputs", "copies"), [(8, 1), (4, 0)], ids=["largest", "another as large"])
@@ -428,7 +402,7 @@ def test_a_budget_that_is_raised_is_kept_by_the_compiled_step():
 
 
 def test_all_solutions_together_keep_the_time_limit(monkeypatch):
-    """Each takes all that it is given: a quarter of what is left of three quarters of the limit."""
+    """Each takes all that it is given: a quarter of what is left."""
     clock = [0.0]
     monkeypatch.setattr(solver_time.time, "perf_counter", lambda: clock[0])
     given = []
@@ -440,10 +414,9 @@ def test_all_solutions_together_keep_the_time_limit(monkeypatch):
     time = SolverTime(40.0)
     for _ in range(60):
         time.solve(slow_solver)
-    assert given[:3] == [7.5, 5.625, 4.21875]  # 30 / 4, then 3 / 4 of the one before
-    assert sum(given) == clock[0] == time.spent <= 30.0
+    assert given[:3] == [10.0, 7.5, 5.625]  # 40 / 4, then 3 / 4 of the one before
+    assert sum(given) == clock[0] == time.spent <= 40.0
     assert given[-1] == 0.0 and time.left == 0.0  # too little is left to start a solver
-    assert 5 * time.for_smallest(5) == 10.0  # the last quarter
 
 
 def test_a_plan_without_time_is_greedy_and_says_so(monkeypatch):
@@ -467,15 +440,15 @@ def test_a_plan_without_time_is_greedy_and_says_so(monkeypatch):
 # Progress
 
 
-def test_a_plan_logs_its_rounds(caplog, capfd):
+def test_a_plan_logs_its_levels(caplog, capfd):
     caplog.set_level(logging.INFO, logger="jaxpipe")
     smallest = refused(chain, 2).smallest
     caplog.clear()
     make(chain, 2, memory=smallest)
     texts = [record.getMessage() for record in caplog.records if record.name == "jaxpipe"]
     assert texts[0] == "Tracing the model"
-    rounds = [text for text in texts if re.search(r": choosing what [12] stage\(s\) store within ", text)]
-    assert rounds and all(re.search(r", round [1-4]; solvers took \d+\.\d of 60 s$", text) for text in rounds)
+    levels = [text for text in texts if re.search(r": choosing what [12] stage\(s\) store within ", text)]
+    assert levels and all(re.search(r"; solvers took \d+\.\d of \d+\.\d s$", text) for text in levels)
     steps = [k for k, text in enumerate(texts) if text.startswith("Compiling the training step, ")]
     told = [[re.match(r"XLA reserves .* on the fullest device$", text) for text in texts[k + 1 :]] for k in steps]
     assert told and all(map(any, told))

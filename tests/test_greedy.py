@@ -105,7 +105,7 @@ def test_a_solver_stops_within_the_slack():
 
 def test_equal_stages_are_solved_once():
     """Names do not count; what is the fastest within more bytes is so within fewer, if it still fits."""
-    solving = Solving("HIGHS", SolverTime(60.0), 1.0)
+    solving = Solving("HIGHS", SolverTime(60.0))
     problem = equal_layers(LAYERS * INPUT + 7 * INNER + INNER // 2)
     named = replace(problem, items=tuple(replace(item, name=f"other {item.name}") for item in problem.items))
     answer, _ = solving.fastest(problem, 0.0)

@@ -26,10 +26,10 @@ WORTH_A_CUT = 0.02
 MOST_ROUNDS = 3
 
 
-def balanced(first: PlannedStep, cut_again: Callable[[Profile], PlannedStep | None]) -> PlannedStep:
+def balanced(first: PlannedStep, cut_again: Callable[[Profile], PlannedStep]) -> PlannedStep:
     """Return the plan with the shortest step of all that the loop comes by, with a record of the rounds.
 
-    ``cut_again`` makes a plan for another profile; None if it keeps no budget.
+    ``cut_again`` makes a plan for another profile.
     """
     best = now = first
     rounds = [_round(first)]
@@ -41,12 +41,9 @@ def balanced(first: PlannedStep, cut_again: Callable[[Profile], PlannedStep | No
             break
         tell(f"Cutting again with that storage, round {len(rounds) + 1}")
         try:
-            later = cut_again(_charged(now))
+            now = cut_again(_charged(now))
         except PartitionError:
             break
-        if later is None:  # the cuts we have do fit
-            break
-        now = later
         latest = _round(now)
         if any(latest.cuts == earlier.cuts for earlier in rounds):
             break

@@ -1,24 +1,32 @@
-"""Storage within a budget for the few candidates that can be the fastest."""
+"""The plan with the shortest step within a budget: the candidate first, then the level of what its stages store.
+
+    candidates ──about what storage adds──▶ the most promising, cut again where that balances it
+         level ──predicted bytes──▶ a level within the budget ──compiled bytes──▶ the plan
+                no level is within ──▶ small levels of all candidates, and what the least of them needs
+
+Levels and candidates do not depend on the budget: whoever asks for what an error has offered gets a plan that runs.
+"""
 
 import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 
+from jaxpipe import multihost
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import JaxpipeError, JaxpipeWarning
 from jaxpipe.models import check_batch
-from jaxpipe.planning.balance_stages import WORTH_A_CUT, balanced
+from jaxpipe.planning.balance_stages import balanced
 from jaxpipe.planning.candidate import Candidate, PlannedStep
-from jaxpipe.planning.compile_within_budget import SMALL_PLANS, adjusted, smallest_compiled, with_step
+from jaxpipe.planning.compile_plan import with_step
+from jaxpipe.planning.level_search import INEXACT, LevelSearch
 from jaxpipe.planning.list_candidates import cut_again, leanest, list_candidates, price
 from jaxpipe.planning.price_storage import longest_microbatch, price_storage
 from jaxpipe.planning.storage.program_front import Solving, reruns_products
 from jaxpipe.planning.storage.solver_time import SolverTime
-from jaxpipe.planning.storage.stage_budget import StageFitter
+from jaxpipe.planning.storage.stage_levels import StageLevels
 from jaxpipe.planning.trace_request import trace_request
 from jaxpipe.text.progress import phase, tell
 from jaxpipe.text.units import bytes_text, seconds_text
@@ -27,50 +35,46 @@ from jaxpipe.text.units import bytes_text, seconds_text
 #: How many times as many micro-batches are tried where a budget is kept by no plan.
 MORE_MICROBATCHES = (2, 4, 8)
 
-#: By what share a step may be shorter with another schedule, if there were no budget, for storage to be chosen for it.
+#: By what share a step may be shorter with another candidate for storage to be chosen for it, too.
 PROMISED = 0.01
+
+#: How many times as long as tracing solvers may take if no limit is given, and at least, in seconds.
+SOLVER_SHARE, LEAST_SECONDS = 3, 1.0
 
 
 class BudgetSearch:
     """The plans of some candidates within one budget after another, whose solvers share their time."""
 
     def __init__(self, candidates: Sequence[Candidate], log: list[str]):
-        options = candidates[0].traced.request.options
-        time = SolverTime(options.time_limit)
-        solutions = sum(len(candidate.program.stages) for candidate in candidates)
+        """Nothing is searched yet; what is found is added to the log."""
+        traced = candidates[0].traced
+        options = traced.request.options
+        limit = max(LEAST_SECONDS, SOLVER_SHARE * traced.trace_seconds)
+        limit = multihost.from_first(lambda: limit) if options.time_limit is None else options.time_limit
         self.candidates, self._log, self._compiles = candidates, log, options.compile is not False
-        self._solving = Solving(options.solver, time, time.for_smallest(solutions))
-        self._fitters: dict[Candidate, StageFitter] = {}
+        self._solving = Solving(options.solver, SolverTime(limit))
+        self._searches: dict[Candidate, LevelSearch] = {}
+        self._levels: dict[Candidate, StageLevels] = {}
         self._compiled: list[PlannedStep] = []
 
     @phase("storage")
     def shortest(self, budget: int) -> PlannedStep:
         """Return the plan with the shortest step that is found for a budget; the smallest, if none is within."""
-        first = self._fastest(budget)
-        if not self._compiles:
-            return self.smallest if first is None else first
         best: PlannedStep | None = None
-        if first is not None:
-            refit = functools.partial(self._refit, first.candidate)
-            best = adjusted([self._with_step(first)], budget, refit, self._with_step)
-        if best is None or best.needed_bytes > budget:
-            best = smallest_compiled(self._small_plans(), budget, self._with_step)
-            if first is None and best.needed_bytes <= budget:
-                refit = functools.partial(self._refit, self.smallest.candidate)
-                best = adjusted([best], budget, refit, self._with_step)
-        rounds = () if first is None else first.plan.rounds
-        return replace(best, plan=replace(best.plan, rounds=rounds))
-
-    @cached_property
-    def smallest(self) -> PlannedStep:
-        """The plan with the least predicted bytes, whatever its cuts and schedule."""
-        smallest = (self._smallest_of(candidate) for candidate in self.candidates)
-        return min(smallest, key=lambda planned: planned.plan.predicted_bytes)
-
-    @property
-    def most_smaller(self) -> int:
-        """The bytes that another plan without swaps may take less than the smallest at most, as solvers count."""
-        return self._fitter(self.smallest.candidate).most_smaller
+        waiting = list(self.candidates)
+        while (expected := self._most_promising(waiting, best, budget)) is not None:
+            waiting.remove(expected.candidate)
+            expected = self._balanced(expected, budget) if best is None else expected
+            planned = self._search(expected.candidate).fastest(budget)
+            if planned is None:
+                name = expected.candidate.program.schedule.name
+                self._log.append(f"{name}: nothing within {bytes_text(budget)}")
+                continue
+            if not self._compiles:
+                self._log.append(f"{_described(planned)} predicted, for {bytes_text(budget)}")
+            if best is None or _price(planned) < _price(best):
+                best = replace(planned, plan=replace(planned.plan, rounds=expected.plan.rounds))
+        return best or self._small(budget)
 
     def more_microbatches(self, budget: int) -> PlannedStep | None:
         """Return a plan with the fewest of twice, four and eight times as many micro-batches within predicted bytes.
@@ -86,113 +90,86 @@ class BudgetSearch:
             most = candidate
             if candidate.default.plan.predicted_bytes <= budget:
                 return candidate.default
-        return None if most is None else BudgetSearch([most], [])._fastest(budget)
+        if most is None:
+            return None
+        planned = BudgetSearch([most], []).shortest(budget)
+        return planned if planned.needed_bytes <= budget else None
 
     def _with_microbatches(self, num_microbatches: int) -> Candidate | None:
         """Return the candidate for another number of micro-batches; None if a batch cannot be cut into so many."""
         request, batch, variables = self.candidates[0].traced.asked
         if check_batch.batch_size(batch) % (request.parts * num_microbatches):
             return None
-        options = replace(request.options, time_limit=request.options.time_limit / MORE_MICROBATCHES[-1])
+        options = replace(request.options, compile=False)
         other = replace(request, num_microbatches=num_microbatches, options=options)
         with warnings.catch_warnings(), contextlib.suppress(JaxpipeError):  # no such table; a loss that needs all
             warnings.simplefilter("ignore", JaxpipeWarning)
             return leanest(list_candidates(trace_request(other, batch, variables)))
         return None
 
-    def _fastest(self, budget: int) -> PlannedStep | None:
-        """Return the plan with the shortest step of predicted bytes within a budget; None if no plan is within."""
-        found: list[PlannedStep] = []
-        for candidate in self._most_promising_first(budget):
-            limit = (1 - PROMISED) * min(map(_price, found), default=math.inf)
-            if price(candidate, self._least_seconds(candidate)) >= limit or self._expected(candidate, budget) >= limit:
-                continue
-            planned = self._within(candidate, budget)
-            if planned is None:
-                self._log.append(
-                    f"{candidate.program.schedule.name}: nothing within {bytes_text(budget)}, as predicted"
-                )
-                continue
-            self._log.append(f"{_described(planned)} predicted, for {bytes_text(budget)}")
-            found.append(planned)
-        if not found:
-            return None
-        best, *others = sorted(found, key=_price)
-        best = self._balanced(best, budget, math.inf)
-        for planned in others:
-            if price(planned.candidate) < (1 - WORTH_A_CUT) * _price(best):
-                best = min(best, self._balanced(planned, budget, _price(best)), key=_price)
-        return best
+    def _most_promising(
+        self, candidates: Sequence[Candidate], best: PlannedStep | None, budget: int
+    ) -> PlannedStep | None:
+        """Return the candidate with the shortest step, about, that a budget leaves it; None if none beats the best."""
+        limit, promising = math.inf if best is None else (1 - PROMISED) * _price(best), None
+        for candidate in candidates:
+            if price(candidate, self._least_seconds(candidate)) < limit:
+                expected = self._expected(candidate, budget)
+                if _price(expected) < limit:
+                    limit, promising = _price(expected), expected
+        return promising
 
-    def _most_promising_first(self, budget: int) -> list[Candidate]:
-        """Return the candidates; those that are as fast as the first without a budget by what is expected within it."""
-        first, *others = self.candidates
-        alike = [first, *(x for x in others if (1 - PROMISED) * price(x) <= price(first))]
-        if len(alike) > 1:
-            alike.sort(key=lambda candidate: self._expected(candidate, budget))
-        return [*alike, *(x for x in others if x not in alike)]
+    def _expected(self, candidate: Candidate, budget: int) -> PlannedStep:
+        """Return a candidate with about the storage within a budget, without bytes."""
+        return candidate.described_with(self._estimated(candidate).expected(budget))
 
-    def _expected(self, candidate: Candidate, budget: int) -> float:
-        """Return the price of a candidate within a budget if estimates of what is not stored are right."""
-        added = [fitted.added_seconds for fitted in self._fitter(candidate).expected(budget)]
-        return price(candidate, candidate.seconds_with(added))
+    def _balanced(self, first: PlannedStep, budget: int) -> PlannedStep:
+        """Return a plan or one with the same schedule and other cuts, if a step is expected to be shorter then."""
+        return balanced(first, functools.partial(self._cut_again, first.candidate, budget))
 
-    def _balanced(self, first: PlannedStep, budget: int, least: float) -> PlannedStep:
-        """Return a plan or one with the same schedule and other cuts, if a step may be shorter than ``least`` then."""
-        again = functools.partial(self._cut_again, first.candidate, budget, min(least, _price(first)))
-        return balanced(first, again)
-
-    def _cut_again(self, candidate: Candidate, budget: int, least: float, charged: Profile) -> PlannedStep | None:
-        """Return the plan of the same schedule, cut for another profile, within a budget.
-
-        What its devices need besides what stages store is taken to be what it was before. None if a step is not shorter
-        than ``least`` then, or it does not fit.
-        """
-        other = cut_again(candidate, charged)
-        self._fitter(other, self._fitter(candidate).beyond)
-        if self._expected(other, budget) >= (1 - PROMISED) * least:
-            return None
-        return self._within(other, budget)
+    def _cut_again(self, candidate: Candidate, budget: int, charged: Profile) -> PlannedStep:
+        """Return the plan of the same schedule, cut for another profile, within about a budget."""
+        return self._expected(cut_again(candidate, charged), budget)
 
     def _least_seconds(self, candidate: Candidate) -> float:
         """Return what a step takes at least with some cuts and a schedule, within any budget."""
         if not any(reruns_products(stage.vjp) for stage in candidate.program.stages):
             return candidate.seconds
-        return candidate.seconds - self._fitter(candidate).most_saved_seconds
+        return candidate.seconds - self._estimated(candidate).most_saved_seconds
 
-    def _within(self, candidate: Candidate, budget: int) -> PlannedStep | None:
-        """Return the fastest plan of a candidate of predicted bytes within a budget; None if no plan is within."""
-        answer = self._fitter(candidate).within(budget)
-        return None if answer is None else candidate.with_storage(*answer)
+    def _small(self, budget: int) -> PlannedStep:
+        """Return the smallest plan of all candidates, or the fastest of the first that is within a budget."""
+        best: PlannedStep | None = None
+        for candidate in self.candidates:
+            search = self._search(candidate)
+            lowest = search.predicted(search.levels.lowest_place)
+            if best is not None and lowest.needed_bytes > (1 + INEXACT) * best.needed_bytes:
+                continue
+            small = search.small(budget)
+            if small.needed_bytes <= budget:
+                return search.fastest(budget) or small
+            best = small if best is None else min(best, small, key=lambda plan: plan.needed_bytes)
+        assert best is not None
+        return best
 
-    def _refit(self, candidate: Candidate, budget: int) -> PlannedStep:
-        """Return the fastest plan of a candidate within predicted bytes; the smallest, if that needs more."""
-        return self._within(candidate, budget) or self._smallest_of(candidate)
+    def _search(self, candidate: Candidate) -> LevelSearch:
+        """Return the levels of a candidate, with what its devices need besides what their stages store."""
+        if candidate not in self._searches:
+            besides = self._estimated(candidate).besides_of(candidate.needs(candidate.program))
+            levels = self._levels_of(candidate, besides)
+            self._searches[candidate] = LevelSearch(candidate, levels, self._with_step if self._compiles else None)
+        return self._searches[candidate]
 
-    def _smallest_of(self, candidate: Candidate) -> PlannedStep:
-        return candidate.with_storage(*self._fitter(candidate).smallest)
+    def _estimated(self, candidate: Candidate) -> StageLevels:
+        """Return the levels of a candidate with about what its devices need besides; no calls are traced for it."""
+        if candidate not in self._levels:
+            self._levels[candidate] = self._levels_of(candidate, candidate.held_bytes)
+        return self._levels[candidate]
 
-    def _small_plans(self) -> Iterator[PlannedStep]:
-        """Yield small plans, which do not depend on the budget: the smallest first and that with default storage last.
-
-        Predictions may be wrong.
-        """
-        smallest, default = self.smallest, self.candidates[0].default
-        yield smallest
-        least, most = smallest.plan.predicted_bytes, default.plan.predicted_bytes
-        for part in SMALL_PLANS if least < most else ():
-            yield self._refit(smallest.candidate, int(least + part * (most - least)))
-        yield default
-
-    def _fitter(self, candidate: Candidate, held: Sequence[int] | None = None) -> StageFitter:
-        if candidate not in self._fitters:
-            program, partition, request = candidate.program, candidate.partition, candidate.traced.request
-            prices, period = price_storage(request, program, partition), longest_microbatch(program, partition)
-            held = candidate.held_bytes if held is None else held
-            self._fitters[candidate] = StageFitter(
-                program, candidate.needs, held, prices, self._solving, period, request.policy
-            )
-        return self._fitters[candidate]
+    def _levels_of(self, candidate: Candidate, besides: Sequence[int]) -> StageLevels:
+        program, partition, request = candidate.program, candidate.partition, candidate.traced.request
+        prices, period = price_storage(request, program, partition), longest_microbatch(program, partition)
+        return StageLevels(program, besides, prices, self._solving, period, request.policy)
 
     def _with_step(self, planned: PlannedStep) -> PlannedStep:
         """Compile a plan, once for equal programs."""

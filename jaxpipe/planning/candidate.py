@@ -23,7 +23,7 @@ from jaxpipe.planning.cuts.placed_stages import Partition
 from jaxpipe.planning.describe_plan import describe, program_timeline, stage_seconds, step_seconds
 from jaxpipe.planning.price_storage import longest_microbatch
 from jaxpipe.planning.stage_lists import StageLists
-from jaxpipe.planning.storage.stage_budget import Fitted
+from jaxpipe.planning.storage.stage_levels import Fitted
 from jaxpipe.planning.trace_request import Traced
 from jaxpipe.runtime.asynchronous_updates import check_asynchronous
 from jaxpipe.runtime.executable_plan import ExecutablePlan, Update
@@ -181,6 +181,10 @@ class Candidate:
     def default(self) -> "PlannedStep":
         """The plan with default storage."""
         return self.described.with_bytes()
+
+    def described_with(self, fitted: tuple[Fitted, ...]) -> "PlannedStep":
+        """Return the plan with default storage and the seconds of another, without the bytes of its devices."""
+        return self._described(self.program, fitted)
 
     def with_storage(self, program: Program, fitted: tuple[Fitted, ...]) -> "PlannedStep":
         """Return the plan for the program with some storage, and how that was chosen."""

@@ -176,7 +176,8 @@ def _check_options(options: PlanOptions) -> PlanOptions:
     if not isinstance(options, PlanOptions):
         raise PartitionError(f"options={options!r}; pass jaxpipe.PlanOptions(...), or leave it out.")
     check_flag(options.allow_over_budget, "allow_over_budget")
-    check_seconds(options.time_limit, "time_limit")
+    if options.time_limit is not None:
+        check_seconds(options.time_limit, "time_limit")
     check_solver(options.solver)
     if options.on_nonfinite not in (None, "raise", "skip"):
         raise PartitionError(f"on_nonfinite={options.on_nonfinite!r}; it must be 'raise', 'skip' or None.")

@@ -25,7 +25,7 @@ from jaxpipe.planning.cuts.placed_stages import Partition, plan_bound, stage_spe
 from jaxpipe.planning.dispatch_timeline import Dispatching, SearchArguments, dispatched_timeline, search_arguments
 from jaxpipe.planning.plan_timeline import StageSeconds, seconds_on_devices
 from jaxpipe.planning.storage.choose_swaps import Links
-from jaxpipe.planning.storage.stage_budget import Fitted
+from jaxpipe.planning.storage.stage_levels import Fitted
 from jaxpipe.planning.trace_request import Traced, rates_in
 from jaxpipe.residuals.stored_formats import Format, stored_bytes
 from jaxpipe.runtime.executable_plan import Update

@@ -11,7 +11,7 @@ from jaxpipe.array_types import PyTree
 from jaxpipe.planning.budget_search import BudgetSearch
 from jaxpipe.planning.candidate import Candidate, PlannedStep
 from jaxpipe.planning.check_request import Request
-from jaxpipe.planning.compile_within_budget import with_step
+from jaxpipe.planning.compile_plan import with_step
 from jaxpipe.planning.kept_front import Point, add_point, better_point, front_path, read_front
 from jaxpipe.planning.list_candidates import leanest, list_candidates, on_fewer_devices, price
 from jaxpipe.planning.refuse_budget import refusal

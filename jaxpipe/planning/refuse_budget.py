@@ -34,14 +34,6 @@ def refusal(search: BudgetSearch, budget: int, smallest: PlannedStep) -> MemoryB
     stored = f" Largest tensors stored at that budget: {', '.join(largest)}." if largest else ""
     bound = lower_bound(smallest)
     over = ", which alone is over this budget" if bound.bytes > budget else ""
-    proven = ""
-    # The solver's bound is beside the plan that is predicted to be the smallest; XLA may reserve less for another.
-    compared = not over and predicted == search.smallest.plan.predicted_bytes
-    if compared and needed - (saved := search.most_smaller) > bound.bytes:
-        proven = (
-            " As the solver counts bytes, no other choice without swaps for these stages and this schedule takes over "
-            f"{bytes_text(saved)} less than that plan."
-        )
     more = None if over else search.more_microbatches(budget)
     lines, also, fewer = [f"memory={needed}"], "", "more micro-batches or more stages need less."
     if more is not None:
@@ -56,7 +48,7 @@ def refusal(search: BudgetSearch, budget: int, smallest: PlannedStep) -> MemoryB
         f"by default each device needs {bytes_text(sum(default.values()))} ({parts}), as "
         f"predicted. The smallest budget that was found to be met, for this number of stages and micro-batches, is "
         f"{needed} bytes ({bytes_text(needed)}), {source}.{stored} With these stages no plan needs less than {bound}"
-        f"{over}.{proven} Pass memory={needed} or more{also}; {fewer}" + "".join(f"\n    {line}" for line in lines),
+        f"{over}. Pass memory={needed} or more{also}; {fewer}" + "".join(f"\n    {line}" for line in lines),
         needed,
     )
 

@@ -3,6 +3,7 @@
 # More than 15 of our modules: model, batch, optimizer, profile and links of a request are read here.
 import contextlib
 import gc
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -50,7 +51,8 @@ class Traced:
 
     The network of its request is that of groups of devices that share a stage, ``links`` are those between all devices
     of ``mesh.devices.flat``, ``local`` is one replica's part of the batch, ``asked`` are the arguments of
-    ``trace_request`` (without a budget no variables, which nothing needs again), ``notes`` are for the plan.
+    ``trace_request`` (without a budget no variables, which nothing needs again), ``trace_seconds`` is how long that
+    took, ``notes`` are for the plan.
     """
 
     request: Request
@@ -65,6 +67,7 @@ class Traced:
     local: Sequence[Shaped]
     shardings: Shardings
     asked: tuple[Request, PyTree, PyTree]
+    trace_seconds: float = 0.0
     notes: tuple[str, ...] = ()
 
 
@@ -77,12 +80,13 @@ def rates_in(profile: Profile) -> Rates:
 @phase("trace")
 def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> Traced:
     """Trace a model for batches of the given shapes, and profile its operators; raises as ``partition``."""
-    asked = request, batch, variables
+    asked, start = (request, batch, variables), time.perf_counter()
     programs = agreed(
         "jaxpipe.partition",
         lambda: _trace_programs(*asked),
         lambda x: program_parts(x.request, x.layers.model, x.layers.objective, x.layers.update, x.batching),
     )
+    seconds = time.perf_counter() - start
     request, batching, layers = programs.request, programs.batching, programs.layers
     model, objective, update = layers.model, layers.objective, layers.update
     rows = check_batch.batch_size(batch) // request.replicas
@@ -107,6 +111,7 @@ def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> 
         local,
         shardings,
         asked if request.budget is not None else (*asked[:2], None),
+        seconds,
         layers.notes,
     )
 

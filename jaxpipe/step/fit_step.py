@@ -4,7 +4,7 @@ plain ─over─▶ default ─▶ between those known, as estimates say ─▶ 
                                    no level is within ─▶ all small ones ─▶ the least that is found
 """
 
-from jaxpipe.step.bracket_search import next_place
+from jaxpipe.planning.bracket_search import next_place
 from jaxpipe.step.step_front import DEFAULT, PLAIN, ROOMS, SMALLEST
 from jaxpipe.step.step_variants import Needs, StepVariants
 from jaxpipe.text.progress import phase

@@ -94,16 +94,16 @@ class StepFront:
         if kind == "reruns":
             return front.with_level(number)
         if level == SMALLEST:
-            return front.small(0.0)
+            return front.smallest
         if kind == "room":
             room = self._room(number)
             within = None if room >= front.default.bytes else front.within(room)
-            return within or (front.default if room >= front.default.bytes else front.small(0.0))
+            return within or (front.default if room >= front.default.bytes else front.smallest)
         return front.hand_placed.get(level, front.default)
 
     def _room(self, number: int) -> float:
         most = max(front.default.bytes for front in self.fronts.values())
-        least = max(front.small(0.0).bytes for front in self.fronts.values())
+        least = max(front.smallest.bytes for front in self.fronts.values())
         return most - (most - least) * number / ROOMS
 
     def _estimate(self, level: str) -> float:
@@ -112,7 +112,7 @@ class StepFront:
             return sum(map(_plain_bytes, self.fronts.values()))
         if kind == "room":  # without a solver
             room = self._room(number)
-            return sum(max(min(room, front.default.bytes), front.small(0.0).bytes) for front in self.fronts.values())
+            return sum(max(min(room, front.default.bytes), front.smallest.bytes) for front in self.fronts.values())
         return self.bytes(level)
 
 
@@ -124,7 +124,7 @@ def _parsed(level: str) -> tuple[str, int]:
 
 def step_front(programs: Mapping[str, DecoratedProgram], device: Device) -> StepFront:
     """Return the levels of a step on a device."""
-    solving, rates = Solving("HIGHS", SolverTime(SOLVER_SECONDS), for_smallest=0.0), rates_of(device)
+    solving, rates = Solving("HIGHS", SolverTime(SOLVER_SECONDS)), rates_of(device)
     with building_for(device.platform):
         fronts = {key: _front(program, rates, solving) for key, program in programs.items()}
     return StepFront(fronts, device.platform)

@@ -87,6 +87,15 @@ def choose(
     return Answer(choice, outcome, status, bound)
 
 
+def greedy_choice(problem: Problem) -> Answer | None:
+    """A fast choice within the limits that is found without a solver; None if none is found."""
+    choice = None if problem.capacity < max(problem.base) else give_up(problem)
+    if choice is None:
+        return None
+    choice, outcome = _tidy(problem, choice)
+    return Answer(choice, outcome, "greedy", least_seconds(problem))
+
+
 def _solve(
     problem: Problem, solver: str, time_limit: float, gap: float, slack: float = 0.0, *, least_peak: bool = False
 ) -> Solution:

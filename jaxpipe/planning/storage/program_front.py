@@ -5,19 +5,18 @@
 A point is made when a room in memory is first asked for, and kept. Equal programs share what is solved.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from jaxpipe import _compat, multihost
+from jaxpipe import _compat
 from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.allowed_codecs import Policy
 from jaxpipe.graph.graph import Operator
 from jaxpipe.graph.op_cost import is_product
 from jaxpipe.planning.storage.choose_swaps import Targets
-from jaxpipe.planning.storage.fastest_choice import Answer, choose, least_seconds, lowest_peak
+from jaxpipe.planning.storage.fastest_choice import Answer, choose, greedy_choice, least_seconds, lowest_peak
 from jaxpipe.planning.storage.hand_placed import hand_placed
 from jaxpipe.planning.storage.solver_time import SolverTime
 from jaxpipe.planning.storage.storage_items import Items, limited, storage_plan
@@ -26,10 +25,6 @@ from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import GPU_RERUN_SHARE, ResidualPlan, default_plan
 from jaxpipe.residuals.vjp_program import VJPProgram
 
-
-#: Rooms above a problem's lowest peak in which the smallest plan is looked for, too: parts of the way to that by
-#: default. The search for the lowest takes half of the time, and the others the rest.
-HIGHER_PEAKS = (0.25, 0.5, 0.75)
 
 #: Where memory is left, products that run again may take an eighth less of the time that default storage allows, two
 #: eighths less, and so on.
@@ -47,12 +42,10 @@ class Solving:
     Attributes:
       solver: for cvxpy.
       time: what is left for them.
-      for_smallest: seconds for each solution for the smallest plan.
     """
 
     solver: str
     time: SolverTime
-    for_smallest: float
     _fronts: dict[Problem, list[tuple[float, Answer]]] = field(default_factory=dict)
 
     def fastest(self, problem: Problem, slack: float) -> tuple[Answer | None, float]:
@@ -68,18 +61,6 @@ class Solving:
         if answer is not None:
             front.append((problem.capacity, answer))
         return answer, spent
-
-    def lowest(self, problem: Problem) -> Answer | None:
-        """Return the choice with the lowest peak."""
-        return self._in_time(lowest_peak, problem, self.for_smallest / 2)
-
-    def small(self, problem: Problem) -> Answer | None:
-        """Return the fastest choice of a small plan."""
-        return self._in_time(choose, problem, self.for_smallest / 2 / len(HIGHER_PEAKS))
-
-    def _in_time(self, search: Callable[..., Answer | None], problem: Problem, seconds: float) -> Answer | None:
-        options = {"solver": self.solver, "gap": GAP, "time_limit": seconds}
-        return multihost.from_first(functools.partial(search, problem, **options))
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,10 +186,11 @@ class Front:
         """True if products run again with default storage, as many as a GPU may."""
         return reruns_products(self.ways[0].vjp)
 
-    def within(self, room: float, targets: Targets | None = None) -> Point | None:
+    def within(self, room: float, targets: Targets | None = None, *, exact: bool = True) -> Point | None:
         """Return the fastest point of no more bytes than a room; None if no point is small enough.
 
-        A way that can not be faster than what was found is not solved. Checkpoints as people place them count, too.
+        A way that can not be faster than what was found is not solved. Checkpoints as people place them count, too. If
+        it need not be ``exact``, no solver is asked.
         """
         if room >= self.default.bytes:
             return self._with_fewer_reruns(room)
@@ -219,32 +201,22 @@ class Front:
             problem = self._problem(way, room)
             if best is not None and best.seconds <= way.seconds + least_seconds(problem):
                 continue
-            answer, spent = self.solving.fastest(problem, self.slack)
-            self.spent.append(spent)
+            answer = self._fastest(problem) if exact else greedy_choice(problem)
             if answer is not None and (best is None or way.seconds + answer.outcome.seconds < best.seconds):
                 best = self._point(way, answer, targets)
         return best
 
-    def small(self, part: float) -> Point:
-        """Return the smallest point, or the fastest in a room larger by a part of the way to default storage."""
-        points = []
-        for way in self.ways:
-            answer = self._lowest(way)
-            if answer is not None and part:
-                lowest = answer.outcome.peak_bytes
-                room = lowest + part * (self.default.bytes - lowest)
-                answer = self.solving.small(self._problem(way, room))
-            if answer is not None:
-                points.append(self._point(way, answer))
+    def _fastest(self, problem: Problem) -> Answer | None:
+        answer, spent = self.solving.fastest(problem, self.slack)
+        self.spent.append(spent)
+        return answer
+
+    @cached_property
+    def smallest(self) -> Point:
+        """The smallest point that is found without a solver, whatever it costs."""
+        answers = ((way, lowest_peak(self._problem(way, math.inf), time_limit=0.0)) for way in self.ways)
+        points = [self._point(way, answer) for way, answer in answers if answer is not None]
         return min(points, key=lambda point: point.bytes, default=self.default)
-
-    @property
-    def least_bytes(self) -> int:
-        """The bytes without swaps below which no choice is, as solvers count."""
-        return min((answer.least_bytes for way in self.ways if (answer := self._lowest(way))), default=0)
-
-    def _lowest(self, way: Way) -> Answer | None:
-        return self.solving.lowest(self._problem(way, math.inf))
 
     def _with_fewer_reruns(self, room: float) -> Point:
         """Return default storage, but that as few products run again as fit, where that is faster."""

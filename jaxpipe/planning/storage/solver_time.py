@@ -14,9 +14,6 @@ SHARE = 0.25
 #: The part of the whole below which what is left is not worth a start of the solver.
 REST = 0.01
 
-#: The part of the whole that is kept for the smallest plan, whatever other plans have taken.
-FOR_SMALLEST = 0.25
-
 
 class SolverTime:
     """Seconds that all stages, rounds and searches of a plan share.
@@ -25,7 +22,7 @@ class SolverTime:
 
     Attributes:
       limit: seconds in all.
-      spent: seconds that solutions have taken so far, but those for the smallest plan.
+      spent: seconds that solutions have taken so far.
     """
 
     def __init__(self, limit: float):
@@ -35,7 +32,7 @@ class SolverTime:
     @property
     def left(self) -> float:
         """Seconds that are left; 0 if they are not worth a start."""
-        rest = (1 - FOR_SMALLEST) * self.limit - self.spent
+        rest = self.limit - self.spent
         return rest if rest > REST * self.limit else 0.0
 
     def solve(self, choose: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, float]:
@@ -44,10 +41,6 @@ class SolverTime:
         answer, seconds = multihost.from_first(functools.partial(_timed, choose, *args, time_limit=limit, **options))
         self.spent += seconds
         return answer, seconds
-
-    def for_smallest(self, solutions: int) -> float:
-        """Seconds for each of so many solutions for the smallest plan. They depend on nothing else: so does it."""
-        return FOR_SMALLEST * self.limit / max(1, solutions)
 
 
 def _timed(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, float]:

@@ -15,11 +15,11 @@ def next_place(known: Mapping[int, int], estimates: Sequence[float], budget: int
     """Return the place of the program to compile next; None if no other can be better.
 
     Between two compiled programs bytes are taken to follow a straight line over the estimates, beyond the last one to
-    fall as they did before.
+    fall as they did before; estimates are taken to be as wrong as for the first program that is compiled.
 
     Args:
       known: XLA's bytes, by place.
-      estimates: of all programs, by place; only differences count.
+      estimates: of all programs, by place; once a program is compiled, only differences count.
       budget: the most bytes.
 
     Example:
@@ -31,7 +31,9 @@ def next_place(known: Mapping[int, int], estimates: Sequence[float], budget: int
     if high - low <= 1 or (high in known and budget - known[high] <= LEFT * budget):
         return None
     if low < 0:
-        return low + 1
+        wrong = known[high] - estimates[high] if high in known else 0
+        within = (k for k in range(high) if estimates[k] + wrong <= budget)
+        return next(within, None if high in known else high - 1)
     fall = _fall(known, estimates, low, high)
     within = (k for k in range(low + 1, high) if known[low] - fall * (estimates[low] - estimates[k]) <= budget)
     return next(within, None if high in known else high - 1)

@@ -1,0 +1,295 @@
+"""What the stages of a pipeline store at fixed levels, from ample to small.
+
+    more bytes, fewer products again ◀── default storage ── less room ──▶ the smallest
+
+A level is a room: bytes that no device may need more of. What a device needs besides what its stages store is taken
+off, and each stage takes the fastest point of its front within its share of the rest. Which levels there are does not
+depend on a budget: what XLA reserves for one, whatever was predicted, is the same for all budgets.
+
+The last stage may also run its largest product in slices, logits as a rule, where that is faster within its room.
+"""
+
+# More than 15 of our modules: what a stage stores is priced, chosen and swapped by modules of their own.
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from jaxpipe.graph.allowed_codecs import FAST, Policy
+from jaxpipe.graph.sharding_propagation import of_one_device, propagate
+from jaxpipe.planning.storage.choose_swaps import Link, Targets, choose_targets
+from jaxpipe.planning.storage.prices import Prices
+from jaxpipe.planning.storage.program_front import GAP, RERUN_LEVELS, Front, Point, Solving, Way
+from jaxpipe.planning.storage.storage_items import Items, stage_items
+from jaxpipe.residuals.backward_graph import BackwardGraph
+from jaxpipe.residuals.sliced_program import in_slices
+from jaxpipe.residuals.vjp_program import VJPProgram
+from jaxpipe.runtime.program import Program
+from jaxpipe.runtime.stages import Stage, with_storage
+from jaxpipe.runtime.stash_swap import StashSwap
+from jaxpipe.schedules.joined_work import program_kinds
+from jaxpipe.schedules.swap_points import HOST, swap_points
+from jaxpipe.schedules.table import DeviceNumber, StageNumber
+from jaxpipe.text.progress import tell
+from jaxpipe.text.units import bytes_text
+
+
+#: Levels between default storage and the smallest that is found without a solver.
+ROOMS = 32
+
+#: Levels below that, for devices that are estimated to need more than they do, and for swaps.
+LOW_ROOMS = 16
+
+#: By what share of what they need estimates of devices may be wrong.
+INEXACT = 0.2
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The way in which a stage's storage was chosen.
+
+    Attributes:
+      status: ``"default"``, or that of an ``Answer``.
+      added_seconds: of a micro-batch, over the default plan.
+      gap: by what share of the time for codecs and recomputation a better choice may be faster.
+      solve_seconds: that all solutions for this stage took.
+    """
+
+    status: str = "default"
+    added_seconds: float = 0.0
+    gap: float = 0.0
+    solve_seconds: float = 0.0
+
+
+class StageLevels:
+    """The levels of a program whose stages are compiled by themselves."""
+
+    def __init__(
+        self,
+        program: Program,
+        besides: Sequence[int],
+        prices: Prices,
+        solving: Solving,
+        period: float = 0.0,
+        policy: Policy = FAST,
+    ):
+        """Nothing is done yet.
+
+        Args:
+          program: with default storage.
+          besides: what each device needs besides points.
+          prices: what choices cost.
+          solving: by whom, and how long.
+          period: seconds of a micro-batch on the slowest stage, with which swaps overlap.
+          policy: the codecs that stages may use.
+        """
+        self.program, self._besides, self._prices, self._solving = program, tuple(besides), prices, solving
+        self._period, self._policy = period, policy
+        self._points: dict[int, tuple[Point, ...]] = {}
+        self._stages: dict[Point, Stage] = {}
+        self._programs: dict[tuple[Point, ...], Program] = {}
+
+    @cached_property
+    def rooms(self) -> tuple[float, ...]:
+        """The bytes of each level, the most first: no device is estimated to need more."""
+        default, least = self._total(self._default), self._total([front.smallest for front in self._fronts])
+        ample = self._total([front.with_level(0) for front in self._fronts])
+        floor = (1 - INEXACT) * least
+        if self._has_links:
+            floor = max(self._besides[d] + self._least_base(d) for d in self.program.device_numbers)
+        rooms = [ample - (ample - default) * k / RERUN_LEVELS for k in range(RERUN_LEVELS)] if ample > default else []
+        rooms += [default - (default - least) * k / ROOMS for k in range(ROOMS + 1)]
+        return *rooms, *(least - (least - floor) * k / LOW_ROOMS for k in range(1, LOW_ROOMS + 1) if floor < least)
+
+    @property
+    def default_place(self) -> int:
+        """The place of the level with default storage."""
+        return self.rooms.index(self._total(self._default))
+
+    @cached_property
+    def lowest_place(self) -> int:
+        """The place of the level with the least bytes: with swaps, the lowest at which every stage has a point."""
+        low, high = self.default_place + ROOMS, len(self.rooms)
+        while self._has_links and high - low > 1:
+            place = (low + high) // 2
+            low, high = (low, place) if None in self._found(self.rooms[place], exact=False) else (place, high)
+        return low if self._has_links else high - 1
+
+    def program_at(self, place: int) -> tuple[Program, tuple[Fitted, ...]]:
+        """Return the program of a level, and how the storage of each stage was chosen."""
+        if place not in self._points:
+            room, time = self.rooms[place], self._solving.time
+            tell(
+                f"{self.program.schedule.name}: choosing what {len(self.program.stages)} stage(s) store within "
+                f"{bytes_text(room)}; solvers took {time.spent:.1f} of {time.limit:.1f} s"
+            )
+            self._points[place] = self._within(room)
+        points = self._points[place]
+        if points not in self._programs:
+            stages = tuple(map(self._stage_with, self.program.stages, points))
+            unchanged = all(stage is other for stage, other in zip(stages, self.program.stages, strict=True))
+            self._programs[points] = self.program if unchanged else replace(self.program, stages=stages)
+        return self._programs[points], self._report(points)
+
+    def expected(self, room: float) -> tuple[Fitted, ...]:
+        """Return about how storage would be chosen within a room; no solver is asked, and no program made."""
+        return self._report(self._within(room, exact=False))
+
+    @property
+    def most_saved_seconds(self) -> float:
+        """Seconds by which a step may be shorter than with default storage."""
+        seconds = (front.default.seconds for front in self._fronts if front.reruns_products)
+        return self.program.num_microbatches * sum(seconds)
+
+    def besides_of(self, needs: Sequence[int]) -> tuple[int, ...]:
+        """Return what devices need besides points, of those that need so many bytes with default storage."""
+        return tuple(n - size for n, size in zip(needs, self._bytes(self._default), strict=True))
+
+    def _within(self, room: float, *, exact: bool = True) -> tuple[Point, ...]:
+        """Return the fastest point of each stage within a room of every device, or else the smallest.
+
+        The stages of a device share its room as they would by default.
+        """
+        points = zip(self._found(room, exact=exact), self._fronts, strict=True)
+        return tuple(front.smallest if point is None else point for point, front in points)
+
+    def _found(self, room: float, *, exact: bool = True) -> list[Point | None]:
+        targets, shared = self._swap_targets(room), self._bytes(self._default)
+        points = []
+        for s, front in zip(self.program.stage_numbers, self._fronts, strict=True):
+            d = self.program.device(s)
+            share = (room - self._besides[d]) * front.default.bytes / max(1, shared[d])
+            points.append(front.within(share, targets.get(s), exact=exact))
+        return points
+
+    def _total(self, points: Sequence[Point]) -> float:
+        """Return about what the fullest device needs with some points."""
+        return float(max(map(sum, zip(self._besides, self._bytes(points), strict=True))))
+
+    def _bytes(self, points: Sequence[Point]) -> list[int]:
+        """Return the bytes of the points of each device together: all stashes, and one backward pass at a time."""
+        total = []
+        for d in self.program.device_numbers:
+            here = [points[s] for s in self._stages_of(d)]
+            working = max(point.bytes - point.stash_bytes for point in here)
+            total.append(sum(point.stash_bytes for point in here) + working)
+        return total
+
+    def _least_base(self, d: DeviceNumber) -> int:
+        """Return the bytes that the backward passes of a device's stages need at once whatever is stored."""
+        return max(min(max(way.items.problem.base) for way in self._fronts[s].ways) for s in self._stages_of(d))
+
+    def _stages_of(self, d: DeviceNumber) -> list[StageNumber]:
+        return [s for s in self.program.stage_numbers if self.program.device(s) == d]
+
+    @property
+    def _has_links(self) -> bool:
+        """True if there is memory elsewhere, for stashes that leave their device."""
+        program, links = self.program, self._prices.links
+        linked = links.host_bytes or any(map(any, links.bandwidth))
+        return bool(linked) and program.stage_replicas.is_single and program.schedule.has_backward
+
+    def _swap_targets(self, room: float) -> dict[StageNumber, Targets]:
+        """Find memory elsewhere for the stages of devices that need more than a room by default, the fullest first."""
+        if not self._has_links:
+            return {}
+        program, links = self.program, self._prices.links
+        needs = [a + b for a, b in zip(self._besides, self._bytes(self._default), strict=True)]
+        over = [d for d in program.device_numbers if needs[d] > room]
+        apart = [d for d in program.device_numbers if d not in over]
+        rooms = {program.schedule.stage(d, 0): room - needs[d] for d in apart}
+        chosen: dict[StageNumber, Targets] = {}
+        for d in sorted(over, key=lambda d: -needs[d]):
+            for s in self._stages_of(d):
+                points, held = swap_points(program.schedule, s), self._fronts[s].held
+                if held is None or held <= points.home:
+                    continue
+                reach = {t: Link(links.bandwidth[s][t], links.latency[s][t], n) for t, n in rooms.items()}
+                if links.host_bytes:
+                    reach[HOST] = Link(links.host_bandwidth[s], links.host_latency[s], links.host_bytes)
+                targets = choose_targets(reach, points.away, (needs[d] - room) / (held - points.home))
+                if targets is None:
+                    continue
+                chosen[s] = targets
+                size = min(targets.most_bytes, self._fronts[s].default.answer.outcome.stash_bytes)
+                for target in targets.targets:
+                    if target.stage != HOST:
+                        rooms[target.stage] -= int(points.away * size * target.share)
+        return chosen
+
+    @cached_property
+    def _fronts(self) -> tuple[Front, ...]:
+        """The front of each stage."""
+        return tuple(map(self._front, self.program.stage_numbers))
+
+    @cached_property
+    def _default(self) -> tuple[Point, ...]:
+        return tuple(front.default for front in self._fronts)
+
+    def _front(self, s: StageNumber) -> Front:
+        program = self.program
+        stays_apart = len(program_kinds(program.schedule, s)[0]) == 1  # its stash leaves its forward program
+        held = program.in_flight(program.device(s), s // program.num_devices)
+        return Front(
+            ways=self._ways(s),
+            items_of=functools.partial(self._items, program.stages[s]),
+            held=held if stays_apart else None,
+            home=swap_points(program.schedule, s).home if stays_apart else 0,
+            period=self._period,
+            slack=GAP * self._period / self._prices.slow[s],
+            solving=self._solving,
+            policy=self._policy,
+        )
+
+    def _ways(self, s: StageNumber) -> tuple[Way, ...]:
+        """Return a stage's program as it is, and of the last stage with its largest product in slices if it can be."""
+        stage, program = self.program.stages[s], self.program
+        assert stage.vjp is not None
+        way = Way(stage.vjp, self._items(stage, stage.vjp))
+        is_last, on_one_device = s == len(program.stages) - 1, program.specs.submesh.size == 1
+        if not is_last or not on_one_device or not stage.is_trained or stage.fold is not None:
+            return (way,)
+        wrt, loss = stage.vjp.backward_graph.wrt, program.objective.results[0]
+        sliced = in_slices(stage.graph, wrt, policy=self._policy, held=stage.used, seeds=[loss])
+        if sliced is None:
+            return (way,)
+        again = sum(self._prices.seconds(stage.graph, op) for op in sliced.operators)
+        return way, Way(sliced.vjp, self._items(stage, sliced.vjp), again, sliced.count)
+
+    def _items(self, stage: Stage, built: VJPProgram) -> Items:
+        """Return the tensors that a program of a stage may store, on one of its devices."""
+        prices = self._prices
+        price = functools.partial(prices.seconds, built.backward_graph.graph)
+        summed = {*stage.parameters, *stage.borrowed}
+        sized = self._of_one_device(built.backward_graph)
+        items = stage_items(sized, built.plan, price, prices.bytes_per_second, stage.used, released=summed)
+        return replace(items, backward_graph=built.backward_graph)
+
+    def _of_one_device(self, backward_graph: BackwardGraph) -> BackwardGraph:
+        """A stage's program with tensors as large as their parts on one of its devices."""
+        specs, graph = self.program.specs, backward_graph.graph
+        if specs.submesh.size == 1:
+            return backward_graph
+        given = {t: specs.of_tensor(t) for t in graph.inputs}
+        split, shape = propagate(graph, given, specs.submesh.shape).specs, specs.submesh.shape
+        return replace(backward_graph, graph=of_one_device(graph, split, shape))
+
+    def _stage_with(self, stage: Stage, point: Point) -> Stage:
+        """Return a stage with the storage of a point; of the same point the same one."""
+        if point.vjp is stage.vjp and point.targets is None:
+            return stage
+        if point not in self._stages:
+            targets, tensors = point.targets, point.swapped
+            swap = StashSwap(tensors, targets.targets) if targets is not None and tensors else None
+            loss = self.program.objective.results[0]
+            self._stages[point] = with_storage(stage, point.vjp, loss, point.way.slices, swap)
+        return self._stages[point]
+
+    def _report(self, points: Sequence[Point]) -> tuple[Fitted, ...]:
+        """Return how the storage of each stage was chosen."""
+        return tuple(
+            Fitted(point.answer.status, point.seconds - front.default.seconds, point.answer.gap, sum(front.spent))
+            if point is not front.default
+            else Fitted()
+            for point, front in zip(points, self._fronts, strict=True)
+        )

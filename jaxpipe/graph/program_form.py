@@ -7,6 +7,7 @@ folded with may differ (each layer has its own): a shared program takes them as 
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -19,29 +20,28 @@ from jaxpipe.array_types import Array, Atom, Equation, OpenJaxpr, PyTree, PyTree
 
 @dataclass(frozen=True, eq=False)
 class TracedProgram:
-    """A traced function.
-
-    ``form`` is equal for programs that compute the same, but for the literals that keys are folded with: ``folds``,
-    pairs of an equation's position and a number.
-    """
+    """A traced function, and the tree of what it returns."""
 
     closed: ClosedJaxpr
     tree: PyTreeDef
-    form: Hashable
-    folds: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def form(self) -> Hashable:
+        """A value that is equal for programs that compute the same, but for the numbers that keys are folded with."""
+        jaxpr, consts = _compat.open_jaxpr(self.closed)
+        return self.tree, _form(jaxpr, consts, dict(self.folds))
+
+    @cached_property
+    def folds(self) -> tuple[tuple[int, int], ...]:
+        """The literals that keys are folded with: pairs of an equation's position and a number."""
+        numbers = enumerate(map(_folded, _compat.open_jaxpr(self.closed)[0].eqns))
+        return tuple((k, int(value)) for k, value in numbers if value is not None)
 
 
 def trace_program(function: Callable[..., PyTree], operands: Sequence[PyTree]) -> TracedProgram:
     """Trace a function of operands that returns a tree of arrays."""
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*operands)
-    return traced_program(closed, jax.tree.structure(shapes))
-
-
-def traced_program(closed: ClosedJaxpr, tree: PyTreeDef) -> TracedProgram:
-    """Return a traced function, given the tree of what it returns."""
-    jaxpr, consts = _compat.open_jaxpr(closed)
-    folds = {k: int(value) for k, eqn in enumerate(jaxpr.eqns) if (value := _folded(eqn)) is not None}
-    return TracedProgram(closed, tree, (tree, _form(jaxpr, consts, folds)), tuple(folds.items()))
+    return TracedProgram(closed, jax.tree.structure(shapes))
 
 
 def shared_program(programs: Sequence[TracedProgram]) -> Callable[..., PyTree]:

@@ -20,7 +20,7 @@ from jax.stages import Compiled, Lowered
 
 from jaxpipe import _compat, multihost
 from jaxpipe.array_types import Array, Atom, Device
-from jaxpipe.graph.program_form import TracedProgram, shared_program, traced_program
+from jaxpipe.graph.program_form import TracedProgram, shared_program
 from jaxpipe.runtime.mpmd.stage_work import Name, Work, shape_of
 from jaxpipe.text.progress import tell
 
@@ -84,7 +84,7 @@ def trace_work(work: Work, wanted: Callable[[Name], bool] = lambda _: True) -> T
     needed |= {atom for atom in writes.values() if not _compat.is_literal(atom)}
     read = {v: name for v, name in operand.items() if v in needed}
     part = _compat.part_of(closed, list(read), list(writes.values()))
-    program = traced_program(part, jax.tree.structure((0,) * len(writes)))
+    program = TracedProgram(part, jax.tree.structure((0,) * len(writes)))
     return TracedWork(work, program, tuple(read.values()), tuple(writes), same)
 
 

@@ -81,7 +81,7 @@ class Job:
       device: kind of device to estimate for, such as H100; left out, a CPU core.
       fresh_profile: measure the operators on a CPU of this machine, even if a measurement is kept.
       gradient_dtype: in which gradients of narrower parameters are added up; left out, float32.
-      time_limit: seconds that solvers may take for the whole plan, with --memory; by default three times those of
+      time_limit: seconds that solvers may take for the whole plan, with --memory; by default six times those of
         tracing.
       compile: compile the step on simulated CPU devices, for the bytes that XLA reserves there, which --memory then
         limits, as PlanOptions(compile=True).

@@ -44,7 +44,7 @@ class PlanOptions:
       solver: a mixed-integer solver that cvxpy finds, used if there is a budget.
       time_limit: seconds that it may take for the whole plan: all stages, levels and schedules share them. Once they
         are used up, a greedy rule chooses, and the plan says so. Compilation and tracing are not counted. Left out:
-        three times as long as tracing the model takes.
+        six times as long as tracing the model takes.
       compile: whether stage programs are compiled here, so that the plan tells the bytes that XLA reserves. The first
         ``step`` does not compile again then. With ``memory``, a smaller plan is made if XLA reserves more, and a budget
         that no plan keeps is refused. Left out: with ``memory``, and on GPUs also without, where predictions may be a

@@ -402,7 +402,7 @@ def test_a_budget_that_is_raised_is_kept_by_the_compiled_step():
 
 
 def test_all_solutions_together_keep_the_time_limit(monkeypatch):
-    """Each takes all that it is given: a quarter of what is left."""
+    """Each takes all that it is given: half of what is left."""
     clock = [0.0]
     monkeypatch.setattr(solver_time.time, "perf_counter", lambda: clock[0])
     given = []
@@ -414,7 +414,7 @@ def test_all_solutions_together_keep_the_time_limit(monkeypatch):
     time = SolverTime(40.0)
     for _ in range(60):
         time.solve(slow_solver)
-    assert given[:3] == [10.0, 7.5, 5.625]  # 40 / 4, then 3 / 4 of the one before
+    assert given[:3] == [20.0, 10.0, 5.0]
     assert sum(given) == clock[0] == time.spent <= 40.0
     assert given[-1] == 0.0 and time.left == 0.0  # too little is left to start a solver
 

@@ -39,7 +39,7 @@ MORE_MICROBATCHES = (2, 4, 8)
 PROMISED = 0.01
 
 #: How many times as long as tracing solvers may take if no limit is given, and at least, in seconds.
-SOLVER_SHARE, LEAST_SECONDS = 3, 1.0
+SOLVER_SHARE, LEAST_SECONDS = 6, 2.0
 
 
 class BudgetSearch:

@@ -1,5 +1,6 @@
 """Cuts of a chain for given devices: none of the stages takes longer than a limit, and messages take least."""
 
+import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from jaxpipe.planning.cuts.placed_stages import Partition, cost_stages
 PRECISION = 1e-7
 #: How much longer than the least limit stages may be, if messages take less then.
 LOOSER = 1.01
+#: How many places are compared for one cut.
+MOST_PLACES = 256
 #: How much unequal work counts beside messages that take as long as the mean.
 UNEQUAL = 1e-6
 
@@ -103,32 +106,38 @@ class Chain:
             if self.memory[s] < math.inf:
                 first = max(first, bisect_left(self.holds[s], self.holds[s][behind] - self.memory[s]))
             earliest[s] = min(max(first, s), latest[s])
+        places = [self._places(*ends) for ends in zip(earliest, latest, strict=True)]
         values, chosen = np.zeros(1), []
         work, scale = space.seconds, UNEQUAL * max(float(space.crossing.mean()), 1.0)
-        for s in range(count):
-            behind = np.arange(earliest[s + 1], latest[s + 1] + 1)
-            reach = limit * self.rates[s] * (1 + PRECISION)
-            first = np.maximum(np.searchsorted(work, work[behind] - reach), earliest[s])
-            before = behind[:, None] - np.arange(max(int((behind - first).max()), 1), 0, -1)
-            inside = np.clip(before, earliest[s], latest[s])
-            share = (work[behind, None] - work[inside]) / (limit * self.rates[s])
-            possible = (share <= 1 + PRECISION) & (before == inside)
+        for s, (before, behind) in enumerate(itertools.pairwise(places)):
+            share = (work[behind, None] - work[before]) / (limit * self.rates[s])
+            possible = (share <= 1 + PRECISION) & (behind[:, None] > before)
             if self.memory[s] < math.inf:
                 held = np.asarray(self.holds[s])
-                possible &= held[behind, None] - held[inside] <= self.memory[s]
-            total = np.where(possible, values[inside - earliest[s]] + scale * share**2, np.inf)
-            best = total.argmin(1)
-            rows = np.arange(len(behind))
-            chosen.append(inside[rows, best])
-            values = total[rows, best]
+                possible &= held[behind, None] - held[before] <= self.memory[s]
+            total = np.where(possible, values + scale * share**2, np.inf)
+            chosen.append(total.argmin(1))
+            values = total.min(1)
             if s + 1 < count:
                 values = values + self._messages(s, space.crossing[behind])
         if not np.isfinite(values[-1]):
             return None
-        cuts = [last]
+        cuts, k = [last], 0
         for s in range(count - 1, -1, -1):
-            cuts.append(int(chosen[s][cuts[-1] - earliest[s + 1]]))
+            k = int(chosen[s][k])
+            cuts.append(int(places[s][k]))
         return cuts[::-1]
+
+    def _places(self, first: int, last: int) -> np.ndarray:
+        """Return the places for a cut; of many, in each part of the work that where the fewest bytes cross."""
+        every = np.arange(first, last + 1)
+        if len(every) <= MOST_PLACES:
+            return every
+        work, crossing = self.space.seconds[every], self.space.crossing[every]
+        parts = np.searchsorted(np.linspace(work[0], work[-1], MOST_PLACES), work)
+        order = np.lexsort((crossing, parts))
+        least = order[np.unique(parts[order], return_index=True)[1]]
+        return np.unique(np.concatenate([every[least], [first, last]]))
 
     def _messages(self, s: int, crossing: np.ndarray) -> np.ndarray:
         """Return the bytes that are sent behind a stage, as if all links were as fast as the fastest."""

@@ -9,7 +9,7 @@ from jaxpipe import multihost
 
 
 #: The part of what is left that one solution may take at most, so that a hard one leaves something for the others.
-SHARE = 0.25
+SHARE = 0.5
 
 #: The part of the whole below which what is left is not worth a start of the solver.
 REST = 0.01

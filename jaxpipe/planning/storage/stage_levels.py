@@ -11,6 +11,7 @@ The last stage may also run its largest product in slices, logits as a rule, whe
 
 # More than 15 of our modules: what a stage stores is priced, chosen and swapped by modules of their own.
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -39,6 +40,9 @@ ROOMS = 32
 
 #: Levels below that, for devices that are estimated to need more than they do, and for swaps.
 LOW_ROOMS = 16
+
+#: Bytes by which a room may be too small because of rounding.
+ROUNDING = 1e-3
 
 #: By what share of what they need estimates of devices may be wrong.
 INEXACT = 0.2
@@ -93,11 +97,11 @@ class StageLevels:
     def rooms(self) -> tuple[float, ...]:
         """The bytes of each level, the most first: no device is estimated to need more."""
         default, least = self._total(self._default), self._total([front.smallest for front in self._fronts])
-        ample = self._total([front.with_level(0) for front in self._fronts])
+        ample = {self._total([front.with_level(k) for front in self._fronts]) for k in range(RERUN_LEVELS)}
         floor = (1 - INEXACT) * least
         if self._has_links:
             floor = max(self._besides[d] + self._least_base(d) for d in self.program.device_numbers)
-        rooms = [ample - (ample - default) * k / RERUN_LEVELS for k in range(RERUN_LEVELS)] if ample > default else []
+        rooms = sorted((room for room in ample if room > default), reverse=True)
         rooms += [default - (default - least) * k / ROOMS for k in range(ROOMS + 1)]
         return *rooms, *(least - (least - floor) * k / LOW_ROOMS for k in range(1, LOW_ROOMS + 1) if floor < least)
 
@@ -159,6 +163,7 @@ class StageLevels:
         for s, front in zip(self.program.stage_numbers, self._fronts, strict=True):
             d = self.program.device(s)
             share = (room - self._besides[d]) * front.default.bytes / max(1, shared[d])
+            share = math.floor(share + ROUNDING)
             points.append(front.within(share, targets.get(s), exact=exact))
         return points
 

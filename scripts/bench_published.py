@@ -10,7 +10,8 @@ steps are in ``scripts.published_programs``, in float32. Nothing runs (``scripts
   budgets   ``jaxpipe.jit`` of the step with a decorated loss; ``memory=`` is a share of the plain step's bytes. After a
             refusal, its ``smallest``
   by hand   ``nn.remat`` or ``nnx.remat`` of every block, or every second one, and ``jax.checkpoint`` of the whole loss,
-            each with every policy. What runs no fewer products than any plan is not compiled: it cannot be better
+            each with every policy. Compiled is what runs fewer products than a plan, and after a refusal what saves
+            least; nothing else can be better
   measure   the first one that ``jaxpipe.explain`` offers, with the line that it prints written into the program
 
 Bytes are arguments, results and temporaries, what is donated once; products are the matrix products and convolutions
@@ -39,6 +40,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import numpy as np
@@ -48,6 +50,7 @@ import jaxpipe
 from jaxpipe.array_types import Device, PyTree
 from jaxpipe.costs.count_products import count_products
 from jaxpipe.costs.reserved_bytes import reserved_bytes
+from jaxpipe.step import explain, measures
 from scripts.absent_gpu import h100s
 from scripts.check_gpu_encoding import on_device
 from scripts.measuring import header
@@ -56,6 +59,7 @@ from scripts.published_sources import ABOVE, BELOW, CALL, Edit
 
 
 SHARES = (0.8, 0.6, 0.45)
+WAYS = {"every block": 1, "every second": 2}
 POLICIES = {"all": None, "dots": "dots_saveable", "dots-no-batch": "dots_with_no_batch_dims_saveable"}
 PARTS = ("budgets", "explain")
 MOST_OFF = 0.03
@@ -133,30 +137,25 @@ class Measured:
         seconds = time.process_time() - start - compiler.seconds
         return {"budget_bytes": memory, **row, "planning": seconds, "planning_traces": seconds / trace_seconds}
 
-    def by_hand(self, is_useful: Callable[[int], bool]) -> Iterator[Row]:
-        """Compile hand-placed checkpoints, if their products say that this is of use."""
+    def by_hand(self, is_useful: Callable[[int, bool], bool]) -> Iterator[Row]:
+        """Compile hand-placed checkpoints of use, as their products and whether they save the least say."""
         remat = nnx.remat if self.training()[0].is_nnx else jax.checkpoint
+        for way, every in WAYS.items() if self._program.blocks else ():
+            for name, policy in POLICIES.items():
+                shown = f"jax.checkpoint_policies.{policy}" if policy else "None"
+                traced = self.traced(self._program.placed(shown, every))
+                yield {"variant": f"{way}, {name}", **compiled_if(is_useful, traced, every == 1 and policy is None)}
         for name, policy in POLICIES.items():
-            shown = f"jax.checkpoint_policies.{policy}" if policy else "None"
             saved = getattr(jax.checkpoint_policies, policy) if policy else None
-            ways = {"every block": self._program.placed(shown, 1), "every second": self._program.placed(shown, 2)}
-            steps: dict[str, tuple[Sequence[Edit], Any]] = {way: (edits, lambda x: x) for way, edits in ways.items()}
-            for way, (edits, wrap) in (steps if self._program.blocks else {}).items():
-                yield self._variant(f"{way}, {name}", edits, wrap, is_useful)
-            yield self._variant(f"whole loss, {name}", (), partial(remat, policy=saved), is_useful)
-
-    def _variant(self, name: str, edits: Sequence[Edit], wrap: Any, is_useful: Callable[[int], bool]) -> Row:
-        traced, products = self.traced(edits, wrap)
-        return {
-            "variant": name,
-            **row_of(reserved_bytes(traced.lower().compile()) if is_useful(products) else None, products),
-        }
+            traced = self.traced((), partial(remat, policy=saved))
+            yield {"variant": f"whole loss, {name}", **compiled_if(is_useful, traced, policy is None)}
 
     def explained(self) -> Row:
         """Apply the first measure that is offered."""
         training, args = self.training()
         start = time.process_time()
-        explanation = jaxpipe.explain(training.step(), *args, device="H100", donate_argnums=training.donated)
+        with without_last_measures():
+            explanation = jaxpipe.explain(training.step(), *args, device="H100", donate_argnums=training.donated)
         row = {
             "bytes": explanation.total_bytes,
             "products": explanation.products,
@@ -208,6 +207,13 @@ def trace(training: Training, step: Callable[..., PyTree], args: PyTree) -> tupl
     return traced, count_products(getattr(traced, "traced", traced).jaxpr.jaxpr)[0]
 
 
+def compiled_if(is_useful: Callable[[int, bool], bool], traced: tuple[Any, int], saves_least: bool) -> Row:
+    """Return bytes and products of a traced step; without bytes where these are of no use."""
+    step, products = traced
+    size = reserved_bytes(step.lower().compile()) if is_useful(products, saves_least) else None
+    return row_of(size, products)
+
+
 def row_of(size: int | None, products: int) -> Row:
     """Return bytes and products."""
     return {"bytes": size, "products": products}
@@ -226,12 +232,16 @@ def measure_budgets(measured: Measured, shares: Sequence[float], save: Callable[
             point = {"share": share, **measured.budget(int(share * plain["bytes"]), plain["trace_seconds"])}
             budgets.append(point)
             if point.get("smallest"):
-                point["within_smallest"] = measured.budget(point["smallest"], plain["trace_seconds"])
+                same = [
+                    x["within_smallest"] for x in budgets if x.get("smallest") == point["smallest"] and x is not point
+                ]
+                point["within_smallest"] = (same or [measured.budget(point["smallest"], plain["trace_seconds"])])[0]
         save(row)
-    limit = max((point.get("products", np.inf) for point in budgets), default=np.inf)
+    limit = max((point["products"] for point in budgets if "products" in point), default=0)
+    is_refused = any("refused" in point for point in budgets)
     variants = row.setdefault("by_hand", [])
     with attempt(row, "checkpoints by hand"):
-        for variant in measured.by_hand(lambda products: products < limit):
+        for variant in measured.by_hand(lambda products, least: products < limit or (is_refused and least)):
             variants.append(variant)
             save(row)
     row["verdicts"] = verdicts(budgets, variants)
@@ -246,6 +256,15 @@ def measure_explained(measured: Measured, save: Callable[[Row], None]) -> Row:
         row |= measured.explained()
     save(row)
     return row
+
+
+@contextlib.contextmanager
+def without_last_measures() -> Iterator[None]:
+    """Leave out the compilations of an explanation that are for no measure, or for one that is never the first."""
+    with contextlib.ExitStack() as stack:
+        for module, name in (measures, "half_the_batch"), (measures, "shard"), (explain, "largest_batch"):
+            stack.enter_context(patch.object(module, name, lambda explained: None))
+        yield
 
 
 @contextlib.contextmanager

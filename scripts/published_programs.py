@@ -233,7 +233,6 @@ def gemma(load: Sources, tiny: bool) -> Training:
         attention_types=(cfg.AttentionType.LOCAL_SLIDING, cfg.AttentionType.GLOBAL) * 2,
         sliding_window_size=length // 2,
         use_qk_norm=True,
-        dropout_rate=0.1,
     )
 
     def loss(model: Any, batch: PyTree, rngs: nnx.Rngs) -> jax.Array:
@@ -252,7 +251,7 @@ def bonsai_vit(load: Sources, tiny: bool) -> Training:
     modeling = load("bonsai.models.vit.modeling")
     size, sizes = (32, {"hidden_dim": 32, "num_heads": 2, "mlp_dim": 64}) if tiny else (224, {})
     fields = vars(modeling.ModelConfig.vit_p16_224()) | {"num_layers": 4, "image_size": (size, size)} | sizes
-    config = modeling.ModelConfig(**fields | {"dropout_prob": 0.1})
+    config = modeling.ModelConfig(**fields)
 
     def loss(model: Any, batch: PyTree, rngs: nnx.Rngs) -> jax.Array:
         return cross_entropy(model(batch["image"], rngs=rngs), batch["label"])
@@ -347,7 +346,7 @@ def big_vision_vit(load: Sources, tiny: bool) -> Training:
     """Return ViT-S/16 of 4 layers with attention pooling."""
     vit, utils = load("big_vision.models.vit"), load("big_vision.utils")
     variant, size = ("mu/16", 32) if tiny else ("S/16", 224)
-    model = vit.Model(1000, variant=variant, depth=2 if tiny else 4, pool_type="map", dropout=0.1)
+    model = vit.Model(1000, variant=variant, depth=2 if tiny else 4, pool_type="map")
 
     def loss(params: PyTree, stats: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, PyTree]:
         logits, _ = model.apply({"params": params}, batch["image"], train=True, rngs={"dropout": key})

@@ -10,8 +10,8 @@ steps are in ``scripts.published_programs``, in float32. Nothing runs (``scripts
   budgets   ``jaxpipe.jit`` of the step with a decorated loss; ``memory=`` is a share of the plain step's bytes. After a
             refusal, its ``smallest``
   by hand   ``nn.remat`` or ``nnx.remat`` of every block, or every second one, and ``jax.checkpoint`` of the whole loss,
-            each with every policy. Compiled is what runs fewer products than a plan, and after a refusal what saves
-            least; nothing else can be better
+            each with every policy. What runs no fewer products than any plan is not compiled, nor what saves more than
+            a checkpoint that fits no such budget
   measure   the first one that ``jaxpipe.explain`` offers, with the line that it prints written into the program
 
 Bytes are arguments, results and temporaries, what is donated once; products are the matrix products and convolutions
@@ -59,10 +59,11 @@ from scripts.published_sources import ABOVE, BELOW, CALL, Edit
 
 
 SHARES = (0.8, 0.6, 0.45)
-WAYS = {"every block": 1, "every second": 2}
-POLICIES = {"all": None, "dots": "dots_saveable", "dots-no-batch": "dots_with_no_batch_dims_saveable"}
+WAYS = {"every block": 1, "every second": 2, "whole loss": 0}
+POLICIES = {"all": None, "dots-no-batch": "dots_with_no_batch_dims_saveable", "dots": "dots_saveable"}
 PARTS = ("budgets", "explain")
 MOST_OFF = 0.03
+INEXACT = 0.05  # by what share what saves more may need fewer bytes
 MIB = 2**20
 
 Row = dict[str, Any]
@@ -137,18 +138,26 @@ class Measured:
         seconds = time.process_time() - start - compiler.seconds
         return {"budget_bytes": memory, **row, "planning": seconds, "planning_traces": seconds / trace_seconds}
 
-    def by_hand(self, is_useful: Callable[[int, bool], bool]) -> Iterator[Row]:
-        """Compile hand-placed checkpoints of use, as their products and whether they save the least say."""
+    def by_hand(self, may_be_better: Callable[[int, int], bool]) -> Iterator[Row]:
+        """Compile checkpoints by hand that may be better, by their products and the bytes of one that saves less."""
         remat = nnx.remat if self.training()[0].is_nnx else jax.checkpoint
-        for way, every in WAYS.items() if self._program.blocks else ():
-            for name, policy in POLICIES.items():
+        sizes = dict[tuple[str, int], int]()
+        for way, every in WAYS.items():
+            for number, (name, policy) in enumerate(POLICIES.items()):
+                if every and not self._program.blocks:
+                    continue
                 shown = f"jax.checkpoint_policies.{policy}" if policy else "None"
-                traced = self.traced(self._program.placed(shown, every))
-                yield {"variant": f"{way}, {name}", **compiled_if(is_useful, traced, every == 1 and policy is None)}
-        for name, policy in POLICIES.items():
-            saved = getattr(jax.checkpoint_policies, policy) if policy else None
-            traced = self.traced((), partial(remat, policy=saved))
-            yield {"variant": f"whole loss, {name}", **compiled_if(is_useful, traced, policy is None)}
+                saved = getattr(jax.checkpoint_policies, policy) if policy else None
+                if every:
+                    traced, products = self.traced(self._program.placed(shown, every))
+                else:
+                    traced, products = self.traced((), partial(remat, policy=saved))
+                less = [
+                    size for (x, k), size in sizes.items() if k <= number and (x == way or (WAYS[x] == 1 and every))
+                ]
+                if may_be_better(products, max(less, default=0)):
+                    sizes[way, number] = reserved_bytes(traced.lower().compile())
+                yield {"variant": f"{way}, {name}", **row_of(sizes.get((way, number)), products)}
 
     def explained(self) -> Row:
         """Apply the first measure that is offered."""
@@ -207,13 +216,6 @@ def trace(training: Training, step: Callable[..., PyTree], args: PyTree) -> tupl
     return traced, count_products(getattr(traced, "traced", traced).jaxpr.jaxpr)[0]
 
 
-def compiled_if(is_useful: Callable[[int, bool], bool], traced: tuple[Any, int], saves_least: bool) -> Row:
-    """Return bytes and products of a traced step; without bytes where these are of no use."""
-    step, products = traced
-    size = reserved_bytes(step.lower().compile()) if is_useful(products, saves_least) else None
-    return row_of(size, products)
-
-
 def row_of(size: int | None, products: int) -> Row:
     """Return bytes and products."""
     return {"bytes": size, "products": products}
@@ -237,11 +239,14 @@ def measure_budgets(measured: Measured, shares: Sequence[float], save: Callable[
                 ]
                 point["within_smallest"] = (same or [measured.budget(point["smallest"], plain["trace_seconds"])])[0]
         save(row)
-    limit = max((point["products"] for point in budgets if "products" in point), default=0)
-    is_refused = any("refused" in point for point in budgets)
     variants = row.setdefault("by_hand", [])
+
+    def may_be_better(products: int, least: int) -> bool:
+        fewer = [point for point in budgets if products < point.get("products", np.inf)]
+        return any(least <= (1 + INEXACT) * point["budget_bytes"] for point in fewer)
+
     with attempt(row, "checkpoints by hand"):
-        for variant in measured.by_hand(lambda products, least: products < limit or (is_refused and least)):
+        for variant in measured.by_hand(may_be_better):
             variants.append(variant)
             save(row)
     row["verdicts"] = verdicts(budgets, variants)

@@ -135,3 +135,22 @@ def test_contractions_with_large_results_or_of_sharded_arrays_stay_whole():
         assert contractions(target_products.for_target(large, may_cut=True)) == [WORDS]
         assert contractions(target_products.for_target(small, may_cut=True)) == [4_096, 4]
         assert contractions(target_products.for_target(small, may_cut=False)) == [WORDS]
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "words", "copies"),
+    [
+        (4_096, 512, 30_000, False),  # 16 sequences of 256 tokens, and the words of flax/examples/lm1b
+        (2_048, 768, 30_000, False),
+        (2_048, 768, 30_004, True),
+        (1_024, 512, 30_016, False),
+        (1_024, 512, 30_008, True),
+    ],
+)
+def test_only_contractions_are_cut_of_which_xla_pads_copies(rows, width, words, copies):
+    """``copies``: whether XLA's temporaries for the product are as large as its operands, compiled for an H100."""
+    shapes = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    product = jax.make_jaxpr(jnp.matmul)(shapes((rows, words)), shapes((words, width)))
+    with building_for("gpu"):
+        cut = target_products.for_target(product, may_cut=True)
+    assert (len(contractions(cut)) == 2) == copies

@@ -29,6 +29,9 @@ PROCESSORS, TILE = 132, 212
 #: A contraction is cut at a multiple of this, which XLA need not pad.
 ALIGNMENT = 128
 
+#: Bytes of which each part of a split contraction has a multiple.
+PART_BYTES = 16
+
 #: Bytes of padded copies that are worth another product.
 WORTH = 2**25
 
@@ -131,7 +134,10 @@ def _pads_much(eqn: Equation) -> bool:
     rows, columns = (math.prod(x.shape) // max(1, count) for x in operands)
     tiles = max(1, -(-rows // TILE) * -(-columns // TILE))
     size = sum(math.prod(x.shape) * x.dtype.itemsize for x in operands)
-    return 2 * tiles <= PROCESSORS and count > ALIGNMENT and count % ALIGNMENT > 0 and size >= WORTH
+    if 2 * tiles > PROCESSORS or count <= ALIGNMENT or size < WORTH:
+        return False
+    most_parts = 2 ** int(math.log2(PROCESSORS // tiles))  # XLA takes a power of two
+    return count % min(ALIGNMENT, most_parts * PART_BYTES // operands[0].dtype.itemsize) > 0
 
 
 def _in_two(lhs: Array, rhs: Array, dtype: DType, **params: Any) -> Sequence[Array]:

@@ -63,8 +63,9 @@ class BudgetSearch:
         best: PlannedStep | None = None
         waiting = list(self.candidates)
         while (expected := self._most_promising(waiting, best, budget)) is not None:
+            first = len(waiting) == len(self.candidates)
             waiting.remove(expected.candidate)
-            expected = self._balanced(expected, budget) if best is None else expected
+            expected = self._balanced(expected, budget) if first else expected
             planned = self._search(expected.candidate).fastest(budget)
             if planned is None:
                 name = expected.candidate.program.schedule.name
@@ -139,12 +140,12 @@ class BudgetSearch:
 
     def _small(self, budget: int) -> PlannedStep:
         """Return the smallest plan of all candidates, or the fastest of the first that is within a budget."""
+        least = {candidate: self._estimated(candidate).least for candidate in self.candidates}
         best: PlannedStep | None = None
-        for candidate in self.candidates:
+        for candidate in sorted(self.candidates, key=least.__getitem__):
+            if least[candidate] > (1 + INEXACT) * min(least.values()):
+                break
             search = self._search(candidate)
-            lowest = search.predicted(search.levels.lowest_place)
-            if best is not None and lowest.needed_bytes > (1 + INEXACT) * best.needed_bytes:
-                continue
             small = search.small(budget)
             if small.needed_bytes <= budget:
                 return search.fastest(budget) or small

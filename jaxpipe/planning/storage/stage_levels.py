@@ -96,7 +96,7 @@ class StageLevels:
     @cached_property
     def rooms(self) -> tuple[float, ...]:
         """The bytes of each level, the most first: no device is estimated to need more."""
-        default, least = self._total(self._default), self._total([front.smallest for front in self._fronts])
+        default, least = self._total(self._default), self.least
         ample = {self._total([front.with_level(k) for front in self._fronts]) for k in range(RERUN_LEVELS)}
         floor = (1 - INEXACT) * least
         if self._has_links:
@@ -104,6 +104,11 @@ class StageLevels:
         rooms = sorted((room for room in ample if room > default), reverse=True)
         rooms += [default - (default - least) * k / ROOMS for k in range(ROOMS + 1)]
         return *rooms, *(least - (least - floor) * k / LOW_ROOMS for k in range(1, LOW_ROOMS + 1) if floor < least)
+
+    @cached_property
+    def least(self) -> float:
+        """The bytes of the smallest points that are found without a solver, on the fullest device."""
+        return self._total([front.smallest for front in self._fronts])
 
     @property
     def default_place(self) -> int:

@@ -36,7 +36,7 @@ from jaxpipe.text.units import bytes_text
 
 
 #: Levels between default storage and the smallest that is found without a solver.
-ROOMS = 32
+ROOMS = 64
 
 #: Levels below that, for devices that are estimated to need more than they do, and for swaps.
 LOW_ROOMS = 16

@@ -23,7 +23,7 @@ from jaxpipe.models import purify_linen
 from jaxpipe.models.decorated_class import twin_class
 from jaxpipe.models.purify_nnx import PureCall, purify, root_scope
 from jaxpipe.residuals.chosen_storage import DecoratedProgram, current_choices
-from jaxpipe.residuals.residual_labels import label
+from jaxpipe.residuals.residual_labels import labels
 from jaxpipe.residuals.vjp_program import VJPProgram, backward, forward
 from jaxpipe.target import building_for, platform_of
 
@@ -215,8 +215,9 @@ def _encoded_function(
         vjp, chosen = vjp_for(tuple(p.perturbed for p in primals))
         values = dict(zip(graph.inputs, (p.value for p in primals), strict=True))
         outputs, stash = forward(vjp, [p.value for p in primals])
+        label = labels(vjp)
         labelled = [
-            parts if t in values else [checkpoint_name(x, label(vjp, t, k)) for k, x in enumerate(parts)]
+            parts if t in values else [checkpoint_name(x, label(t, k)) for k, x in enumerate(parts)]
             for t, parts in zip(vjp.plan.stored, stash, strict=True)
         ]
         return [_first_order(y) for y in outputs], _Residuals(

@@ -150,6 +150,24 @@ def part_of(closed: AnyJaxpr, inputs: Sequence[Atom], outputs: Sequence[Atom]) -
     return jex.ClosedJaxpr(part, consts)
 
 
+def rebuilt(
+    jaxpr: OpenJaxpr,
+    constvars: Sequence[Atom],
+    consts: Sequence[Array],
+    equations: Sequence[Equation],
+    outputs: Sequence[Atom],
+) -> jex.ClosedJaxpr:
+    """Return a program of the same inputs with other constants, equations and outputs."""
+    unnamed = jaxpr.debug_info.with_unknown_names()
+    new = _new_jaxpr(constvars, jaxpr.invars, outputs, equations, effects=jaxpr.effects, debug_info=unnamed)
+    return jex.ClosedJaxpr(new, consts)
+
+
+def is_in_shard_map() -> bool:
+    """Return whether code is traced in the body of a ``shard_map``."""
+    return bool(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
+
+
 def _with_inputs(
     jaxpr: OpenJaxpr, constants: Sequence[Atom], inputs: Sequence[Atom], equations: Sequence[Equation]
 ) -> jex.Jaxpr:

@@ -223,7 +223,9 @@ def measure(name: str, share: float, on_h100: bool, profile: bool) -> dict[str, 
     plan("MLP", device, int(0.8 * plain_bytes("MLP", device)))
     traced, plain = trace_seconds(name, device), plain_bytes(name, device)
     profiler = cProfile.Profile()
-    row = profiler.runcall(plan, name, device, int(share * plain)) if profile else plan(name, device, int(share * plain))
+    row = (
+        profiler.runcall(plan, name, device, int(share * plain)) if profile else plan(name, device, int(share * plain))
+    )
     if profile:
         pstats.Stats(profiler, stream=sys.stderr).sort_stats("cumulative").print_stats(70)
     ratio = row["plan_seconds"] / traced
@@ -233,7 +235,13 @@ def measure(name: str, share: float, on_h100: bool, profile: bool) -> dict[str, 
 
 def in_a_process(name: str, share: float, on_h100: bool, profile: bool) -> dict[str, Any]:
     """Return a row that was measured in a fresh process."""
-    command = [sys.executable, "-m", "scripts.bench_step_planning", "--row", json.dumps([name, share, on_h100, profile])]
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.bench_step_planning",
+        "--row",
+        json.dumps([name, share, on_h100, profile]),
+    ]
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "JAXPIPE_CACHE_DIR": f"{folder}/profiles"}
         output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout

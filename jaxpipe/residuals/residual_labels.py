@@ -76,9 +76,7 @@ def _readers(vjp: VJPProgram) -> dict[TensorNumber, dict[str, None]]:
     return readers
 
 
-def _otherwise(
-    vjp: VJPProgram, number: TensorNumber, producer: Operator, available: frozenset[TensorNumber]
-) -> str:
+def _otherwise(vjp: VJPProgram, number: TensorNumber, producer: Operator, available: frozenset[TensorNumber]) -> str:
     tensor, fmt = vjp.graph.tensors[number], vjp.plan.formats[number]
     if fmt.format is not Format.KEEP:
         return f"kept as {tensor.dtype}, {stored_bytes(tensor, SavedFormat(Format.KEEP)):,} bytes"

@@ -17,9 +17,9 @@ from jaxpipe.array_types import Device, PyTree
 from jaxpipe.costs.device_memory import POOL_VARIABLES, pool_bytes, pool_fraction
 from jaxpipe.errors import MemoryBudgetError, ModelError
 from jaxpipe.step.fit_step import fitting_level, smallest
-from jaxpipe.step.step_arguments import Compared, jitter, split_arguments, split_static, without_values
+from jaxpipe.step.step_arguments import Call, Compared, jitter, split_arguments, split_static, without_values
 from jaxpipe.step.step_front import DEFAULT, PLAIN
-from jaxpipe.step.step_variants import Call, StepVariants, Variant
+from jaxpipe.step.step_variants import StepVariants, Variant
 from jaxpipe.text.plain_table import PlainTable
 from jaxpipe.text.printed import Printed
 from jaxpipe.text.progress import progress

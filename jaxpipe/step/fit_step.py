@@ -34,7 +34,7 @@ def fitting_level(variants: StepVariants, budget: int) -> str | None:
     front, known = variants.front, variants.known
     for _ in range(MOST_COMPILATIONS):
         sizes = {k: known[level].bytes for k, level in enumerate(front.levels) if level in known}
-        place = next_place(sizes, front.estimates, budget)
+        place = next_place(sizes, front.estimate, len(front.levels), budget)
         if place is None:
             break
         variants.needs(front.levels[place])

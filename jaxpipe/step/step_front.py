@@ -20,7 +20,7 @@ from jaxpipe.planning.storage.program_front import GAP, RERUN_LEVELS, Front, Poi
 from jaxpipe.planning.storage.solver_time import SolverTime
 from jaxpipe.planning.storage.storage_items import Items, stage_items
 from jaxpipe.residuals.chosen_storage import DecoratedProgram, Storage
-from jaxpipe.residuals.sliced_program import in_slices
+from jaxpipe.residuals.stored_way import StoredWay
 from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.target import building_for
 
@@ -53,11 +53,18 @@ class StepFront:
         reruns = [f"reruns {k} of {RERUN_LEVELS}" for k in range(RERUN_LEVELS if again else 0)]
         return PLAIN, *reruns, DEFAULT, *(f"room {k} of {ROOMS}" for k in range(1, ROOMS)), SMALLEST
 
-    @cached_property
-    def estimates(self) -> tuple[float, ...]:
-        """The estimated bytes of all programs together at each level."""
+    @functools.cache
+    def estimate(self, place: int) -> float:
+        """Return the estimated bytes of all programs together at the level of a place; rooms need no solver."""
+        level = self.levels[place]
+        kind, number = _parsed(level)
         with building_for(self.platform):
-            return tuple(map(self._estimate, self.levels))
+            if level == PLAIN:
+                return sum(map(_plain_bytes, self.fronts.values()))
+            if kind == "room":
+                room, fronts = self._room(number), self.fronts.values()
+                return sum(max(min(room, front.default.bytes), front.small(0.0).bytes) for front in fronts)
+            return self.bytes(level)
 
     @cached_property
     def hand_placed(self) -> tuple[str, ...]:
@@ -79,10 +86,9 @@ class StepFront:
         return sum(point.bytes for point in self.points(level).values())
 
     def storage(self, level: str) -> dict[str, Storage]:
-        """Return what programs store, by key."""
-        points = self.points(level).items()
+        """Return the ways in which programs run, by key."""
         with building_for(self.platform):
-            return {key: Storage(point.plan, point.way.slices > 1) for key, point in points}
+            return {key: _stored(point) for key, point in self.points(level).items()}
 
     def points(self, level: str) -> dict[str, Point]:
         """Return the points of a level, by key; those of a room are solved for now."""
@@ -106,14 +112,11 @@ class StepFront:
         least = max(front.small(0.0).bytes for front in self.fronts.values())
         return most - (most - least) * number / ROOMS
 
-    def _estimate(self, level: str) -> float:
-        kind, number = _parsed(level)
-        if level == PLAIN:
-            return sum(map(_plain_bytes, self.fronts.values()))
-        if kind == "room":  # without a solver
-            room = self._room(number)
-            return sum(max(min(room, front.default.bytes), front.small(0.0).bytes) for front in self.fronts.values())
-        return self.bytes(level)
+
+def _stored(point: Point) -> Storage:
+    """Return the storage of a point."""
+    plan, sliced = point.plan, point.way.slices > 1
+    return lambda program: StoredWay(program.with_storage(plan, sliced), barriers=True)
 
 
 def _parsed(level: str) -> tuple[str, int]:
@@ -135,10 +138,10 @@ def _front(program: DecoratedProgram, rates: Rates, solving: Solving) -> Front:
         price = functools.partial(operator_seconds, tensors=vjp.graph.tensors, rates=rates)
         return stage_items(vjp.backward_graph, vjp.plan, price, rates.bytes, program.held)
 
-    vjp = program.by_default()
+    vjp = program.default
     ways = [Way(vjp, items_of(vjp))]
     seconds = {op: operator_seconds(op, program.graph.tensors, rates) for op in program.graph.operators}
-    sliced = in_slices(program.graph, program.wrt, policy=program.policy, held=program.held)
+    sliced = program.sliced
     if sliced is not None:
         again = sum(seconds[op] for op in sliced.operators)
         ways.append(Way(sliced.vjp, items_of(sliced.vjp), again, sliced.count))

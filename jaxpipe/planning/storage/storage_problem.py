@@ -161,15 +161,17 @@ def simulate(problem: Problem, choice: Sequence[int]) -> Outcome | None:
     Returns:
       None if an item that is needed can not be had.
     """
-    items, events = problem.items, len(problem.base)
+    events, frees, most_held = len(problem.base), problem.frees, problem.held
     first, last = problem.first_uses.copy(), problem.last_uses.copy()
     computed: dict[int, int] = {}
     change = [0] * (events + 1)
     seconds = link_seconds = 0.0
     stash = held = swapped = 0
-    for k in range(len(items) - 1, -1, -1):  # who is computed from an item comes behind it
-        item, begin, end = items[k], first[k], last[k]
-        if choice[k] == NOT_STORED:
+    k = len(first)
+    for item in reversed(problem.items):  # who is computed from an item comes behind it
+        k -= 1
+        begin, end, chosen = first[k], last[k], choice[k]
+        if chosen == NOT_STORED:
             if end < 0:
                 continue
             if item.seconds is None:
@@ -179,20 +181,25 @@ def simulate(problem: Problem, choice: Sequence[int]) -> Outcome | None:
             change[begin] += item.bytes
             change[end + 1] -= item.bytes
             for source in item.sources:
-                first[source] = min(first[source], begin)
-                last[source] = max(last[source], begin)
+                if begin < first[source]:
+                    first[source] = begin
+                if begin > last[source]:
+                    last[source] = begin
             continue
-        option = item.options[choice[k]]
+        option = item.options[chosen]
+        size = option.bytes
         seconds += option.seconds
-        stash += option.bytes
-        held += option.bytes * (problem.held if option.held is None else option.held)
+        stash += size
         if option.held is not None:
-            swapped += option.bytes
+            held += size * option.held
+            swapped += size
             link_seconds += option.link_seconds
-        if problem.frees:
-            change[0] += option.bytes
-            change[end + 1] -= option.bytes
-        if end >= 0 and option.unpacked_bytes:
+        else:
+            held += size * most_held
+        if frees:
+            change[0] += size
+            change[end + 1] -= size
+        if option.unpacked_bytes and end >= 0:
             change[begin] += option.unpacked_bytes
             change[end + 1] -= option.unpacked_bytes
     seconds += max(0.0, link_seconds - problem.overlap)

@@ -163,6 +163,22 @@ def rebuilt(
     return jex.ClosedJaxpr(new, consts)
 
 
+def section(jaxpr: OpenJaxpr, start: int, stop: int) -> tuple[jex.ClosedJaxpr, list[Atom], list[Atom]]:
+    """Return some equations of a program without constants as a program, its inputs, and its outputs: what others read.
+
+    The variables are those of the whole program.
+    """
+    equations = jaxpr.eqns[start:stop]
+    written = dict.fromkeys(v for equation in equations for v in equation.outvars)
+    read = [v for equation in equations for v in equation.invars if not is_literal(v) and v not in written]
+    later = {v for equation in jaxpr.eqns[stop:] for v in equation.invars if not is_literal(v)}
+    later.update(v for v in jaxpr.outvars if not is_literal(v))
+    inputs, outputs = list(dict.fromkeys(read)), [v for v in written if v in later]
+    unnamed = jex.DebugInfo("jaxpipe", "section", None, None)
+    part = _new_jaxpr([], inputs, outputs, equations, effects=jaxpr.effects, debug_info=unnamed)
+    return jex.ClosedJaxpr(part, ()), inputs, outputs
+
+
 def is_in_shard_map() -> bool:
     """Return whether code is traced in the body of a ``shard_map``."""
     return bool(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))

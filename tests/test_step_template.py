@@ -11,7 +11,7 @@ from flax import nnx
 
 import jaxpipe
 from jaxpipe.residuals.chosen_storage import Choices
-from jaxpipe.residuals.stored_way import StoredWay
+from jaxpipe.residuals.stored_passes import StoredPasses
 from jaxpipe.step.step_arguments import Call, without_values
 from jaxpipe.step.step_template import step_template
 
@@ -37,7 +37,7 @@ def template_of(step, *args, **options):
 
 
 def by_default(program):
-    return StoredWay(program.default)
+    return StoredPasses(program.default)
 
 
 def twice(params, x):

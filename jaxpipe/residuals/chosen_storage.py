@@ -86,7 +86,7 @@ class DecoratedProgram:
         return vjp if known.intersection(graph.outputs) else replace(vjp, weights=known)
 
 
-class Way(Protocol):
+class Passes(Protocol):
     """A way to run the two passes of a decorated program."""
 
     def forward(self, values: Any) -> tuple[Any, Any]:
@@ -99,7 +99,7 @@ class Way(Protocol):
 
 
 #: What a budget says of a program: the way in which it runs.
-Storage = Callable[[DecoratedProgram], Way]
+Storage = Callable[[DecoratedProgram], Passes]
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +110,7 @@ class Choices:
     otherwise: Storage | None = None
     met: dict[str, DecoratedProgram] = field(default_factory=dict)
 
-    def way(self, program: DecoratedProgram) -> Way | None:
+    def way(self, program: DecoratedProgram) -> Passes | None:
         """Return the way in which a program is to run; None for the default."""
         chosen = self.storage.get(self.meet(program).key, self.otherwise)
         return None if chosen is None else chosen(program)

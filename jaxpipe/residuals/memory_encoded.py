@@ -21,8 +21,8 @@ from jaxpipe.graph.graph import ENCODED_MARK, Graph, read_graph
 from jaxpipe.models import purify_linen
 from jaxpipe.models.decorated_class import twin_class
 from jaxpipe.models.purify_nnx import PureCall, purify, root_scope
-from jaxpipe.residuals.chosen_storage import DecoratedProgram, Way, current_choices
-from jaxpipe.residuals.stored_way import StoredWay
+from jaxpipe.residuals.chosen_storage import DecoratedProgram, Passes, current_choices
+from jaxpipe.residuals.stored_passes import StoredPasses
 from jaxpipe.target import building_for, platform_of
 
 
@@ -172,7 +172,7 @@ class _Residuals:
     """What a way keeps between the forward and the backward pass, and the inputs that it differentiates."""
 
     kept: PyTree
-    way: Way
+    way: Passes
     wrt: tuple[TensorNumber, ...]
 
 
@@ -191,12 +191,12 @@ def _encoded_function(
     choices = current_choices()
 
     @functools.cache
-    def way_for(perturbed: tuple[bool, ...]) -> tuple[Way, tuple[TensorNumber, ...]]:
+    def way_for(perturbed: tuple[bool, ...]) -> tuple[Passes, tuple[TensorNumber, ...]]:
         warn_unused(policy, (op.path for op in graph.operators), "codecs")
         wrt = tuple(t for t, moves in zip(graph.inputs, perturbed, strict=True) if moves)
         differentiated = DecoratedProgram(program, graph, wrt, policy, kept_alive | (set(graph.inputs) - set(wrt)))
         way = None if choices is None else choices.way(differentiated)
-        return way or StoredWay(differentiated.default, labelled=True), wrt
+        return way or StoredPasses(differentiated.default, labelled=True), wrt
 
     @jax.custom_vjp
     def encoded(*values: Array) -> Sequence[Array]:

@@ -13,14 +13,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import jax
+
+from jaxpipe import _compat
 from jaxpipe.array_types import Device
 from jaxpipe.costs.device_rates import Rates, rates_of
 from jaxpipe.costs.kernels import operator_seconds
+from jaxpipe.planning.storage.hand_placed import POLICIES, Placement
 from jaxpipe.planning.storage.program_front import GAP, RERUN_LEVELS, Front, Point, Solving, Way
 from jaxpipe.planning.storage.solver_time import SolverTime
 from jaxpipe.planning.storage.storage_items import Items, stage_items
-from jaxpipe.residuals.chosen_storage import DecoratedProgram, Storage
-from jaxpipe.residuals.stored_way import StoredWay
+from jaxpipe.residuals.checkpointed_passes import CheckpointedPasses, checkpointed_blocks
+from jaxpipe.residuals.chosen_storage import DecoratedProgram, Passes, Storage
+from jaxpipe.residuals.stored_passes import StoredPasses
 from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.target import building_for
 
@@ -30,6 +35,9 @@ ROOMS = 16
 
 #: What the first levels are called: the step without decorations, and with the storage of ``memory_encoded``.
 PLAIN, DEFAULT, SMALLEST = "plain", "default", "smallest"
+
+#: Behind the name of a checkpoint that is JAX's own, and no choice of what the program stores.
+BY_JAX = " (jax.checkpoint)"
 
 #: How many times as long as its forward pass a program takes with its backward pass.
 FORWARD_AND_BACKWARD = 3
@@ -53,7 +61,6 @@ class StepFront:
         reruns = [f"reruns {k} of {RERUN_LEVELS}" for k in range(RERUN_LEVELS if again else 0)]
         return PLAIN, *reruns, DEFAULT, *(f"room {k} of {ROOMS}" for k in range(1, ROOMS)), SMALLEST
 
-    @functools.cache
     def estimate(self, place: int) -> float:
         """Return the estimated bytes of all programs together at the level of a place; rooms need no solver."""
         level = self.levels[place]
@@ -69,9 +76,20 @@ class StepFront:
     @cached_property
     def hand_placed(self) -> tuple[str, ...]:
         """The levels that are checkpoints as people place them, those that run the fewest products again first."""
+        return tuple(sorted(self._placements, key=lambda name: (self.reruns(name), self.seconds(name))))
+
+    @cached_property
+    def _placements(self) -> dict[str, tuple[Placement, bool]]:
+        """Checkpoints by level, and whether they are JAX's own, which XLA takes out again on a CPU."""
         with building_for(self.platform):
-            names = dict.fromkeys(name for front in self.fronts.values() for name in front.hand_placed)
-        return tuple(sorted(names, key=lambda name: (self.reruns(name), self.seconds(name))))
+            placements = dict.fromkeys(x for front in self.fronts.values() for x in front.hand_placed)
+            ours = {x.name: (x, False) for x in placements if x.family is not None}
+            theirs = (
+                {}
+                if _compat.runs_breadth_first()
+                else {x.name + BY_JAX * (x.family is not None): (x, True) for x in placements}
+            )
+        return ours | theirs
 
     def seconds(self, level: str) -> float:
         """Return the estimated seconds of codecs and of what is computed again."""
@@ -87,8 +105,13 @@ class StepFront:
 
     def storage(self, level: str) -> dict[str, Storage]:
         """Return the ways in which programs run, by key."""
+        placement, by_jax = self._placements.get(level, (None, False))
         with building_for(self.platform):
-            return {key: _stored(point) for key, point in self.points(level).items()}
+            ways = {key: _stored(point) for key, point in self.points(level).items()}
+            if placement is not None and by_jax:
+                placed = [key for key, front in self.fronts.items() if placement in front.hand_placed]
+                ways.update((key, _checkpointed(placement, ways[key])) for key in placed)
+        return ways
 
     def points(self, level: str) -> dict[str, Point]:
         """Return the points of a level, by key; those of a room are solved for now."""
@@ -105,7 +128,8 @@ class StepFront:
             room = self._room(number)
             within = None if room >= front.default.bytes else front.within(room)
             return within or (front.default if room >= front.default.bytes else front.small(0.0))
-        return front.hand_placed.get(level, front.default)
+        placed = self._placements.get(level)
+        return front.default if placed is None else front.hand_placed.get(placed[0], front.default)
 
     def _room(self, number: int) -> float:
         most = max(front.default.bytes for front in self.fronts.values())
@@ -116,7 +140,18 @@ class StepFront:
 def _stored(point: Point) -> Storage:
     """Return the storage of a point."""
     plan, sliced = point.plan, point.way.slices > 1
-    return lambda program: StoredWay(program.with_storage(plan, sliced), barriers=True)
+    return lambda program: StoredPasses(program.with_storage(plan, sliced), barriers=True)
+
+
+def _checkpointed(placement: Placement, otherwise: Storage) -> Storage:
+    """Return JAX's checkpoints in some places, or another storage where such places cannot be parted."""
+    policy = getattr(jax.checkpoint_policies, POLICIES[placement.saved])
+
+    def way(program: DecoratedProgram) -> Passes:
+        blocks = checkpointed_blocks(program, placement.family, placement.every)
+        return otherwise(program) if blocks is None else CheckpointedPasses(program, blocks, policy)
+
+    return way
 
 
 def _parsed(level: str) -> tuple[str, int]:

@@ -20,8 +20,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxpipe import _compat
 from jaxpipe.array_types import AnyJaxpr, Array, Atom, Equation, PyTree
 from jaxpipe.models.purify_nnx import is_module
-from jaxpipe.residuals.chosen_storage import Choices, Storage, Way, choosing
-from jaxpipe.residuals.opaque_way import BACKWARD, FORWARD, CannotReplaceError, OpaqueWay, has_gradient
+from jaxpipe.residuals.chosen_storage import Choices, Passes, Storage, choosing
+from jaxpipe.residuals.opaque_passes import BACKWARD, FORWARD, CannotReplaceError, OpaquePasses, has_gradient
 from jaxpipe.step.step_arguments import Call, flat_arguments, split_static, with_static
 
 
@@ -75,7 +75,7 @@ def step_template(call: Call, met: Choices) -> StepTemplate | None:
         return [*results, *jax.tree.leaves(state)]
 
     try:
-        with choosing(Choices(otherwise=OpaqueWay, met=met.met)):
+        with choosing(Choices(otherwise=OpaquePasses, met=met.met)):
             program = jax.jit(step).trace(*flat.values).jaxpr
         _check_pairs(program)
     except (CannotReplaceError, NotImplementedError):  # of which the latter says that there is no rule for a batch
@@ -107,7 +107,7 @@ def _substituted(program: AnyJaxpr, storage: Storage) -> ClosedJaxpr:
     """Return a program with equations of ways in place of opaque ones."""
     jaxpr, consts = _compat.open_jaxpr(program)
     new, renamed = _Equations(list(jaxpr.constvars), consts), dict[Atom, Atom]()
-    kept: dict[tuple[object, ...], tuple[Way, list[Atom], Any]] = {}
+    kept: dict[tuple[object, ...], tuple[Passes, list[Atom], Any]] = {}
 
     def now(atoms: Sequence[Atom]) -> list[Atom]:
         return [atom if _compat.is_literal(atom) else renamed.get(atom, atom) for atom in atoms]
@@ -130,7 +130,7 @@ def _substituted(program: AnyJaxpr, storage: Storage) -> ClosedJaxpr:
     return _compat.rebuilt(jaxpr, new.variables, new.constants, new.equations, now(jaxpr.outvars))
 
 
-def _gradients(way: Way, params: Mapping[str, Any], structure: Any) -> Callable[..., list[Array]]:
+def _gradients(way: Passes, params: Mapping[str, Any], structure: Any) -> Callable[..., list[Array]]:
     """Return the function that a backward equation stands for, of what is kept and of the cotangents that are given."""
     program, given = params["program"], params["given"]
 

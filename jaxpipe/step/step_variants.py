@@ -22,7 +22,7 @@ from jaxpipe.costs.profile_cache import cache_folder
 from jaxpipe.costs.reserved_bytes import reserved_bytes
 from jaxpipe.residuals.chosen_storage import Choices, DecoratedProgram, choosing
 from jaxpipe.residuals.memory_encoded import without_encoding
-from jaxpipe.residuals.stored_way import StoredWay
+from jaxpipe.residuals.stored_passes import StoredPasses
 from jaxpipe.step.step_arguments import Call, jitter, split_arguments
 from jaxpipe.step.step_front import DEFAULT, PLAIN, StepFront, step_front
 from jaxpipe.step.step_template import StepTemplate, step_template
@@ -139,7 +139,7 @@ class StepVariants:
     def _traced(self, level: str) -> Variant:
         call, template = self._call, None if level == PLAIN else self._template
         chosen = {} if level in (PLAIN, DEFAULT) else self.front.storage(level)
-        choices = Choices(chosen, otherwise=lambda program: StoredWay(program.default), met=self._met.met)
+        choices = Choices(chosen, otherwise=lambda program: StoredPasses(program.default), met=self._met.met)
         step = call.step
         if template is not None:
             with building_for(call.device.platform):

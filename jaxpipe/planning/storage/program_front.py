@@ -18,7 +18,7 @@ from jaxpipe.graph.graph import Operator
 from jaxpipe.graph.op_cost import is_product
 from jaxpipe.planning.storage.choose_swaps import Targets
 from jaxpipe.planning.storage.fastest_choice import Answer, choose, least_seconds, lowest_peak
-from jaxpipe.planning.storage.hand_placed import hand_placed
+from jaxpipe.planning.storage.hand_placed import Placement, hand_placed
 from jaxpipe.planning.storage.solver_time import SolverTime
 from jaxpipe.planning.storage.storage_items import Items, limited, storage_plan
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Option, Problem, simulate
@@ -191,13 +191,13 @@ class Front:
         return self._by_default(self.ways[0], "default")
 
     @cached_property
-    def hand_placed(self) -> dict[str, Point]:
-        """Checkpoints as people place them, by what they would write."""
+    def hand_placed(self) -> dict[Placement, Point]:
+        """Checkpoints as people place them."""
         way, points = self.ways[0], {}
-        for name, choice in hand_placed(way.items).items():
+        for placement, choice in hand_placed(way.items).items():
             outcome = simulate(self._problem(way, math.inf), choice)
             if outcome is not None:
-                points[name] = self._point(way, Answer(choice, outcome, "checkpoints", outcome.seconds))
+                points[placement] = self._point(way, Answer(choice, outcome, "checkpoints", outcome.seconds))
         return points
 
     @cached_property

@@ -17,7 +17,7 @@ Kept = tuple[Sequence[Array], Sequence[Sequence[Array]]]
 
 
 @dataclass(frozen=True, eq=False)
-class StoredWay:
+class StoredPasses:
     """Forward and backward program of a storage plan.
 
     Attributes:

@@ -27,7 +27,7 @@ class CannotReplaceError(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class OpaqueWay:
+class OpaquePasses:
     """The equations of a program."""
 
     program: DecoratedProgram

@@ -42,9 +42,6 @@ BY_JAX = " (jax.checkpoint)"
 #: How many times as long as its forward pass a program takes with its backward pass.
 FORWARD_AND_BACKWARD = 3
 
-#: The seconds that all solutions of an integer program may take.
-SOLVER_SECONDS = 12.0
-
 
 @dataclass(frozen=True, eq=False)
 class StepFront:
@@ -62,7 +59,7 @@ class StepFront:
         return PLAIN, *reruns, DEFAULT, *(f"room {k} of {ROOMS}" for k in range(1, ROOMS)), SMALLEST
 
     def estimate(self, place: int) -> float:
-        """Return the estimated bytes of all programs together at the level of a place; rooms need no solver."""
+        """Return the estimated bytes of all programs together at the level of a place."""
         level = self.levels[place]
         kind, number = _parsed(level)
         with building_for(self.platform):
@@ -114,7 +111,7 @@ class StepFront:
         return ways
 
     def points(self, level: str) -> dict[str, Point]:
-        """Return the points of a level, by key; those of a room are solved for now."""
+        """Return the points of a level, by key; those of a room are chosen now."""
         with building_for(self.platform):
             return {key: self._point(front, level) for key, front in self.fronts.items()}
 
@@ -162,7 +159,10 @@ def _parsed(level: str) -> tuple[str, int]:
 
 def step_front(programs: Mapping[str, DecoratedProgram], device: Device) -> StepFront:
     """Return the levels of a step on a device."""
-    solving, rates = Solving("HIGHS", SolverTime(SOLVER_SECONDS), for_smallest=0.0), rates_of(device)
+    solving, rates = (
+        Solving("", SolverTime(0.0), for_smallest=0.0),
+        rates_of(device),
+    )  # no solver: it takes longer than tracing
     with building_for(device.platform):
         fronts = {key: _front(program, rates, solving) for key, program in programs.items()}
     return StepFront(fronts, device.platform)

@@ -139,7 +139,7 @@ class StepVariants:
     def _traced(self, level: str) -> Variant:
         call, template = self._call, None if level == PLAIN else self._template
         chosen = {} if level in (PLAIN, DEFAULT) else self.front.storage(level)
-        choices = Choices(chosen, otherwise=lambda program: StoredPasses(program.default), met=self._met.met)
+        choices = Choices(chosen, otherwise=_by_default, met=self._met.met)
         step = call.step
         if template is not None:
             with building_for(call.device.platform):
@@ -162,6 +162,11 @@ class StepVariants:
         settings = [*_compat.versions(), call.device.device_kind, call.options, shardings]
         text = stable_text([self.plain.jaxpr, settings], values=False)
         return cache_folder().parent / "steps" / f"{digest(text)}.json"
+
+
+def _by_default(program: DecoratedProgram) -> StoredPasses:
+    """Return the passes with default storage, as other levels run theirs."""
+    return StoredPasses(program.default, barriers=True)
 
 
 def _needs_of(kept: Any) -> dict[str, Needs]:

@@ -90,7 +90,9 @@ def choose(
 def _solve(
     problem: Problem, solver: str, time_limit: float, gap: float, slack: float = 0.0, *, least_peak: bool = False
 ) -> Solution:
-    """Ask a solver, if there is time for it, or take what it found before."""
+    """Ask a solver, if there is one and time for it, or take what it found before."""
+    if not solver:
+        return Solution()
 
     def solve(*args: Any, **options: Any) -> Solution:
         from jaxpipe.planning.storage import integer_program  # cvxpy takes a second to import

@@ -45,7 +45,7 @@ class Solving:
     """A solver, and the time that it has for a plan.
 
     Attributes:
-      solver: for cvxpy.
+      solver: for cvxpy; with an empty name there are greedy choices alone.
       time: what is left for them.
       for_smallest: seconds for each solution for the smallest plan.
     """

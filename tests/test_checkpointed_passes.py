@@ -10,7 +10,6 @@ from flax import nnx
 import jaxpipe
 from jaxpipe.costs.count_products import count_products
 from jaxpipe.residuals.checkpointed_passes import CheckpointedPasses, checkpointed_blocks
-from jaxpipe.residuals.chosen_storage import Choices
 from jaxpipe.step.step_arguments import Call, without_values
 from jaxpipe.step.step_template import step_template
 
@@ -52,7 +51,7 @@ def step_of(net, wrap=lambda loss: loss):
 
 def checkpointed(step, args, family, every, policy):
     """A step whose decorated programs run with checkpoints."""
-    template = step_template(Call(step, {}, without_values(args), {}, jax.devices()[0]), Choices())
+    template = step_template(Call(step, {}, without_values(args), {}, jax.devices()[0]), {})
 
     def passes(program):
         blocks = checkpointed_blocks(program, family, every)
@@ -112,7 +111,7 @@ def test_modules_of_nnx():
         return CheckpointedPasses(program, blocks, jax.checkpoint_policies.nothing_saveable)
 
     net, same = Layers(nnx.Rngs(0)), Layers(nnx.Rngs(0))
-    template = step_template(Call(step, {}, without_values((net, X)), {}, jax.devices()[0]), Choices())
+    template = step_template(Call(step, {}, without_values((net, X)), {}, jax.devices()[0]), {})
     given = nnx.jit(template.with_storage(noted))(net, X)
     with jaxpipe.without_encoding():
         expected = nnx.jit(step)(same, X)
@@ -148,7 +147,7 @@ def test_programs_without_such_blocks():
     def step(params, x):
         return jax.grad(jaxpipe.memory_encoded(lambda params: (jnp.tanh(x @ params) ** 2).sum()))(params)
 
-    met = Choices()
+    met = {}
     step_template(Call(step, {}, without_values((jnp.ones((16, 16)), X)), {}, jax.devices()[0]), met)
-    (program,) = met.met.values()
+    (program,) = met.values()
     assert checkpointed_blocks(program, "Net/Block_*", 1) is None

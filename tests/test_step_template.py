@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 
 import jaxpipe
-from jaxpipe.residuals.chosen_storage import Choices
 from jaxpipe.residuals.stored_passes import StoredPasses
 from jaxpipe.step.step_arguments import Call, without_values
 from jaxpipe.step.step_template import step_template
@@ -33,7 +32,7 @@ def plainly(step, *args):
 
 def template_of(step, *args, **options):
     shapes = without_values(args)
-    return step_template(Call(step, options, shapes, {}, jax.devices()[0]), Choices())
+    return step_template(Call(step, options, shapes, {}, jax.devices()[0]), {})
 
 
 def by_default(program):

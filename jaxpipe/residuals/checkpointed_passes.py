@@ -44,7 +44,7 @@ class CheckpointedPasses:
         return list(kept(given))
 
     def _outputs(self, values: Sequence[Array]) -> list[Array]:
-        jaxpr = self.program.jaxpr
+        jaxpr, _ = _compat.open_jaxpr(self.program.jaxpr)
         env = dict[Atom, Array](zip(jaxpr.invars, values, strict=True))
         borders = sorted({0, len(jaxpr.eqns), *(place for block in self.blocks for place in block)})
         for start, stop in pairwise(borders):
@@ -64,7 +64,7 @@ def checkpointed_blocks(program: DecoratedProgram, family: str | None, every: in
 
     None if there are none by themselves: other modules run amid them, or decorated functions are within the program.
     """
-    equations = program.jaxpr.eqns
+    equations = _compat.open_jaxpr(program.jaxpr)[0].eqns
     if any(encoded_policy(equation) is not None for equation in equations):
         return None
     if family is None:

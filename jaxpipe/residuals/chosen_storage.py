@@ -87,7 +87,7 @@ class DecoratedProgram:
 
 
 class Passes(Protocol):
-    """A way to run the two passes of a decorated program."""
+    """The two passes of a decorated program, and what is kept between them."""
 
     def forward(self, values: Any) -> tuple[Any, Any]:
         """Return outputs, and what the backward pass needs: a tree of arrays."""
@@ -98,26 +98,28 @@ class Passes(Protocol):
         ...
 
 
-#: What a budget says of a program: the way in which it runs.
+#: What a budget says of a program: how its passes run.
 Storage = Callable[[DecoratedProgram], Passes]
 
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """The ways of some programs by their keys, others run as they do by default; and all programs that are met."""
+    """What a budget says of the programs of a step.
 
+    Attributes:
+      otherwise: the storage of programs of which nothing is said.
+      storage: that of others, by their keys.
+      met: all programs that are met.
+    """
+
+    otherwise: Storage
     storage: Mapping[str, Storage] = field(default_factory=dict)
-    otherwise: Storage | None = None
     met: dict[str, DecoratedProgram] = field(default_factory=dict)
 
-    def way(self, program: DecoratedProgram) -> Passes | None:
-        """Return the way in which a program is to run; None for the default."""
-        chosen = self.storage.get(self.meet(program).key, self.otherwise)
-        return None if chosen is None else chosen(program)
-
-    def meet(self, program: DecoratedProgram) -> DecoratedProgram:
-        """Return the first program that is equal."""
-        return self.met.setdefault(program.key, program)
+    def passes(self, program: DecoratedProgram) -> Passes:
+        """Return the passes of a program, and note that it was met."""
+        self.met.setdefault(program.key, program)
+        return self.storage.get(program.key, self.otherwise)(program)
 
 
 _choices = jax.make_user_context(default_value=None)
@@ -125,7 +127,7 @@ _choices = jax.make_user_context(default_value=None)
 
 @contextlib.contextmanager
 def choosing(choices: Choices) -> Iterator[None]:
-    """Run decorated programs that are traced meanwhile in the ways of some choices, and note them there."""
+    """Run decorated programs that are traced meanwhile as some choices say, and note them there."""
     with _choices(choices):
         yield
 

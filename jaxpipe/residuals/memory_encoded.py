@@ -166,13 +166,13 @@ def run_encoded(call: PureCall, *, policy: Policy) -> PyTree:
     return call.finish(outputs)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["kept"], meta_fields=["way", "wrt"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["kept"], meta_fields=["passes", "wrt"])
 @dataclass(frozen=True)
 class _Residuals:
-    """What a way keeps between the forward and the backward pass, and the inputs that it differentiates."""
+    """What is kept between the forward and the backward pass, and the inputs that it differentiates."""
 
     kept: PyTree
-    way: Passes
+    passes: Passes
     wrt: tuple[TensorNumber, ...]
 
 
@@ -191,12 +191,13 @@ def _encoded_function(
     choices = current_choices()
 
     @functools.cache
-    def way_for(perturbed: tuple[bool, ...]) -> tuple[Passes, tuple[TensorNumber, ...]]:
+    def passes_for(perturbed: tuple[bool, ...]) -> tuple[Passes, tuple[TensorNumber, ...]]:
         warn_unused(policy, (op.path for op in graph.operators), "codecs")
         wrt = tuple(t for t, moves in zip(graph.inputs, perturbed, strict=True) if moves)
         differentiated = DecoratedProgram(program, graph, wrt, policy, kept_alive | (set(graph.inputs) - set(wrt)))
-        way = None if choices is None else choices.way(differentiated)
-        return way or StoredPasses(differentiated.default, labelled=True), wrt
+        if choices is None:
+            return StoredPasses(differentiated.default, labelled=True), wrt
+        return choices.passes(differentiated), wrt
 
     @jax.custom_vjp
     def encoded(*values: Array) -> Sequence[Array]:
@@ -204,14 +205,14 @@ def _encoded_function(
 
     @building_for(platform)
     def encoded_forward(*primals: CustomVJPPrimal) -> tuple[Sequence[Array], _Residuals]:
-        way, wrt = way_for(tuple(p.perturbed for p in primals))
-        outputs, kept = way.forward([p.value for p in primals])
-        return [_first_order(y) for y in outputs], _Residuals(kept, way, wrt)
+        passes, wrt = passes_for(tuple(p.perturbed for p in primals))
+        outputs, kept = passes.forward([p.value for p in primals])
+        return [_first_order(y) for y in outputs], _Residuals(kept, passes, wrt)
 
     @building_for(platform)
     def encoded_backward(residuals: _Residuals, cotangents: Sequence[Array | SymbolicZero]) -> tuple[Array | None, ...]:
         seeds = [None if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
-        gradients = dict(zip(residuals.wrt, residuals.way.backward(residuals.kept, seeds), strict=True))
+        gradients = dict(zip(residuals.wrt, residuals.passes.backward(residuals.kept, seeds), strict=True))
         return tuple(gradients.get(t) for t in graph.inputs)
 
     encoded.defvjp(encoded_forward, encoded_backward, symbolic_zeros=True)

@@ -99,15 +99,16 @@ def _try_small(variants: StepVariants, budget: int) -> None:
             default=SMALLEST,
         )
         least = smallest(variants).bytes
-        if least <= budget or size(level) > max(least, (1 + INEXACT) * budget):
+        if least <= budget or size(level) > (1 + INEXACT) * least:
             break
         variants.needs(level)
 
 
 def _predicted(variants: StepVariants, level: str) -> float:
-    """Return the bytes of a step with the storage of a level if all else needs what it does at the level most like it."""
+    """Return the bytes of a step at a level if all besides its storage needs what it does at the level most like it."""
     front, known, size = variants.front, variants.known, variants.front.bytes(level)
-    like = min((x for x in known if x != PLAIN), key=lambda other: abs(front.bytes(other) - size))
+    others = [x for x in known if x not in (PLAIN, DEFAULT)] or [DEFAULT]  # on a CPU, default storage has no barriers
+    like = min(others, key=lambda other: abs(front.bytes(other) - size))
     return size + known[like].bytes - front.bytes(like)
 
 

@@ -125,7 +125,7 @@ def split_static(
     return (*static, *named), (others, {name: x for name, x in kwargs.items() if name not in names})
 
 
-def with_static(static: Sequence[Any], others: PyTree) -> PyTree:
+def with_static(static: Any, others: PyTree) -> PyTree:
     """Return arguments with static ones, as ``split_static`` has them, in their places again."""
     args, kwargs = others
     named = {place: value for place, _, value in static}

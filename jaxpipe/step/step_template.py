@@ -2,7 +2,7 @@
 
     step ──trace──▶ ... forward(inputs) ... backward(inputs, cotangents) ...
                               │                    ▲
-                              ▼   what is kept     │         for each level: the equations of a way in place of these
+                              ▼   what is kept     │         for each level: the equations of some passes here
                         equations ────────▶ equations
 
 To run a user's function and Flax anew for each level would take most of the time of planning.
@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxpipe import _compat
 from jaxpipe.array_types import AnyJaxpr, Array, Atom, Equation, PyTree
 from jaxpipe.models.purify_nnx import is_module
-from jaxpipe.residuals.chosen_storage import Choices, Passes, Storage, choosing
+from jaxpipe.residuals.chosen_storage import Choices, DecoratedProgram, Passes, Storage, choosing
 from jaxpipe.residuals.opaque_passes import BACKWARD, FORWARD, CannotReplaceError, OpaquePasses, has_gradient
 from jaxpipe.step.step_arguments import Call, flat_arguments, split_static, with_static
 
@@ -37,10 +37,10 @@ class StepTemplate:
 
     call: Call
     program: ClosedJaxpr
-    results: jax.tree_util.PyTreeDef
+    results: Any
 
     def with_storage(self, storage: Storage) -> Callable[..., PyTree]:
-        """Return the step as a function of its own arguments, whose decorated programs run in the ways given."""
+        """Return the step as a function of its own arguments, whose decorated programs run as a storage says."""
         program, call, count = _substituted(self.program, storage), self.call, self.results.num_leaves
 
         @functools.wraps(call.step)
@@ -54,7 +54,7 @@ class StepTemplate:
         return step
 
 
-def step_template(call: Call, met: Choices) -> StepTemplate | None:
+def step_template(call: Call, met: dict[str, DecoratedProgram]) -> StepTemplate | None:
     """Trace a step with its decorated programs as equations; None where they cannot be replaced by others.
 
     They are noted in ``met``. None: where a program is batched or in a ``shard_map``, where its passes are in different
@@ -75,7 +75,7 @@ def step_template(call: Call, met: Choices) -> StepTemplate | None:
         return [*results, *jax.tree.leaves(state)]
 
     try:
-        with choosing(Choices(otherwise=OpaquePasses, met=met.met)):
+        with choosing(Choices(OpaquePasses, met=met)):
             program = jax.jit(step).trace(*flat.values).jaxpr
         _check_pairs(program)
     except (CannotReplaceError, NotImplementedError):  # of which the latter says that there is no rule for a batch
@@ -104,7 +104,7 @@ def _pair(equation: Equation, operands: Sequence[Atom]) -> tuple[object, ...]:
 
 
 def _substituted(program: AnyJaxpr, storage: Storage) -> ClosedJaxpr:
-    """Return a program with equations of ways in place of opaque ones."""
+    """Return a program with the equations of passes in place of opaque ones."""
     jaxpr, consts = _compat.open_jaxpr(program)
     new, renamed = _Equations(list(jaxpr.constvars), consts), dict[Atom, Atom]()
     kept: dict[tuple[object, ...], tuple[Passes, list[Atom], Any]] = {}
@@ -115,13 +115,13 @@ def _substituted(program: AnyJaxpr, storage: Storage) -> ClosedJaxpr:
     for equation in jaxpr.eqns:
         operands, params, count = now(equation.invars), equation.params, len(equation.outvars)
         if equation.primitive is FORWARD:
-            way = storage(params["program"])
-            results, (_, structure) = new.put(lambda *values, way=way: way.forward(values), operands)
-            kept[_pair(equation, operands)] = way, results[count:], structure
+            passes = storage(params["program"])
+            results, (_, structure) = new.put(lambda *values, passes=passes: passes.forward(values), operands)
+            kept[_pair(equation, operands)] = passes, results[count:], structure
         elif equation.primitive is BACKWARD:
-            way, atoms, structure = kept[_pair(equation, operands)]
+            passes, atoms, structure = kept[_pair(equation, operands)]
             cotangents = operands[len(params["program"].graph.inputs) :]
-            results, _ = new.put(_gradients(way, params, structure), [*atoms, *cotangents])
+            results, _ = new.put(_gradients(passes, params, structure), [*atoms, *cotangents])
         else:
             inner = {name: _inner(value, storage) for name, value in params.items()}
             new.equations.append(equation.replace(invars=operands, params=inner))
@@ -130,14 +130,14 @@ def _substituted(program: AnyJaxpr, storage: Storage) -> ClosedJaxpr:
     return _compat.rebuilt(jaxpr, new.variables, new.constants, new.equations, now(jaxpr.outvars))
 
 
-def _gradients(way: Passes, params: Mapping[str, Any], structure: Any) -> Callable[..., list[Array]]:
+def _gradients(passes: Passes, params: Mapping[str, Any], structure: Any) -> Callable[..., list[Array]]:
     """Return the function that a backward equation stands for, of what is kept and of the cotangents that are given."""
     program, given = params["program"], params["given"]
 
     def run(*values: Array) -> list[Array]:
         kept, rest = values[: structure.num_leaves], iter(values[structure.num_leaves :])
         cotangents = [next(rest) if flag else None for flag in given]
-        gradients = way.backward(jax.tree.unflatten(structure, kept), cotangents)
+        gradients = passes.backward(jax.tree.unflatten(structure, kept), cotangents)
         by_input = dict(zip(program.wrt, gradients, strict=True))
         return [by_input[t] for t in has_gradient(program, given)]
 
@@ -145,7 +145,7 @@ def _gradients(way: Passes, params: Mapping[str, Any], structure: Any) -> Callab
 
 
 def _inner(value: Any, storage: Storage) -> Any:
-    """Return a parameter of an equation, with ways in place of opaque equations in its programs."""
+    """Return a parameter of an equation, with passes in place of opaque equations in its programs."""
     if isinstance(value, tuple | list):
         return type(value)(_inner(x, storage) for x in value) if any(map(_is_opaque, value)) else value
     if not _is_opaque(value):

@@ -75,6 +75,7 @@ class StepVariants:
         """
         self._call, self._like = call, like
         self._variants: dict[str, Variant] = {}
+        self._met: dict[str, DecoratedProgram] = {}
         self.compilations = 0
         self.seconds = 0.0  # of compilations
         self.plain = self.variant(PLAIN)
@@ -87,7 +88,7 @@ class StepVariants:
         """The decorated programs that are differentiated, by key."""
         if self._template is None:
             self.variant(DEFAULT)
-        return self._met.met
+        return self._met
 
     @cached_property
     def front(self) -> StepFront:
@@ -128,10 +129,6 @@ class StepVariants:
         return self._variants[level]
 
     @cached_property
-    def _met(self) -> Choices:
-        return Choices()
-
-    @cached_property
     def _template(self) -> StepTemplate | None:
         with phase("trace"), building_for(self._call.device.platform):
             return step_template(self._call, self._met)
@@ -139,11 +136,11 @@ class StepVariants:
     def _traced(self, level: str) -> Variant:
         call, template = self._call, None if level == PLAIN else self._template
         chosen = {} if level in (PLAIN, DEFAULT) else self.front.storage(level)
-        choices = Choices(chosen, otherwise=_by_default, met=self._met.met)
+        choices = Choices(_by_default, chosen, self._met)
         step = call.step
         if template is not None:
             with building_for(call.device.platform):
-                step = template.with_storage(choices.way)
+                step = template.with_storage(choices.passes)
 
         @functools.wraps(call.step)
         def traced(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -165,8 +162,7 @@ class StepVariants:
 
 
 def _by_default(program: DecoratedProgram) -> StoredPasses:
-    """Return the passes with default storage, as other levels run theirs."""
-    return StoredPasses(program.default, barriers=True)
+    return StoredPasses(program.default)
 
 
 def _needs_of(kept: Any) -> dict[str, Needs]:

@@ -4,17 +4,15 @@
     JAX_PLATFORMS=cuda,cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m scripts.bench_step_planning --h100
 
 Processor seconds of ``jaxpipe.jit(step, memory=).lower(...)`` without those of XLA's compilations, against those of one
-``jax.jit(step).trace(...)`` of the plain step. Each row is a fresh process with an empty cache on disk, in which JAX has
-traced and compiled another step before; widths are small, as they do not matter here. ``--h100`` compiles for a GPU that
-is not here (``scripts.absent_gpu``). ``--profile`` prints where the time goes.
+``jax.jit(step).trace(...)`` of the plain step. Each row is a fresh process with an empty cache on disk, where JAX has
+traced and compiled another step before; widths are small, as they do not matter here. ``lower_seconds`` are those in
+which programs are written down for XLA. ``--h100`` compiles for a GPU that is not here (``scripts.absent_gpu``).
 """
 
 import argparse
 import contextlib
-import cProfile
 import json
 import os
-import pstats
 import subprocess
 import sys
 import tempfile
@@ -187,13 +185,11 @@ def plain_bytes(name: str, device: Any) -> int:
 def plan(name: str, device: Any, memory: int) -> dict[str, Any]:
     """Return what a step within a budget is, and the processor seconds until that was known."""
     step, arguments = step_of(name, device, jaxpipe.memory_encoded)
-    compiling, lowering, tracing = list[float](), list[float](), list[float]()
-    jitted = type(jax.jit(step))
+    compiling, lowering = list[float](), list[float]()
     with (
         timed(jax.stages.Lowered, "compile", compiling),
         timed(jax.stages.Traced, "lower", lowering),
     ):
-        del jitted, tracing
         begin = time.process_time()
         try:
             found = jaxpipe.jit(step, memory=memory, donate_argnums=0).lower(*arguments).plan
@@ -217,30 +213,25 @@ def plan(name: str, device: Any, memory: int) -> dict[str, Any]:
     }
 
 
-def measure(name: str, share: float, on_h100: bool, profile: bool) -> dict[str, Any]:
+def measure(name: str, share: float, on_h100: bool) -> dict[str, Any]:
     """Return the row of one model, in this process."""
     device = h100s(1).devices[0] if on_h100 else jax.devices("cpu")[0]
     plan("MLP", device, int(0.8 * plain_bytes("MLP", device)))
     traced, plain = trace_seconds(name, device), plain_bytes(name, device)
-    profiler = cProfile.Profile()
-    row = (
-        profiler.runcall(plan, name, device, int(share * plain)) if profile else plan(name, device, int(share * plain))
-    )
-    if profile:
-        pstats.Stats(profiler, stream=sys.stderr).sort_stats("cumulative").print_stats(70)
+    row = plan(name, device, int(share * plain))
     ratio = row["plan_seconds"] / traced
     head = {"model": name, "share": share, "plain_bytes": plain, "trace_seconds": round(traced, 3)}
     return {**head, **row, "ratio": round(ratio, 2)}
 
 
-def in_a_process(name: str, share: float, on_h100: bool, profile: bool) -> dict[str, Any]:
+def in_a_process(name: str, share: float, on_h100: bool) -> dict[str, Any]:
     """Return a row that was measured in a fresh process."""
     command = [
         sys.executable,
         "-m",
         "scripts.bench_step_planning",
         "--row",
-        json.dumps([name, share, on_h100, profile]),
+        json.dumps([name, share, on_h100]),
     ]
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "JAXPIPE_CACHE_DIR": f"{folder}/profiles"}
@@ -255,7 +246,6 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=[name for name in MODELS if name != "MLP"])
     parser.add_argument("--shares", nargs="+", type=float, default=SHARES, help="budgets, of the plain step's bytes")
     parser.add_argument("--h100", action="store_true", help="compile for an H100 that is not here")
-    parser.add_argument("--profile", action="store_true", help="print a profile of each row")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.row:
@@ -264,12 +254,14 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     rows = []
     for name in options.models:
         for share in options.shares:
-            row = in_a_process(name, share, options.h100, options.profile)
+            row = in_a_process(name, share, options.h100)
             rows.append(row)
+            again = row.get("products", 0) - row.get("plain_products", 0)
             print(
-                f"{name:16s} {share:4.0%}: traced in {row['trace_seconds']:5.2f} s, planned in {row['plan_seconds']:6.2f} s "
-                f"({row['lower_seconds']:5.2f} lowering), {row['ratio']:.1f} times as long; {row['compilations']} compilations, "
-                f"{row.get('storage', 'refused')}, {row.get('products', 0) - row.get('plain_products', 0)} run again",
+                f"{name:16s} {share:4.0%}: traced in {row['trace_seconds']:5.2f} s, planned in "
+                f"{row['plan_seconds']:6.2f} s ({row['lower_seconds']:5.2f} lowering), "
+                f"{row['ratio']:.1f} times as long; "
+                f"{row['compilations']} compilations, {row.get('storage', 'refused')}, {again} run again",
                 flush=True,
             )
     if options.out:

@@ -15,7 +15,10 @@ from jaxpipe.step.step_arguments import Call, without_values
 from jaxpipe.step.step_template import step_template
 
 
-W, X = [jax.random.normal(jax.random.key(k), (16, 16)) for k in range(4)], jnp.ones((64, 16))
+W, X = (
+    [jax.random.normal(jax.random.key(k), (16, 16)) for k in range(4)],
+    jax.random.normal(jax.random.key(4), (64, 16)),
+)
 
 
 @jaxpipe.memory_encoded
@@ -114,7 +117,7 @@ def test_modules_and_static_arguments():
     with jaxpipe.without_encoding():
         values = nnx.jit(step, static_argnums=2)(expected, X, 2)
     given = nnx.jit(template.with_storage(by_default), static_argnums=2)(net, X, 2)
-    compare = functools.partial(np.testing.assert_allclose, rtol=1e-6)
+    compare = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
     jax.tree.map(
         compare,
         (given, nnx.to_pure_dict(nnx.state(net, nnx.BatchStat))),

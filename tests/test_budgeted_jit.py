@@ -17,7 +17,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpipe
-from jaxpipe.step import step_variants
 
 
 def reserved(compiled):
@@ -384,8 +383,9 @@ def test_the_memory_of_the_device(training, monkeypatch):
         jaxpipe.jit(step, memory="device").lower(*args)
 
 
-def test_programs_with_a_name_for_every_level_are_traced_once(training, monkeypatch):
-    """Each level that is tried is traced once, and so is the step that runs."""
+def test_a_step_is_traced_twice_however_many_levels_are_tried(training, monkeypatch, tmp_path):
+    """Once as it is and once with its decorated programs as equations."""
+    monkeypatch.setenv("JAXPIPE_CACHE_DIR", str(tmp_path / "profiles"))
     step, args = training
     traced = []
 
@@ -393,18 +393,7 @@ def test_programs_with_a_name_for_every_level_are_traced_once(training, monkeypa
         traced.append(1)
         return step(*args)
 
-    budgeted = jaxpipe.jit(counting, memory=int(0.5 * plainly(step, *args)[1]))
-    levels = len(step_variants_of(budgeted, args))
+    budgeted = jaxpipe.jit(counting, memory=int(0.35 * plainly(step, *args)[1]))
+    plan = budgeted.lower(*args).plan
     budgeted(*args)
-    assert len(traced) == levels
-
-
-def step_variants_of(budgeted, args):
-    made = []
-    original = step_variants.StepVariants._lowered
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            step_variants.StepVariants, "_lowered", lambda self, level: made.append(level) or original(self, level)
-        )
-        budgeted.lower(*args)
-    return made
+    assert len(traced) == 2 < plan.compilations

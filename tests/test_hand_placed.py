@@ -7,7 +7,8 @@ import pytest
 
 import jaxpipe
 from jaxpipe.costs.count_products import count_products
-from jaxpipe.step.step_variants import Call, StepVariants
+from jaxpipe.step.step_arguments import Call
+from jaxpipe.step.step_variants import StepVariants
 
 
 class Block(nn.Module):

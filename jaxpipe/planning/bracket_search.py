@@ -4,14 +4,14 @@ program      0     1     2     3     4     5        estimates fall from left to 
 XLA's bytes  900   -     -     400   -     -        budget 500: between 0 and 3 one may be within
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 
 #: The share of a budget that may be left without a search for a program with more bytes.
 LEFT = 0.03
 
 
-def next_place(known: Mapping[int, int], estimates: Sequence[float], budget: int) -> int | None:
+def next_place(known: Mapping[int, int], estimate: Callable[[int], float], count: int, budget: int) -> int | None:
     """Return the place of the program to compile next; None if no other can be better.
 
     Between two compiled programs bytes are taken to follow a straight line over the estimates, beyond the last one to
@@ -19,28 +19,30 @@ def next_place(known: Mapping[int, int], estimates: Sequence[float], budget: int
 
     Args:
       known: XLA's bytes, by place.
-      estimates: of all programs, by place; once a program is compiled, only differences count.
+      estimate: of the program at a place; once a program is known, only differences count. Not all are
+        asked for.
+      count: of the programs.
       budget: the most bytes.
 
     Example:
-      >>> next_place({0: 900, 3: 400}, [100, 80, 60, 50, 40, 30], 500)
+      >>> next_place({0: 900, 3: 400}, [100, 80, 60, 50, 40, 30].__getitem__, 6, 500)
       2
     """
-    high = min((place for place, size in known.items() if size <= budget), default=len(estimates))
+    high = min((place for place, size in known.items() if size <= budget), default=count)
     low = max((place for place in known if place < high), default=-1)
     if high - low <= 1 or (high in known and budget - known[high] <= LEFT * budget):
         return None
     if low < 0:
-        wrong = known[high] - estimates[high] if high in known else 0
-        within = (k for k in range(high) if estimates[k] + wrong <= budget)
+        wrong = known[high] - estimate(high) if high in known else 0
+        within = (k for k in range(high) if estimate(k) + wrong <= budget)
         return next(within, None if high in known else high - 1)
-    fall = _fall(known, estimates, low, high)
-    within = (k for k in range(low + 1, high) if known[low] - fall * (estimates[low] - estimates[k]) <= budget)
+    fall = _fall(known, estimate, low, high)
+    within = (k for k in range(low + 1, high) if known[low] - fall * (estimate(low) - estimate(k)) <= budget)
     return next(within, None if high in known else high - 1)
 
 
-def _fall(known: Mapping[int, int], estimates: Sequence[float], low: int, high: int) -> float:
+def _fall(known: Mapping[int, int], estimate: Callable[[int], float], low: int, high: int) -> float:
     """Return the bytes that are saved for each one that is estimated to be."""
     ends = (low, high) if high in known else (min(known), low)
-    estimated = estimates[ends[0]] - estimates[ends[1]]
+    estimated = estimate(ends[0]) - estimate(ends[1])
     return (known[ends[0]] - known[ends[1]]) / estimated if estimated > 0 else 1.0

@@ -81,7 +81,9 @@ class LevelSearch:
     ) -> dict[int, PlannedStep]:
         """Measure levels until no other can use a budget better; returns all that are known."""
         for _ in range(MOST_LEVELS):
-            place = next_place({k: plan.needed_bytes for k, plan in plans.items()}, estimates, budget)
+            place = next_place(
+                {k: plan.needed_bytes for k, plan in plans.items()}, estimates.__getitem__, len(estimates), budget
+            )
             if place is None:
                 break
             measure(place)

@@ -6,20 +6,22 @@ A user context, so that JAX traces functions under ``jit`` again for other choic
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, Protocol
 
 import jax
+from jax.extend.core import Jaxpr
 
 from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.allowed_codecs import Policy
 from jaxpipe.graph.graph import Graph
 from jaxpipe.graph.program_text import program_text
 from jaxpipe.residuals import vjp_program
-from jaxpipe.residuals.backward_graph import build_backward_graph
-from jaxpipe.residuals.choose_formats import ResidualPlan
-from jaxpipe.residuals.sliced_program import in_slices
+from jaxpipe.residuals.backward_graph import BackwardGraph, build_backward_graph
+from jaxpipe.residuals.choose_formats import ResidualPlan, default_plan
+from jaxpipe.residuals.sliced_program import SlicedProgram, in_slices
 from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.text.stable_text import digest
 
@@ -29,12 +31,14 @@ class DecoratedProgram:
     """A decorated function or module, as it is differentiated.
 
     Attributes:
+      jaxpr: as it was traced.
       graph: its operators.
       wrt: inputs that receive a cotangent.
       policy: the codecs that its decoration allows.
       held: inputs that are kept alive anyway.
     """
 
+    jaxpr: Jaxpr
     graph: Graph
     wrt: tuple[TensorNumber, ...]
     policy: Policy
@@ -46,40 +50,76 @@ class DecoratedProgram:
         settings = self.wrt, self.policy.name, sorted(self.held)
         return digest(f"{settings} {program_text(self.graph)}")
 
-    def by_default(self) -> VJPProgram:
-        """Return its programs with default storage."""
-        return vjp_program.build(self.graph, self.wrt, policy=self.policy, held=self.held)
+    @cached_property
+    def backward_graph(self) -> BackwardGraph:
+        """Its backward pass, whatever is stored."""
+        return build_backward_graph(self.graph, self.wrt, policy=self.policy)
+
+    @cached_property
+    def default(self) -> VJPProgram:
+        """Its programs with default storage."""
+        return self._assembled(self.backward_graph, default_plan(self.backward_graph, self.policy, self.held))
+
+    @cached_property
+    def sliced(self) -> SlicedProgram | None:
+        """The same with its largest product in slices, if that is possible."""
+        return in_slices(self.graph, self.wrt, policy=self.policy, held=self.held)
+
+    def with_storage(self, plan: ResidualPlan, sliced: bool) -> VJPProgram:
+        """Return its programs with other storage."""
+        if not sliced:
+            return self._assembled(self.backward_graph, plan)
+        assert self.sliced is not None
+        return self._assembled(self.sliced.vjp.backward_graph, plan)
+
+    def _assembled(self, backward_graph: BackwardGraph, plan: ResidualPlan) -> VJPProgram:
+        """Return programs that know what follows from parameters alone.
+
+        A function has not said what its parameters are: it is differentiated by them, and its caller keeps them. Where
+        a result follows from such inputs alone, batches are among them.
+        """
+        vjp, graph = vjp_program.assemble(backward_graph, plan), self.graph
+        if graph.parameters:
+            return vjp
+        weights = graph.with_parameters([t in self.held and t in self.wrt for t in graph.inputs])
+        known = weights.derived_from_parameters()
+        return vjp if known.intersection(graph.outputs) else replace(vjp, weights=known)
 
 
-@dataclass(frozen=True)
-class Storage:
-    """The storage of a program: a format for each tensor, and whether its largest product runs in slices."""
+class Passes(Protocol):
+    """The two passes of a decorated program, and what is kept between them."""
 
-    plan: ResidualPlan
-    sliced: bool = False
+    def forward(self, values: Any) -> tuple[Any, Any]:
+        """Return outputs, and what the backward pass needs: a tree of arrays."""
+        ...
 
-    def of(self, program: DecoratedProgram) -> VJPProgram:
-        """Return the programs with this storage."""
-        graph, wrt, policy = program.graph, program.wrt, program.policy
-        if not self.sliced:
-            return vjp_program.assemble(build_backward_graph(graph, wrt, policy=policy), self.plan)
-        sliced = in_slices(graph, wrt, policy=policy, held=program.held)
-        assert sliced is not None
-        return vjp_program.assemble(sliced.vjp.backward_graph, self.plan)
+    def backward(self, kept: Any, cotangents: Any) -> Any:
+        """Return the gradients of the program's ``wrt``; cotangents and gradients are None for zero."""
+        ...
+
+
+#: What a budget says of a program: how its passes run.
+Storage = Callable[[DecoratedProgram], Passes]
 
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """The storage of some programs by their keys, others have that by default; and all programs that are met."""
+    """What a budget says of the programs of a step.
 
+    Attributes:
+      otherwise: the storage of programs of which nothing is said.
+      storage: that of others, by their keys.
+      met: all programs that are met.
+    """
+
+    otherwise: Storage
     storage: Mapping[str, Storage] = field(default_factory=dict)
     met: dict[str, DecoratedProgram] = field(default_factory=dict)
 
-    def programs_of(self, program: DecoratedProgram) -> tuple[VJPProgram, bool]:
-        """Return the programs of a decorated function, and whether their storage was chosen."""
+    def passes(self, program: DecoratedProgram) -> Passes:
+        """Return the passes of a program, and note that it was met."""
         self.met.setdefault(program.key, program)
-        chosen = self.storage.get(program.key)
-        return (program.by_default(), False) if chosen is None else (chosen.of(program), True)
+        return self.storage.get(program.key, self.otherwise)(program)
 
 
 _choices = jax.make_user_context(default_value=None)
@@ -87,7 +127,7 @@ _choices = jax.make_user_context(default_value=None)
 
 @contextlib.contextmanager
 def choosing(choices: Choices) -> Iterator[None]:
-    """Give decorated programs that are traced meanwhile the storage of some choices, and note them there."""
+    """Run decorated programs that are traced meanwhile as some choices say, and note them there."""
     with _choices(choices):
         yield
 

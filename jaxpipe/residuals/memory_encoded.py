@@ -4,27 +4,25 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NoReturn, TypeVar, overload
 
 import flax.linen as nn
 import jax
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.extend.core import Jaxpr
 
 from jaxpipe import _compat
-from jaxpipe.array_types import Array, PyTree
+from jaxpipe.array_types import Array, PyTree, TensorNumber
 from jaxpipe.errors import DifferentiationError, ModelError
 from jaxpipe.graph.allowed_codecs import Codecs, Policy, parse, warn_unused
 from jaxpipe.graph.graph import ENCODED_MARK, Graph, read_graph
 from jaxpipe.models import purify_linen
 from jaxpipe.models.decorated_class import twin_class
 from jaxpipe.models.purify_nnx import PureCall, purify, root_scope
-from jaxpipe.residuals.chosen_storage import DecoratedProgram, current_choices
-from jaxpipe.residuals.residual_labels import label
-from jaxpipe.residuals.vjp_program import VJPProgram, backward, forward
+from jaxpipe.residuals.chosen_storage import DecoratedProgram, Passes, current_choices
+from jaxpipe.residuals.stored_passes import StoredPasses
 from jaxpipe.target import building_for, platform_of
 
 
@@ -168,15 +166,14 @@ def run_encoded(call: PureCall, *, policy: Policy) -> PyTree:
     return call.finish(outputs)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["parameters", "stash"], meta_fields=["vjp", "chosen"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["kept"], meta_fields=["passes", "wrt"])
 @dataclass(frozen=True)
 class _Residuals:
-    """The residuals between the forward and the backward pass; ``chosen`` if a budget has chosen what is stored."""
+    """What is kept between the forward and the backward pass, and the inputs that it differentiates."""
 
-    parameters: Sequence[Array]
-    stash: Sequence[Sequence[Array]]
-    vjp: VJPProgram
-    chosen: bool
+    kept: PyTree
+    passes: Passes
+    wrt: tuple[TensorNumber, ...]
 
 
 def _encoded_function(
@@ -194,17 +191,13 @@ def _encoded_function(
     choices = current_choices()
 
     @functools.cache
-    def vjp_for(perturbed: tuple[bool, ...]) -> tuple[VJPProgram, bool]:
+    def passes_for(perturbed: tuple[bool, ...]) -> tuple[Passes, tuple[TensorNumber, ...]]:
         warn_unused(policy, (op.path for op in graph.operators), "codecs")
         wrt = tuple(t for t, moves in zip(graph.inputs, perturbed, strict=True) if moves)
-        differentiated = DecoratedProgram(graph, wrt, policy, kept_alive | (set(graph.inputs) - set(wrt)))
-        vjp, chosen = (differentiated.by_default(), False) if choices is None else choices.programs_of(differentiated)
-        if graph.parameters:
-            return vjp, chosen
-        # A function has not said what its parameters are: it is differentiated by them, and its caller keeps them.
-        # Where a result follows from such inputs alone, batches are among them.
-        weights = graph.with_parameters([t in kept_alive and t in wrt for t in graph.inputs]).derived_from_parameters()
-        return (vjp if weights.intersection(graph.outputs) else replace(vjp, weights=weights)), chosen
+        differentiated = DecoratedProgram(program, graph, wrt, policy, kept_alive | (set(graph.inputs) - set(wrt)))
+        if choices is None:
+            return StoredPasses(differentiated.default, labelled=True), wrt
+        return choices.passes(differentiated), wrt
 
     @jax.custom_vjp
     def encoded(*values: Array) -> Sequence[Array]:
@@ -212,24 +205,14 @@ def _encoded_function(
 
     @building_for(platform)
     def encoded_forward(*primals: CustomVJPPrimal) -> tuple[Sequence[Array], _Residuals]:
-        vjp, chosen = vjp_for(tuple(p.perturbed for p in primals))
-        values = dict(zip(graph.inputs, (p.value for p in primals), strict=True))
-        outputs, stash = forward(vjp, [p.value for p in primals])
-        labelled = [
-            parts if t in values else [checkpoint_name(x, label(vjp, t, k)) for k, x in enumerate(parts)]
-            for t, parts in zip(vjp.plan.stored, stash, strict=True)
-        ]
-        return [_first_order(y) for y in outputs], _Residuals(
-            [values[t] for t in vjp.parameters], labelled, vjp, chosen
-        )
+        passes, wrt = passes_for(tuple(p.perturbed for p in primals))
+        outputs, kept = passes.forward([p.value for p in primals])
+        return [_first_order(y) for y in outputs], _Residuals(kept, passes, wrt)
 
     @building_for(platform)
     def encoded_backward(residuals: _Residuals, cotangents: Sequence[Array | SymbolicZero]) -> tuple[Array | None, ...]:
-        vjp = residuals.vjp
         seeds = [None if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
-        barriers = residuals.chosen and not any(map(_compat.is_batched, jax.tree.leaves((residuals, seeds))))
-        cotangents_out = backward(vjp, residuals.parameters, residuals.stash, seeds, barriers=barriers)
-        gradients = dict(zip(vjp.backward_graph.wrt, cotangents_out, strict=True))
+        gradients = dict(zip(residuals.wrt, residuals.passes.backward(residuals.kept, seeds), strict=True))
         return tuple(gradients.get(t) for t in graph.inputs)
 
     encoded.defvjp(encoded_forward, encoded_backward, symbolic_zeros=True)

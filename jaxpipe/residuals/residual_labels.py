@@ -1,5 +1,7 @@
 """Why a tensor is stored: a label that each array of a stash carries through JAX's tracing."""
 
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -40,13 +42,18 @@ class Label:
     otherwise: str
 
 
-def label(vjp: VJPProgram, number: TensorNumber, part: int) -> str:
-    """Return the label of one array of a stash as text."""
-    producer = next(op for op in vjp.graph.operators if number in op.outputs)
-    tensor, fmt = vjp.graph.tensors[number], vjp.plan.formats[number]
-    readers, otherwise = tuple(_readers(vjp, number)), _otherwise(vjp, number, producer)
-    known = Label(number, part, fmt, _name(producer), str(tensor.dtype), tensor.shape, readers, otherwise)
-    return MARK + msgspec.json.encode(known).decode()
+def labels(vjp: VJPProgram) -> Callable[[TensorNumber, int], str]:
+    """Return what gives the label of one array of a stash, by tensor and part, as text."""
+    readers, producers = _readers(vjp), {t: op for op in vjp.graph.operators for t in op.outputs}
+    available = vjp.graph.derived_from_parameters()
+
+    def label(number: TensorNumber, part: int) -> str:
+        producer, tensor, fmt = producers[number], vjp.graph.tensors[number], vjp.plan.formats[number]
+        otherwise, read = _otherwise(vjp, number, producer, available), tuple(readers.get(number, ()))
+        known = Label(number, part, fmt, _name(producer), str(tensor.dtype), tensor.shape, read, otherwise)
+        return MARK + msgspec.json.encode(known).decode()
+
+    return label
 
 
 def parse_label(text: str) -> Label | None:
@@ -58,24 +65,23 @@ def _name(op: Operator) -> str:
     return "/".join(filter(None, (op.path, op.label)))
 
 
-def _readers(vjp: VJPProgram, number: TensorNumber) -> list[str]:
+def _readers(vjp: VJPProgram) -> dict[TensorNumber, dict[str, None]]:
+    """Return the names of the backward steps that read each stored tensor, in order."""
     derivations = Derivations(vjp.graph)
     available = vjp.graph.derived_from_parameters()
-    readers = {}
+    readers: dict[TensorNumber, dict[str, None]] = defaultdict(dict)
     for step in vjp.backward_graph.steps:
-        _, leaves = derivations.of(step.needs, vjp.plan, available)
-        if number in leaves:
-            readers["/".join(filter(None, (step.path, step.label)))] = None
-    return list(readers)
+        for t in derivations.of(step.needs, vjp.plan, available)[1]:
+            readers[t]["/".join(filter(None, (step.path, step.label)))] = None
+    return readers
 
 
-def _otherwise(vjp: VJPProgram, number: TensorNumber, producer: Operator) -> str:
+def _otherwise(vjp: VJPProgram, number: TensorNumber, producer: Operator, available: frozenset[TensorNumber]) -> str:
     tensor, fmt = vjp.graph.tensors[number], vjp.plan.formats[number]
     if fmt.format is not Format.KEEP:
         return f"kept as {tensor.dtype}, {stored_bytes(tensor, SavedFormat(Format.KEEP)):,} bytes"
     if is_product(producer):
         return f"computed again, {contraction(producer.equation):,} products for each element"
-    available = vjp.graph.derived_from_parameters()
     sources = {t for t in producer.inputs if t not in available}
     if rerun_work(producer) is None or not sources:
         return "computed again"

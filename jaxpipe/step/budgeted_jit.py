@@ -17,9 +17,9 @@ from jaxpipe.array_types import Device, PyTree
 from jaxpipe.costs.device_memory import POOL_VARIABLES, pool_bytes, pool_fraction
 from jaxpipe.errors import MemoryBudgetError, ModelError
 from jaxpipe.step.fit_step import fitting_level, smallest
-from jaxpipe.step.step_arguments import Compared, jitter, split_arguments, split_static, without_values
+from jaxpipe.step.step_arguments import Call, Compared, jitter, split_arguments, split_static, without_values
 from jaxpipe.step.step_front import DEFAULT, PLAIN
-from jaxpipe.step.step_variants import Call, StepVariants, Variant
+from jaxpipe.step.step_variants import StepVariants, Variant
 from jaxpipe.text.plain_table import PlainTable
 from jaxpipe.text.printed import Printed
 from jaxpipe.text.progress import progress
@@ -221,9 +221,9 @@ def jit(step: Callable[..., Any] | None = None, *, memory: int | str, **jit_argu
         once, if ``memory`` is no size.
       ModelError: when called, if the step needs more and nothing in it is decorated; or under another transformation.
 
-    The method: of the points (bytes, seconds) that an integer program finds for what decorated programs store, after
-    Z. Jain et al., "Checkmate: Breaking the memory wall with optimal tensor rematerialization", MLSys 2020, and of
-    checkpoints as people place them, the first that XLA compiles to no more than the budget.
+    The method: tensors are given up that give most bytes for a second, in the problem of Z. Jain et al., "Checkmate:
+    Breaking the memory wall with optimal tensor rematerialization", MLSys 2020; of such choices, and of checkpoints as
+    people place them, the one with the fewest products that XLA compiles to no more than the budget.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxpipe

@@ -1,8 +1,13 @@
 """The level of a step that keeps a budget and computes least again.
 
-plain ─over─▶ default ─▶ between those known, as estimates say ─▶ checkpoints that may compute less ─▶ level
-                                   no level is within ─▶ all small ones ─▶ the least that is found
+plain ─over─▶ default ─▶ checkpoints that may compute less ─▶ between those known, as estimates say ─▶ level
+                                   no level is within ─▶ the smallest ones ─▶ the least that is found
+
+A compilation takes longer than all else, and each makes estimates better.
 """
+
+import functools
+import math
 
 from jaxpipe.planning.bracket_search import next_place
 from jaxpipe.step.step_front import DEFAULT, PLAIN, ROOMS, SMALLEST
@@ -10,13 +15,16 @@ from jaxpipe.step.step_variants import Needs, StepVariants
 from jaxpipe.text.progress import phase
 
 
-#: How many levels between others are compiled at most for one budget.
-MOST_COMPILATIONS = 6
+#: How many levels between others, and how many checkpoints before and after them, are compiled at most for a budget.
+MOST_BETWEEN, MOST_CHECKPOINTS = 3, 2
+
+#: How many levels besides the smallest are compiled at most before a budget is refused.
+MOST_SMALL = 3
 
 #: By what share estimates may be wrong where they speak against compiling a level.
 INEXACT = 0.1
 
-#: Levels besides the smallest that are compiled before a budget is refused.
+#: Levels that may be smaller than the smallest by estimates.
 SMALL_LEVELS = tuple(f"room {k} of {ROOMS}" for k in (15, 12, 8))
 
 
@@ -31,18 +39,26 @@ def fitting_level(variants: StepVariants, budget: int) -> str | None:
     if not variants.programs:
         return None
     variants.needs(DEFAULT)
-    front, known = variants.front, variants.known
-    for _ in range(MOST_COMPILATIONS):
-        sizes = {k: known[level].bytes for k, level in enumerate(front.levels) if level in known}
-        place = next_place(sizes, front.estimates, budget)
-        if place is None:
+    _try_checkpoints(variants, budget)
+    for _ in range(MOST_BETWEEN):
+        level = _between(variants, budget)
+        if level is None:
             break
-        variants.needs(front.levels[place])
+        variants.needs(level)
     if _best(variants, budget) is None:
         _try_small(variants, budget)
-    else:
-        _try_less_again(variants, budget)
+    _try_checkpoints(variants, budget)
     return _best(variants, budget)
+
+
+def _between(variants: StepVariants, budget: int) -> str | None:
+    """Return the level to compile next of those from ample to small; None if none can run fewer products."""
+    front, known = variants.front, variants.known
+    sizes = {k: known[level].bytes for k, level in enumerate(front.levels) if level in known}
+    place = next_place(sizes, front.estimate, len(front.levels), budget)
+    return (
+        None if place is None or front.reruns(front.levels[place]) >= _fewest(variants, budget) else front.levels[place]
+    )
 
 
 def _best(variants: StepVariants, budget: int) -> str | None:
@@ -55,30 +71,45 @@ def _best(variants: StepVariants, budget: int) -> str | None:
     return min((x for x in levels if x in variants.known and variants.known[x].bytes <= budget), key=rank, default=None)
 
 
+def _fewest(variants: StepVariants, budget: int) -> float:
+    """Return how many products run again at the best known level within a budget; infinity if there is none."""
+    best = _best(variants, budget)
+    return math.inf if best is None else variants.front.reruns(best)
+
+
+def _try_checkpoints(variants: StepVariants, budget: int) -> None:
+    """Compile checkpoints that run fewer products again than the best level and may fit, until one does."""
+    front, known = variants.front, variants.known
+    for _ in range(MOST_CHECKPOINTS):
+        fewest, most = _fewest(variants, budget), (1 + INEXACT) * budget
+        fewer = [x for x in front.hand_placed if x not in known and front.reruns(x) < fewest]
+        level = next((x for x in fewer if _predicted(variants, x) <= most), None)
+        if level is None or variants.needs(level).bytes <= budget:
+            break
+
+
 def _try_small(variants: StepVariants, budget: int) -> None:
     """Compile levels that may need less than any that is known, until one is within a budget."""
     variants.needs(SMALLEST)
-    for level in (*variants.front.hand_placed, *SMALL_LEVELS):
-        may_be_smaller = _predicted(variants, level) <= (1 + INEXACT) * smallest(variants).bytes
-        if (level in variants.known or may_be_smaller) and variants.needs(level).bytes <= budget:
+    for _ in range(MOST_SMALL):
+        size = functools.partial(_predicted, variants)
+        level = min(
+            (x for x in (*variants.front.hand_placed, *SMALL_LEVELS) if x not in variants.known),
+            key=size,
+            default=SMALLEST,
+        )
+        least = smallest(variants).bytes
+        if least <= budget or size(level) > (1 + INEXACT) * least:
             break
-
-
-def _try_less_again(variants: StepVariants, budget: int) -> None:
-    """Compile checkpoints that run fewer products again than the best level and may fit, until one does."""
-    best, front = _best(variants, budget), variants.front
-    assert best is not None
-    limit = 0 if best == PLAIN else front.reruns(best)
-    for level in front.hand_placed:
-        may_fit = front.reruns(level) < limit and _predicted(variants, level) <= (1 + INEXACT) * budget
-        if may_fit and variants.needs(level).bytes <= budget:
-            break
+        variants.needs(level)
 
 
 def _predicted(variants: StepVariants, level: str) -> float:
-    """Return the bytes of a step with the storage of a level if all else needs what it needs at least elsewhere."""
-    front, known = variants.front, variants.known
-    return front.bytes(level) + min(known[other].bytes - front.bytes(other) for other in known if other != PLAIN)
+    """Return the bytes of a step at a level if all besides its storage needs what it does at the level most like it."""
+    front, known, size = variants.front, variants.known, variants.front.bytes(level)
+    others = [x for x in known if x not in (PLAIN, DEFAULT)] or [DEFAULT]  # on a CPU, default storage has no barriers
+    like = min(others, key=lambda other: abs(front.bytes(other) - size))
+    return size + known[like].bytes - front.bytes(like)
 
 
 def smallest(variants: StepVariants) -> Needs:

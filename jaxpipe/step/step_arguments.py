@@ -1,14 +1,14 @@
 """Arguments of a step: the static ones, whose values count, and all others, of which shapes do."""
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from flax import nnx
 
-from jaxpipe.array_types import PyTree
+from jaxpipe.array_types import Device, PyTree
 from jaxpipe.models.purify_nnx import is_module
 
 
@@ -20,6 +20,24 @@ class Compared:
 
     def __hash__(self) -> int:
         return 0
+
+
+@dataclass(frozen=True)
+class Call:
+    """A step and the arguments that it is compiled for.
+
+    Attributes:
+      step: the function.
+      options: arguments of ``jax.jit``.
+      args, kwargs: shapes and static values; arrays would be kept on the device.
+      device: one of those that it is for.
+    """
+
+    step: Callable[..., Any]
+    options: Mapping[str, Any]
+    args: tuple[PyTree, ...]
+    kwargs: Mapping[str, PyTree]
+    device: Device
 
 
 def jitter(arguments: PyTree) -> Callable[..., Any]:
@@ -37,12 +55,49 @@ def split_arguments(arguments: PyTree) -> tuple[Hashable, list[Any]]:
     return (treedef, graphdef), [*(leaf for leaf in leaves if not is_module(leaf)), *jax.tree.leaves(state)]
 
 
+@dataclass(frozen=True, eq=False)
+class FlatArguments:
+    """Arguments as arrays: leaves of trees, and the states of NNX modules, which may share variables.
+
+    Attributes:
+      tree: leaves of trees and modules.
+      treedef: of these.
+      graphdef, state: of all modules.
+    """
+
+    tree: Sequence[Any]
+    treedef: Any
+    graphdef: Any
+    state: Any
+
+    @property
+    def modules(self) -> tuple[Any, ...]:
+        """The modules among them."""
+        return tuple(filter(is_module, self.tree))
+
+    @property
+    def values(self) -> list[Any]:
+        """The arrays."""
+        return [*(x for x in self.tree if not is_module(x)), *jax.tree.leaves(self.state)]
+
+    def filled(self, values: Sequence[Any]) -> tuple[PyTree, tuple[Any, ...]]:
+        """Return arguments with other arrays, and their new modules."""
+        count = len(self.tree) - len(self.modules)
+        new = nnx.merge(self.graphdef, jax.tree.unflatten(jax.tree.structure(self.state), values[count:]))
+        leaves, modules = iter(values[:count]), iter(new)
+        return self.treedef.unflatten([next(modules if is_module(x) else leaves) for x in self.tree]), new
+
+
+def flat_arguments(arguments: PyTree) -> FlatArguments:
+    """Return arguments as arrays."""
+    leaves, treedef = jax.tree.flatten(arguments, is_leaf=is_module)
+    return FlatArguments(leaves, treedef, *nnx.split(tuple(filter(is_module, leaves))))
+
+
 def without_values(arguments: PyTree) -> PyTree:
     """Return arguments with shapes in place of arrays, those of NNX modules included."""
-    leaves, treedef = jax.tree.flatten(arguments, is_leaf=is_module)
-    graphdef, state = nnx.split(tuple(filter(is_module, leaves)))
-    modules = iter(nnx.merge(graphdef, jax.tree.map(_without_value, state)))
-    return treedef.unflatten([next(modules) if is_module(leaf) else _without_value(leaf) for leaf in leaves])
+    flat = flat_arguments(arguments)
+    return flat.filled(list(map(_without_value, flat.values)))[0]
 
 
 def _without_value(leaf: Any) -> Any:
@@ -68,6 +123,16 @@ def split_static(
     named = [(name, type(x), x) for name, x in sorted(kwargs.items()) if name in names]
     others = tuple(None if k in places else x for k, x in enumerate(args))
     return (*static, *named), (others, {name: x for name, x in kwargs.items() if name not in names})
+
+
+def with_static(static: Any, others: PyTree) -> PyTree:
+    """Return arguments with static ones, as ``split_static`` has them, in their places again."""
+    args, kwargs = others
+    named = {place: value for place, _, value in static}
+    return tuple(named.get(k, x) for k, x in enumerate(args)), {
+        **kwargs,
+        **{k: x for k, x in named.items() if isinstance(k, str)},
+    }
 
 
 def _parameters(step: Callable[..., Any]) -> list[str]:

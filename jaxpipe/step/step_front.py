@@ -13,14 +13,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import jax
+
+from jaxpipe import _compat
 from jaxpipe.array_types import Device
 from jaxpipe.costs.device_rates import Rates, rates_of
 from jaxpipe.costs.kernels import operator_seconds
-from jaxpipe.planning.storage.program_front import GAP, RERUN_LEVELS, Front, Point, Solving, Way
-from jaxpipe.planning.storage.solver_time import SolverTime
+from jaxpipe.planning.storage.hand_placed import POLICIES, Placement
+from jaxpipe.planning.storage.program_front import RERUN_LEVELS, Front, Point, Way
 from jaxpipe.planning.storage.storage_items import Items, stage_items
-from jaxpipe.residuals.chosen_storage import DecoratedProgram, Storage
-from jaxpipe.residuals.sliced_program import in_slices
+from jaxpipe.residuals.checkpointed_passes import CheckpointedPasses, checkpointed_blocks
+from jaxpipe.residuals.chosen_storage import DecoratedProgram, Passes, Storage
+from jaxpipe.residuals.stored_passes import StoredPasses
 from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.target import building_for
 
@@ -31,11 +35,8 @@ ROOMS = 16
 #: What the first levels are called: the step without decorations, and with the storage of ``memory_encoded``.
 PLAIN, DEFAULT, SMALLEST = "plain", "default", "smallest"
 
-#: How many times as long as its forward pass a program takes with its backward pass.
-FORWARD_AND_BACKWARD = 3
-
-#: The seconds that all solutions of an integer program may take.
-SOLVER_SECONDS = 12.0
+#: Behind the name of a checkpoint that is JAX's own, and no choice of what the program stores.
+BY_JAX = " (jax.checkpoint)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,18 +54,35 @@ class StepFront:
         reruns = [f"reruns {k} of {RERUN_LEVELS}" for k in range(RERUN_LEVELS if again else 0)]
         return PLAIN, *reruns, DEFAULT, *(f"room {k} of {ROOMS}" for k in range(1, ROOMS)), SMALLEST
 
-    @cached_property
-    def estimates(self) -> tuple[float, ...]:
-        """The estimated bytes of all programs together at each level."""
+    def estimate(self, place: int) -> float:
+        """Return the estimated bytes of all programs together at the level of a place."""
+        level = self.levels[place]
+        kind, number = _parsed(level)
         with building_for(self.platform):
-            return tuple(map(self._estimate, self.levels))
+            if level == PLAIN:
+                return sum(map(_plain_bytes, self.fronts.values()))
+            if kind == "room":
+                room, fronts = self._room(number), self.fronts.values()
+                return sum(max(min(room, front.default.bytes), front.smallest.bytes) for front in fronts)
+            return self.bytes(level)
 
     @cached_property
     def hand_placed(self) -> tuple[str, ...]:
         """The levels that are checkpoints as people place them, those that run the fewest products again first."""
+        return tuple(sorted(self._placements, key=lambda name: (self.reruns(name), self.seconds(name))))
+
+    @cached_property
+    def _placements(self) -> dict[str, tuple[Placement, bool]]:
+        """Checkpoints by level, and whether they are JAX's own, which XLA takes out again on a CPU."""
         with building_for(self.platform):
-            names = dict.fromkeys(name for front in self.fronts.values() for name in front.hand_placed)
-        return tuple(sorted(names, key=lambda name: (self.reruns(name), self.seconds(name))))
+            placements = dict.fromkeys(x for front in self.fronts.values() for x in front.hand_placed)
+            ours = {x.name: (x, False) for x in placements if x.family is not None}
+            theirs = (
+                {}
+                if _compat.runs_breadth_first()
+                else {x.name + BY_JAX * (x.family is not None): (x, True) for x in placements}
+            )
+        return ours | theirs
 
     def seconds(self, level: str) -> float:
         """Return the estimated seconds of codecs and of what is computed again."""
@@ -79,13 +97,17 @@ class StepFront:
         return sum(point.bytes for point in self.points(level).values())
 
     def storage(self, level: str) -> dict[str, Storage]:
-        """Return what programs store, by key."""
-        points = self.points(level).items()
+        """Return the ways in which programs run, by key."""
+        placement, by_jax = self._placements.get(level, (None, False))
         with building_for(self.platform):
-            return {key: Storage(point.plan, point.way.slices > 1) for key, point in points}
+            ways = {key: _stored(point) for key, point in self.points(level).items()}
+            if placement is not None and by_jax:
+                placed = [key for key, front in self.fronts.items() if placement in front.hand_placed]
+                ways.update((key, _checkpointed(placement, ways[key])) for key in placed)
+        return ways
 
     def points(self, level: str) -> dict[str, Point]:
-        """Return the points of a level, by key; those of a room are solved for now."""
+        """Return the points of a level, by key; those of a room are chosen now."""
         with building_for(self.platform):
             return {key: self._point(front, level) for key, front in self.fronts.items()}
 
@@ -99,21 +121,30 @@ class StepFront:
             room = self._room(number)
             within = None if room >= front.default.bytes else front.within(room)
             return within or (front.default if room >= front.default.bytes else front.smallest)
-        return front.hand_placed.get(level, front.default)
+        placed = self._placements.get(level)
+        return front.default if placed is None else front.hand_placed.get(placed[0], front.default)
 
     def _room(self, number: int) -> float:
         most = max(front.default.bytes for front in self.fronts.values())
         least = max(front.smallest.bytes for front in self.fronts.values())
         return most - (most - least) * number / ROOMS
 
-    def _estimate(self, level: str) -> float:
-        kind, number = _parsed(level)
-        if level == PLAIN:
-            return sum(map(_plain_bytes, self.fronts.values()))
-        if kind == "room":  # without a solver
-            room = self._room(number)
-            return sum(max(min(room, front.default.bytes), front.smallest.bytes) for front in self.fronts.values())
-        return self.bytes(level)
+
+def _stored(point: Point) -> Storage:
+    """Return the storage of a point."""
+    plan, sliced = point.plan, point.way.slices > 1
+    return lambda program: StoredPasses(program.with_storage(plan, sliced), barriers=True)
+
+
+def _checkpointed(placement: Placement, otherwise: Storage) -> Storage:
+    """Return JAX's checkpoints in some places, or another storage where such places cannot be parted."""
+    policy = getattr(jax.checkpoint_policies, POLICIES[placement.saved])
+
+    def way(program: DecoratedProgram) -> Passes:
+        blocks = checkpointed_blocks(program, placement.family, placement.every)
+        return otherwise(program) if blocks is None else CheckpointedPasses(program, blocks, policy)
+
+    return way
 
 
 def _parsed(level: str) -> tuple[str, int]:
@@ -124,27 +155,27 @@ def _parsed(level: str) -> tuple[str, int]:
 
 def step_front(programs: Mapping[str, DecoratedProgram], device: Device) -> StepFront:
     """Return the levels of a step on a device."""
-    solving, rates = Solving("HIGHS", SolverTime(SOLVER_SECONDS)), rates_of(device)
+    rates = rates_of(device)
     with building_for(device.platform):
-        fronts = {key: _front(program, rates, solving) for key, program in programs.items()}
+        fronts = {key: _front(program, rates) for key, program in programs.items()}
     return StepFront(fronts, device.platform)
 
 
-def _front(program: DecoratedProgram, rates: Rates, solving: Solving) -> Front:
+def _front(program: DecoratedProgram, rates: Rates) -> Front:
     def items_of(vjp: VJPProgram) -> Items:
         price = functools.partial(operator_seconds, tensors=vjp.graph.tensors, rates=rates)
         return stage_items(vjp.backward_graph, vjp.plan, price, rates.bytes, program.held)
 
-    vjp = program.by_default()
+    vjp = program.default
     ways = [Way(vjp, items_of(vjp))]
     seconds = {op: operator_seconds(op, program.graph.tensors, rates) for op in program.graph.operators}
-    sliced = in_slices(program.graph, program.wrt, policy=program.policy, held=program.held)
+    sliced = program.sliced
     if sliced is not None:
         again = sum(seconds[op] for op in sliced.operators)
         ways.append(Way(sliced.vjp, items_of(sliced.vjp), again, sliced.count))
-    slack = GAP * FORWARD_AND_BACKWARD * sum(seconds.values())
+    # No solver: it takes longer than tracing.
     return Front(
-        tuple(ways), items_of, held=None, home=0, period=math.inf, slack=slack, solving=solving, policy=program.policy
+        tuple(ways), items_of, held=None, home=0, period=math.inf, slack=0.0, solving=None, policy=program.policy
     )
 
 

@@ -7,7 +7,7 @@ that it takes.
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,14 +16,16 @@ from typing import Any, NamedTuple
 from jax.extend.core import Jaxpr
 
 from jaxpipe import _compat, multihost
-from jaxpipe.array_types import Device, PyTree
+from jaxpipe.array_types import PyTree
 from jaxpipe.costs.count_products import count_products
 from jaxpipe.costs.profile_cache import cache_folder
 from jaxpipe.costs.reserved_bytes import reserved_bytes
 from jaxpipe.residuals.chosen_storage import Choices, DecoratedProgram, choosing
 from jaxpipe.residuals.memory_encoded import without_encoding
-from jaxpipe.step.step_arguments import jitter, split_arguments
+from jaxpipe.residuals.stored_passes import StoredPasses
+from jaxpipe.step.step_arguments import Call, jitter, split_arguments
 from jaxpipe.step.step_front import DEFAULT, PLAIN, StepFront, step_front
+from jaxpipe.step.step_template import StepTemplate, step_template
 from jaxpipe.target import building_for
 from jaxpipe.text.kept_files import keep, read_kept
 from jaxpipe.text.progress import phase, tell
@@ -38,31 +40,17 @@ class Needs(NamedTuple):
     products: int
 
 
-@dataclass(frozen=True)
-class Call:
-    """A step and the arguments that it is compiled for.
-
-    Attributes:
-      step: the function.
-      options: arguments of ``jax.jit``.
-      args, kwargs: shapes and static values; arrays would be kept on the device.
-      device: one of those that it is for.
-    """
-
-    step: Callable[..., Any]
-    options: Mapping[str, Any]
-    args: tuple[PyTree, ...]
-    kwargs: Mapping[str, PyTree]
-    device: Device
-
-
 @dataclass(frozen=True, eq=False)
 class Variant:
     """A step with the storage of one level: what ``jax.jit`` made of it, and its programs."""
 
     jitted: Any
     traced: Any
-    lowered: Any
+
+    @cached_property
+    def lowered(self) -> Any:
+        """The step for XLA."""
+        return self.traced.lower()
 
     @cached_property
     def compiled(self) -> Any:
@@ -87,6 +75,7 @@ class StepVariants:
         """
         self._call, self._like = call, like
         self._variants: dict[str, Variant] = {}
+        self._met: dict[str, DecoratedProgram] = {}
         self.compilations = 0
         self.seconds = 0.0  # of compilations
         self.plain = self.variant(PLAIN)
@@ -97,8 +86,9 @@ class StepVariants:
     @cached_property
     def programs(self) -> Mapping[str, DecoratedProgram]:
         """The decorated programs that are differentiated, by key."""
-        self.variant(DEFAULT)
-        return self._met.met
+        if self._template is None:
+            self.variant(DEFAULT)
+        return self._met
 
     @cached_property
     def front(self) -> StepFront:
@@ -118,7 +108,10 @@ class StepVariants:
 
     def compile(self, level: str) -> Needs:
         """Compile a level and return what it needs."""
-        variant, start = self.variant(level), time.perf_counter()
+        variant = self.variant(level)
+        with phase("trace"):
+            assert variant.lowered
+        start = time.perf_counter()
         with phase("compile"):
             size = reserved_bytes(variant.compiled)
         self.compilations += 1
@@ -129,30 +122,35 @@ class StepVariants:
         return self._needs[level]
 
     def variant(self, level: str) -> Variant:
-        """Return the step with the storage of a level, lowered."""
+        """Return the step with the storage of a level, traced."""
         if level not in self._variants:
             with phase("trace"):
-                self._variants[level] = self._lowered(level)
+                self._variants[level] = self._traced(level)
         return self._variants[level]
 
     @cached_property
-    def _met(self) -> Choices:
-        return Choices()
+    def _template(self) -> StepTemplate | None:
+        with phase("trace"), building_for(self._call.device.platform):
+            return step_template(self._call, self._met)
 
-    def _lowered(self, level: str) -> Variant:
-        call = self._call
-        choices = self._met if level == DEFAULT else None if level == PLAIN else Choices(self.front.storage(level))
+    def _traced(self, level: str) -> Variant:
+        call, template = self._call, None if level == PLAIN else self._template
+        chosen = {} if level in (PLAIN, DEFAULT) else self.front.storage(level)
+        choices = Choices(_by_default, chosen, self._met)
+        step = call.step
+        if template is not None:
+            with building_for(call.device.platform):
+                step = template.with_storage(choices.passes)
 
         @functools.wraps(call.step)
-        def step(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        def traced(*args: PyTree, **kwargs: PyTree) -> PyTree:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(without_encoding() if choices is None else choosing(choices))
+                stack.enter_context(without_encoding() if level == PLAIN else choosing(choices))
                 stack.enter_context(building_for(call.device.platform))
-                return call.step(*args, **kwargs)
+                return step(*args, **kwargs)
 
-        jitted = jitter((call.args, call.kwargs))(step, **call.options)
-        traced = jitted.trace(*call.args, **call.kwargs)
-        return Variant(jitted, traced, traced.lower())
+        jitted = jitter((call.args, call.kwargs))(traced, **call.options)
+        return Variant(jitted, jitted.trace(*call.args, **call.kwargs))
 
     def _kept_path(self) -> Path:
         """Return the file of what is known of this step, on its device and with these versions."""
@@ -161,6 +159,10 @@ class StepVariants:
         settings = [*_compat.versions(), call.device.device_kind, call.options, shardings]
         text = stable_text([self.plain.jaxpr, settings], values=False)
         return cache_folder().parent / "steps" / f"{digest(text)}.json"
+
+
+def _by_default(program: DecoratedProgram) -> StoredPasses:
+    return StoredPasses(program.default)
 
 
 def _needs_of(kept: Any) -> dict[str, Needs]:

@@ -4,13 +4,14 @@ Blocks are modules that a model has several of: ``Block_0``, ``Block_1``, ... Ea
 that solvers work on, so that it is simulated, compiled and compared as theirs are.
 """
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.op_cost import is_product
+from jaxpipe.graph.repeated_modules import modules_by_family
 from jaxpipe.planning.storage.storage_items import Items
 from jaxpipe.planning.storage.storage_problem import NOT_STORED
 
@@ -18,40 +19,68 @@ from jaxpipe.planning.storage.storage_problem import NOT_STORED
 #: Families of blocks that have at least this share of a program's products are checkpointed.
 LEAST_SHARE = 0.25
 
-#: A module's number at the end of its name: the 3 of ``Block_3`` and of ``blocks/3``.
-_NUMBERED = re.compile(r"(.*?)\d+")
+#: What checkpoints may save, and the name of JAX's policy for it.
+POLICIES = {
+    "": "nothing_saveable",
+    ", products saved": "dots_saveable",
+    ", products without batch saved": "dots_with_no_batch_dims_saveable",
+}
 
 
-def hand_placed(items: Items) -> dict[str, tuple[int, ...]]:
-    """Return choices by what a person would write for them."""
+@dataclass(frozen=True)
+class Placement:
+    """Checkpoints around every n-th module of a family, or around a whole program without one.
+
+    Attributes:
+      family: such as ``"Net/Block_*"``.
+      every: 1, or 2 for every second module.
+      saved: what is saved within them, a key of ``POLICIES``.
+    """
+
+    family: str | None
+    every: int
+    saved: str
+
+    @property
+    def name(self) -> str:
+        """What a person would write."""
+        if self.family is None:
+            return f"jax.checkpoint of all{self.saved}"
+        return f"nn.remat of {'every' if self.every == 1 else 'every second'} {self.family}{self.saved}"
+
+
+def hand_placed(items: Items) -> dict[Placement, tuple[int, ...]]:
+    """Return choices by what a person would write for them; of equal choices the first."""
     graph = items.backward_graph.graph
-    choices = {}
-    for family, blocks in _families(graph).items():
-        for every, which in ((1, "every"), (2, "every second")):
+    choices = dict[tuple[int, ...], Placement]()
+    products = {t for op in graph.operators if is_product(op) for t in op.outputs}
+    for family, blocks in {**_families(graph), None: dict.fromkeys(graph.operators, 0)}.items():
+        for every in (1, 2) if family else (1,):
             block_of = {op: k for op, k in blocks.items() if k % every == 0}
             inner = set(_inner_tensors(graph, block_of))
-            products = {t for op in block_of if is_product(op) for t in op.outputs}
-            for name, saved in (("", set[TensorNumber]()), (", products saved", products)):
-                choices[f"nn.remat of {which} {family}{name}"] = _choice(items, inner - saved, saved)
-    return {name: choice for name, choice in choices.items() if choice != items.default}
+            for saved in POLICIES:
+                kept = {t for op in block_of if _is_saved(op, saved) for t in op.outputs}
+                choices.setdefault(_choice(items, inner - kept, products), Placement(family, every, saved))
+    return {placement: choice for choice, placement in choices.items() if choice != items.default}
 
 
-def _families(graph: Graph) -> Mapping[str, dict[Operator, int]]:
+def _is_saved(op: Operator, saved: str) -> bool:
+    """Return whether a checkpoint saves what an operator makes."""
+    if not saved or not is_product(op):
+        return False
+    if "without batch" not in saved:
+        return True
+    return op.name == "dot_general" and not any(op.params["dimension_numbers"][1])
+
+
+def _families(graph: Graph) -> Mapping[str | None, dict[Operator, int]]:
     """Return the operators of the modules of each family, by the number of the module."""
-    families: dict[str, dict[str, list[Operator]]] = defaultdict(lambda: defaultdict(list))
-    for op in graph.operators:
-        parts = op.path.split("/")
-        for depth, part in enumerate(parts):
-            named = _NUMBERED.fullmatch(part)
-            if named is not None:
-                name = "/".join([*parts[:depth], f"{named[1]}*"])
-                families[name]["/".join(parts[: depth + 1])].append(op)
-    most = sum(map(is_product, graph.operators))
-    large = {}
-    for name, modules in families.items():
-        count = sum(is_product(op) for operators in modules.values() for op in operators)
+    operators, large = graph.operators, {}
+    most = sum(map(is_product, operators))
+    for name, modules in modules_by_family(op.path for op in operators).items():
+        count = sum(is_product(operators[place]) for places in modules.values() for place in places)
         if len(modules) > 1 and count >= LEAST_SHARE * most:
-            large[name] = {op: k for k, operators in enumerate(modules.values()) for op in operators}
+            large[name] = {operators[place]: k for k, places in enumerate(modules.values()) for place in places}
     return large
 
 
@@ -68,9 +97,9 @@ def _inner_tensors(graph: Graph, block_of: Mapping[Operator, int]) -> Iterator[T
                 yield t
 
 
-def _choice(items: Items, again: set[TensorNumber], saved: set[TensorNumber]) -> tuple[int, ...]:
-    """Return default storage, but that some tensors are computed again and others are saved."""
+def _choice(items: Items, again: set[TensorNumber], products: set[TensorNumber]) -> tuple[int, ...]:
+    """Return default storage, but that some tensors are computed again and all products besides are saved."""
     return tuple(
-        NOT_STORED if t in again and item.seconds is not None else 0 if t in saved else option
+        NOT_STORED if t in again and item.seconds is not None else 0 if t in products else option
         for t, item, option in zip(items.tensors, items.problem.items, items.default, strict=True)
     )

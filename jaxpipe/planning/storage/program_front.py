@@ -17,7 +17,7 @@ from jaxpipe.graph.graph import Operator
 from jaxpipe.graph.op_cost import is_product
 from jaxpipe.planning.storage.choose_swaps import Targets
 from jaxpipe.planning.storage.fastest_choice import Answer, choose, greedy_choice, least_seconds, lowest_peak
-from jaxpipe.planning.storage.hand_placed import hand_placed
+from jaxpipe.planning.storage.hand_placed import Placement, hand_placed
 from jaxpipe.planning.storage.solver_time import SolverTime
 from jaxpipe.planning.storage.storage_items import Items, limited, storage_plan
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Option, Problem, simulate
@@ -149,7 +149,7 @@ class Front:
       home: its stashes at once on its device where stashes are swapped.
       period: seconds of a micro-batch on the slowest stage, with which swaps overlap.
       slack: seconds of a micro-batch that count for nothing.
-      solving: by whom, and how long.
+      solving: by whom, and how long; None for greedy choices alone.
       policy: the codecs that it may use.
     """
 
@@ -159,7 +159,7 @@ class Front:
     home: int
     period: float
     slack: float
-    solving: Solving
+    solving: Solving | None
     policy: Policy
     spent: list[float] = field(default_factory=list)  # seconds of solvers
     _points: dict[tuple[Way, tuple[int, ...], Targets | None], Point] = field(default_factory=dict)
@@ -172,13 +172,13 @@ class Front:
         return self._by_default(self.ways[0], "default")
 
     @cached_property
-    def hand_placed(self) -> dict[str, Point]:
-        """Checkpoints as people place them, by what they would write."""
+    def hand_placed(self) -> dict[Placement, Point]:
+        """Checkpoints as people place them."""
         way, points = self.ways[0], {}
-        for name, choice in hand_placed(way.items).items():
+        for placement, choice in hand_placed(way.items).items():
             outcome = simulate(self._problem(way, math.inf), choice)
             if outcome is not None:
-                points[name] = self._point(way, Answer(choice, outcome, "checkpoints", outcome.seconds))
+                points[placement] = self._point(way, Answer(choice, outcome, "checkpoints", outcome.seconds))
         return points
 
     @cached_property
@@ -207,6 +207,8 @@ class Front:
         return best
 
     def _fastest(self, problem: Problem) -> Answer | None:
+        if self.solving is None:
+            return greedy_choice(problem)
         answer, spent = self.solving.fastest(problem, self.slack)
         self.spent.append(spent)
         return answer

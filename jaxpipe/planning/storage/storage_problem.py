@@ -96,13 +96,14 @@ class Problem:
                 raise ValueError(f"item {k} ({item.name}) can neither be stored nor computed again.")
 
     @cached_property
-    def read_by_event(self) -> tuple[tuple[int, ...], ...]:
-        """The items that each event reads."""
-        reading: list[list[int]] = [[] for _ in self.base]
-        for k, item in enumerate(self.items):
-            for e in item.uses:
-                reading[e].append(k)
-        return tuple(map(tuple, reading))
+    def first_uses(self) -> list[int]:
+        """The first event that reads each item; their number for none."""
+        return [min(item.uses, default=len(self.base)) for item in self.items]
+
+    @cached_property
+    def last_uses(self) -> list[int]:
+        """The last event that reads each item; -1 for none."""
+        return [max(item.uses, default=-1) for item in self.items]
 
 
 @dataclass(frozen=True)
@@ -160,44 +161,47 @@ def simulate(problem: Problem, choice: Sequence[int]) -> Outcome | None:
     Returns:
       None if an item that is needed can not be had.
     """
-    items, events = problem.items, len(problem.base)
-    first, last = [events] * len(items), [-1] * len(items)
+    events, frees, most_held = len(problem.base), problem.frees, problem.held
+    first, last = problem.first_uses.copy(), problem.last_uses.copy()
     computed: dict[int, int] = {}
-    for e, uses in enumerate(problem.read_by_event):
-        pending = list(uses)
-        while pending:
-            k = pending.pop()
-            first[k] = min(first[k], e)
-            last[k] = e
-            if choice[k] != NOT_STORED or k in computed:
-                continue
-            if items[k].seconds is None:
-                return None
-            computed[k] = e
-            pending.extend(items[k].sources)
-    seconds = sum(items[k].seconds or 0.0 for k in computed)
     change = [0] * (events + 1)
+    seconds = link_seconds = 0.0
     stash = held = swapped = 0
-    link_seconds = 0.0
-    for k, item in enumerate(items):
-        if choice[k] == NOT_STORED:
-            if k in computed:
-                change[computed[k]] += item.bytes
-                change[last[k] + 1] -= item.bytes
+    k = len(first)
+    for item in reversed(problem.items):  # who is computed from an item comes behind it
+        k -= 1
+        begin, end, chosen = first[k], last[k], choice[k]
+        if chosen == NOT_STORED:
+            if end < 0:
+                continue
+            if item.seconds is None:
+                return None
+            computed[k] = begin
+            seconds += item.seconds
+            change[begin] += item.bytes
+            change[end + 1] -= item.bytes
+            for source in item.sources:
+                if begin < first[source]:
+                    first[source] = begin
+                if begin > last[source]:
+                    last[source] = begin
             continue
-        option = item.options[choice[k]]
+        option = item.options[chosen]
+        size = option.bytes
         seconds += option.seconds
-        stash += option.bytes
-        held += option.bytes * (problem.held if option.held is None else option.held)
+        stash += size
         if option.held is not None:
-            swapped += option.bytes
+            held += size * option.held
+            swapped += size
             link_seconds += option.link_seconds
-        if problem.frees:
-            change[0] += option.bytes
-            change[last[k] + 1] -= option.bytes
-        if last[k] >= 0 and option.unpacked_bytes:
-            change[first[k]] += option.unpacked_bytes
-            change[last[k] + 1] -= option.unpacked_bytes
+        else:
+            held += size * most_held
+        if frees:
+            change[0] += size
+            change[end + 1] -= size
+        if option.unpacked_bytes and end >= 0:
+            change[begin] += option.unpacked_bytes
+            change[end + 1] -= option.unpacked_bytes
     seconds += max(0.0, link_seconds - problem.overlap)
     total = tuple(int(base + held + here) for base, here in zip(problem.base, accumulate(change), strict=False))
     read = frozenset(k for k, e in enumerate(last) if e >= 0)

@@ -1,0 +1,82 @@
+"""The passes of a decorated program as JAX differentiates it, with ``jax.checkpoint`` around blocks of it.
+
+What ``nn.remat`` does where a model's author writes it, so that a budget is never worse than that.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpipe import _compat
+from jaxpipe.array_types import Array, Atom
+from jaxpipe.graph.graph import encoded_policy
+from jaxpipe.graph.repeated_modules import modules_by_family
+from jaxpipe.residuals.chosen_storage import DecoratedProgram
+
+
+@dataclass(frozen=True, eq=False)
+class CheckpointedPasses:
+    """A program, the ranges of its equations that are checkpointed, and JAX's policy of what they save."""
+
+    program: DecoratedProgram
+    blocks: Sequence[tuple[int, int]]
+    policy: Callable[..., bool]
+
+    def forward(self, values: Sequence[Array]) -> tuple[Sequence[Array], Callable[..., Any]]:
+        """Return outputs, and their VJP, which is a tree of arrays."""
+        inputs, wrt = self.program.graph.inputs, self.program.wrt
+        known = dict(zip(inputs, values, strict=True))
+
+        def run(*moving: Array) -> list[Array]:
+            now = {**known, **dict(zip(wrt, moving, strict=True))}
+            return self._outputs([now[t] for t in inputs])
+
+        return jax.vjp(run, *(known[t] for t in wrt))
+
+    def backward(self, kept: Callable[..., Any], cotangents: Sequence[Array | None]) -> list[Array]:
+        """Return gradients."""
+        avals = [self.program.graph.tensors[t].aval for t in self.program.graph.outputs]
+        given = [_zero(aval) if ct is None else ct for ct, aval in zip(cotangents, avals, strict=True)]
+        return list(kept(given))
+
+    def _outputs(self, values: Sequence[Array]) -> list[Array]:
+        jaxpr, _ = _compat.open_jaxpr(self.program.jaxpr)
+        env = dict[Atom, Array](zip(jaxpr.invars, values, strict=True))
+        borders = sorted({0, len(jaxpr.eqns), *(place for block in self.blocks for place in block)})
+        for start, stop in pairwise(borders):
+            piece, inputs, outputs = _compat.section(jaxpr, start, stop)
+
+            def run(*values: Array, piece: Any = piece) -> list[Array]:
+                return _compat.evaluate_jaxpr(piece, *values)
+
+            if (start, stop) in self.blocks:
+                run = jax.checkpoint(run, policy=self.policy)
+            env.update(zip(outputs, run(*(env[v] for v in inputs)), strict=True))
+        return [np.asarray(v.val) if _compat.is_literal(v) else env[v] for v in jaxpr.outvars]
+
+
+def checkpointed_blocks(program: DecoratedProgram, family: str | None, every: int) -> list[tuple[int, int]] | None:
+    """Return the ranges of equations of every n-th module of a family, or of the whole program without one.
+
+    None if there are none by themselves: other modules run amid them, or decorated functions are within the program.
+    """
+    equations = _compat.open_jaxpr(program.jaxpr)[0].eqns
+    if any(encoded_policy(equation) is not None for equation in equations):
+        return None
+    if family is None:
+        return [(0, len(equations))]
+    modules = modules_by_family(map(_compat.named_scope_of, equations)).get(family, {})
+    ranges = [(min(places), max(places) + 1) for places in modules.values()]
+    apart = all(stop <= start for (_, stop), (start, _) in pairwise(ranges))
+    return ranges[::every] if ranges and apart else None
+
+
+def _zero(aval: Any) -> Any:
+    """Return the cotangent of an output that is not differentiated."""
+    if jax.dtypes.issubdtype(aval.dtype, np.inexact):
+        return _compat.zeros(aval)
+    return np.zeros(aval.shape, jax.dtypes.float0)

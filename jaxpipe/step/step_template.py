@@ -1,0 +1,197 @@
+"""A step that is traced once: its decorated programs are equations, in whose place any storage may be put.
+
+    step ──trace──▶ ... forward(inputs) ... backward(inputs, cotangents) ...
+                              │                    ▲
+                              ▼   what is kept     │         for each level: the equations of some passes here
+                        equations ────────▶ equations
+
+To run a user's function and Flax anew for each level would take most of the time of planning.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from jaxpipe import _compat
+from jaxpipe.array_types import AnyJaxpr, Array, Atom, Equation, PyTree
+from jaxpipe.models.purify_nnx import is_module
+from jaxpipe.residuals.chosen_storage import Choices, DecoratedProgram, Passes, Storage, choosing
+from jaxpipe.residuals.opaque_passes import BACKWARD, FORWARD, CannotReplaceError, OpaquePasses, has_gradient
+from jaxpipe.step.step_arguments import Call, flat_arguments, split_static, with_static
+
+
+@dataclass(frozen=True, eq=False)
+class StepTemplate:
+    """A traced step of flat arguments: leaves of trees and of the states of NNX modules, and likewise its results.
+
+    Attributes:
+      call: the step and its arguments.
+      program: the traced step.
+      results: the structure of what it returns.
+    """
+
+    call: Call
+    program: ClosedJaxpr
+    results: Any
+
+    def with_storage(self, storage: Storage) -> Callable[..., PyTree]:
+        """Return the step as a function of its own arguments, whose decorated programs run as a storage says."""
+        program, call, count = _substituted(self.program, storage), self.call, self.results.num_leaves
+
+        @functools.wraps(call.step)
+        def step(*args: PyTree, **kwargs: PyTree) -> PyTree:
+            flat = flat_arguments(split_static(call.step, call.options, args, kwargs)[1])
+            outputs = _compat.evaluate_jaxpr(program, *flat.values)
+            if flat.modules:
+                nnx.update(flat.modules, jax.tree.unflatten(jax.tree.structure(flat.state), outputs[count:]))
+            return jax.tree.unflatten(self.results, outputs[:count])
+
+        return step
+
+
+def step_template(call: Call, met: dict[str, DecoratedProgram]) -> StepTemplate | None:
+    """Trace a step with its decorated programs as equations; None where they cannot be replaced by others.
+
+    They are noted in ``met``. None: where a program is batched or in a ``shard_map``, where its passes are in different
+    loops or functions under ``jit``, and where a step adds to its modules or returns them.
+    """
+    static, dynamic = split_static(call.step, call.options, call.args, call.kwargs)
+    flat = flat_arguments(dynamic)
+    structure = None
+
+    def step(*values: Array) -> list[Array]:
+        nonlocal structure
+        others, modules = flat.filled(values)
+        args, kwargs = with_static(static, others)
+        results, structure = jax.tree.flatten(call.step(*args, **kwargs), is_leaf=is_module)
+        graphdef, state = nnx.split(modules)
+        if graphdef != flat.graphdef or any(map(is_module, results)):
+            raise CannotReplaceError
+        return [*results, *jax.tree.leaves(state)]
+
+    try:
+        with choosing(Choices(OpaquePasses, met=met)):
+            program = jax.jit(step).trace(*flat.values).jaxpr
+        _check_pairs(program)
+    except (CannotReplaceError, NotImplementedError):  # of which the latter says that there is no rule for a batch
+        return None
+    assert structure is not None
+    return StepTemplate(call, program, structure)
+
+
+def _check_pairs(program: Any) -> None:
+    """Raise ``CannotReplaceError`` unless each backward equation has its forward equation before it."""
+    seen = set()
+    for equation in _compat.open_jaxpr(program)[0].eqns:
+        if equation.primitive is FORWARD:
+            seen.add(_pair(equation, equation.invars))
+        elif equation.primitive is BACKWARD and _pair(equation, equation.invars) not in seen:
+            raise CannotReplaceError
+        for inner in _compat.inner_programs(equation):
+            _check_pairs(inner)
+
+
+def _pair(equation: Equation, operands: Sequence[Atom]) -> tuple[object, ...]:
+    """Return what a forward and a backward equation share: the program and its inputs."""
+    program = equation.params["program"]
+    inputs = operands[: len(program.graph.inputs)]
+    return program, *(repr(atom) if _compat.is_literal(atom) else id(atom) for atom in inputs)
+
+
+def _substituted(program: AnyJaxpr, storage: Storage) -> ClosedJaxpr:
+    """Return a program with the equations of passes in place of opaque ones."""
+    jaxpr, consts = _compat.open_jaxpr(program)
+    new, renamed = _Equations(list(jaxpr.constvars), consts), dict[Atom, Atom]()
+    kept: dict[tuple[object, ...], tuple[Passes, list[Atom], Any]] = {}
+
+    def now(atoms: Sequence[Atom]) -> list[Atom]:
+        return [atom if _compat.is_literal(atom) else renamed.get(atom, atom) for atom in atoms]
+
+    for equation in jaxpr.eqns:
+        operands, params, count = now(equation.invars), equation.params, len(equation.outvars)
+        if equation.primitive is FORWARD:
+            passes = storage(params["program"])
+            results, (_, structure) = new.put(lambda *values, passes=passes: passes.forward(values), operands)
+            kept[_pair(equation, operands)] = passes, results[count:], structure
+        elif equation.primitive is BACKWARD:
+            passes, atoms, structure = kept[_pair(equation, operands)]
+            cotangents = operands[len(params["program"].graph.inputs) :]
+            results, _ = new.put(_gradients(passes, params, structure), [*atoms, *cotangents])
+        else:
+            inner = {name: _inner(value, storage) for name, value in params.items()}
+            new.equations.append(equation.replace(invars=operands, params=inner))
+            continue
+        renamed.update(zip(equation.outvars, results[:count], strict=True))
+    return _compat.rebuilt(jaxpr, new.variables, new.constants, new.equations, now(jaxpr.outvars))
+
+
+def _gradients(passes: Passes, params: Mapping[str, Any], structure: Any) -> Callable[..., list[Array]]:
+    """Return the function that a backward equation stands for, of what is kept and of the cotangents that are given."""
+    program, given = params["program"], params["given"]
+
+    def run(*values: Array) -> list[Array]:
+        kept, rest = values[: structure.num_leaves], iter(values[structure.num_leaves :])
+        cotangents = [next(rest) if flag else None for flag in given]
+        gradients = passes.backward(jax.tree.unflatten(structure, kept), cotangents)
+        by_input = dict(zip(program.wrt, gradients, strict=True))
+        return [by_input[t] for t in has_gradient(program, given)]
+
+    return run
+
+
+def _inner(value: Any, storage: Storage) -> Any:
+    """Return a parameter of an equation, with passes in place of opaque equations in its programs."""
+    if isinstance(value, tuple | list):
+        return type(value)(_inner(x, storage) for x in value) if any(map(_is_opaque, value)) else value
+    if not _is_opaque(value):
+        return value
+    program = _substituted(value, storage)
+    if isinstance(value, ClosedJaxpr):
+        return program
+    jaxpr, consts = _compat.open_jaxpr(program)
+    if consts:
+        raise CannotReplaceError
+    return jaxpr
+
+
+def _is_opaque(value: Any) -> bool:
+    """Return whether a value is a program with opaque equations."""
+    if not isinstance(value, ClosedJaxpr | Jaxpr):
+        return False
+    equations = _compat.open_jaxpr(value)[0].eqns
+    return any(x.primitive is FORWARD or any(map(_is_opaque, _compat.inner_programs(x))) for x in equations)
+
+
+@dataclass(frozen=True, eq=False)
+class _Equations:
+    """The equations of a program that is made, and its constants."""
+
+    variables: list[Atom]
+    constants: list[Array]
+    equations: list[Equation] = field(default_factory=list)
+
+    def put(self, function: Callable[..., PyTree], operands: Sequence[Atom]) -> tuple[list[Atom], Any]:
+        """Append what a function computes; returns its flat results and their structure, by part."""
+        structures = None
+
+        def flat(*values: Array) -> list[Array]:
+            nonlocal structures
+            results = function(*values)
+            structures = list(map(jax.tree.structure, results))
+            return jax.tree.leaves(results)
+
+        jaxpr, consts = _compat.open_jaxpr(jax.make_jaxpr(flat)(*(atom.aval for atom in operands)))
+        now = dict[Atom, Atom](zip(jaxpr.invars, operands, strict=True))
+
+        def of(atoms: Sequence[Atom]) -> list[Atom]:
+            return [atom if _compat.is_literal(atom) else now.get(atom, atom) for atom in atoms]
+
+        self.equations.extend(equation.replace(invars=of(equation.invars)) for equation in jaxpr.eqns)
+        self.variables.extend(jaxpr.constvars)
+        self.constants.extend(consts)
+        return of(jaxpr.outvars), structures

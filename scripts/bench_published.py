@@ -310,11 +310,11 @@ def compare_values(program: Program, sources: Path, shares: Sequence[float]) -> 
     training = program.build(program.load(sources), True)
     jit: Any = nnx.jit if training.is_nnx else jax.jit
     plain_step = training.gradients()
-    args = on_device(training.make(), jax.devices("cpu")[0])
+    args = on_device(training.shapes(), jax.devices("cpu")[0])
     size = reserved_bytes(jit(plain_step).lower(*args).compile())
     plain = jax.tree.leaves(jit(plain_step)(*training.make()))
-    for share in (*shares, 0.0):
-        memory = max(int(share * size), 1)
+    for share in shares:
+        memory = f"{int(share * size)}B"
         step = jaxpipe.jit(training.gradients(jaxpipe.memory_encoded), memory=memory)
         try:
             lowered = step.lower(*training.make())

@@ -74,7 +74,7 @@ def _best(variants: StepVariants, budget: int) -> str | None:
 def _fewest(variants: StepVariants, budget: int) -> float:
     """Return how many products run again at the best known level within a budget; infinity if there is none."""
     best = _best(variants, budget)
-    return math.inf if best is None else variants.front.reruns(best)
+    return math.inf if best is None else variants.known[best].products - variants.known[PLAIN].products
 
 
 def _try_checkpoints(variants: StepVariants, budget: int) -> None:

@@ -4,6 +4,7 @@ Host offload is not among them: XLA compiles it for GPUs and TPUs only, and whet
 machine alone. Slices of logits are what ``jaxpipe.jit`` may choose within a budget.
 """
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,10 @@ from jaxpipe.text.units import bytes_text
 
 #: Devices over which a state is sharded, where there are so many.
 _SHARDS = 8
+
+
+#: The share of the bytes that a measure must save.
+LEAST_SAVED = 0.001
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,8 @@ def measures(explained: Explained) -> tuple[tuple[Measure, ...], tuple[str, ...]
             except Exception as error:  # a user's step may refuse any of them, in any way
                 refused.append(f"{name} ({type(error).__name__}: {str(error).partition(chr(10))[0][:100]})")
             else:
-                useful += [measure] if measure is not None and measure.saved_bytes > 0 else []
+                saved = 0 if measure is None else measure.saved_bytes
+                useful += [measure] if measure is not None and saved > LEAST_SAVED * explained.bytes else []
     return tuple(sorted(useful, key=_rank)), tuple(refused)
 
 
@@ -130,16 +136,27 @@ def rematerialize_blocks(explained: Explained) -> Measure | None:
     if blocks is None:
         return None
     step, needed = _retraced(explained, Wrapping.REMAT, blocks)
-    static = explained.called.static_arguments.get(blocks, ())
+    static = tuple(sorted(explained.called.static_arguments.get(blocks, ())))
     shown = f", static_argnums={static}" if static else ""
     name = blocks.__name__
-    keywords = explained.called.keywords.get(blocks, ())  # which nn.remat does not take
+    keywords = sorted(explained.called.keywords.get(blocks, ()))  # which nn.remat does not take
     last = f"; pass {' and '.join(keywords)} by position" if keywords else ""
     line = f"{name} = nn.remat({name}{shown})  # below class {name}{last}"
     if explained.jit == "nnx.jit":
         line = f"@nnx.remat  # above {name}.__call__"
+        if not _takes_arrays_alone(blocks):
+            line = f"nnx.remat(lambda block, x: block(x, ...))(block, x)  # where a {name} is called"
     count = len(explained.called.inner[blocks])
     return _measure(explained, f"compute each of {count} {name}s again", line, step, needed)
+
+
+def _takes_arrays_alone(cls: type) -> bool:
+    """Return whether ``nnx.remat`` can decorate the call of a class: it takes arrays, by position."""
+    parameters = [*inspect.signature(cls.__call__).parameters.values()][1:]
+    return not any(
+        p.kind is p.KEYWORD_ONLY or isinstance(p.default, bool) or p.annotation in (bool, "bool", "bool | None")
+        for p in parameters
+    )
 
 
 def _retraced(explained: Explained, wrapping: Wrapping, blocks: type | None = None) -> tuple[TracedStep, int]:

@@ -7,7 +7,8 @@ interceptors, those of NNX through private copies of other classes.
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -51,14 +52,22 @@ class CalledModules:
 
     outermost: dict[type, None] = field(default_factory=dict)
     inner: dict[type, dict[tuple[str, ...], int]] = field(default_factory=dict)
-    static_arguments: dict[type, tuple[int, ...]] = field(default_factory=dict)
-    keywords: dict[type, tuple[str, ...]] = field(default_factory=dict)
+    static_arguments: dict[type, set[int]] = field(default_factory=lambda: defaultdict(set))
+    keywords: dict[type, set[str]] = field(default_factory=lambda: defaultdict(set))
 
     def blocks(self) -> type | None:
-        """Return the outermost of the user's own classes that has several modules."""
-        several = {cls: list(depths.values()) for cls, depths in self.inner.items() if len(depths) > 1}
-        users = {cls: depths for cls, depths in several.items() if not cls.__module__.startswith("flax.")}
-        return min(users, key=lambda cls: (min(users[cls]), -len(users[cls])), default=None)
+        """Return the user's own class with most modules in one other, of those that are in no such modules."""
+        users = {cls: modules for cls, modules in self.inner.items() if not cls.__module__.startswith("flax.")}
+        siblings = {cls: max(Counter(path[:-1] for path in modules).values()) for cls, modules in users.items()}
+        several = {cls: users[cls] for cls, count in siblings.items() if count > 1}
+        outer = [cls for cls in several if not any(_are_within(several[cls], several[x]) for x in several if x != cls)]
+        return max(outer, key=siblings.__getitem__, default=None)
+
+
+def _are_within(modules: Iterable[tuple[str, ...]], others: Iterable[tuple[str, ...]]) -> bool:
+    """Return whether some modules are below others, by their paths."""
+    above = set(others)
+    return any(path[:depth] in above for path in modules for depth in range(1, len(path)))
 
 
 @contextlib.contextmanager
@@ -79,8 +88,8 @@ def observed_modules(args: PyTree) -> Iterator[tuple[CalledModules, PyTree]]:
         else:
             called.inner.setdefault(type(module), {})[tuple(map(str, module.scope.path))] = depth
         static = tuple(k for k, x in enumerate(args, 1) if not all(map(is_array, jax.tree.leaves(x))))
-        called.static_arguments[type(module)] = static
-        called.keywords[type(module)] = tuple(kwargs)
+        called.static_arguments[type(module)] |= set(static)
+        called.keywords[type(module)] |= set(kwargs)
         depth += 1
         try:
             return run(*args, **kwargs)

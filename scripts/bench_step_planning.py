@@ -177,7 +177,7 @@ def trace_seconds(name: str, device: Any) -> float:
 def plain_bytes(name: str, device: Any) -> int:
     """Return the bytes that XLA reserves for the plain step."""
     step, arguments = step_of(name, device, lambda loss: loss)
-    sizes = jax.jit(step, donate_argnums=0).lower(*arguments).compile().memory_analysis()
+    sizes: Any = jax.jit(step, donate_argnums=0).lower(*arguments).compile().memory_analysis()
     kept = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     return kept + sizes.temp_size_in_bytes
 

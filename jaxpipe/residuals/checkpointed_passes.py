@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe import _compat
@@ -56,7 +57,7 @@ class CheckpointedPasses:
             if (start, stop) in self.blocks:
                 run = jax.checkpoint(run, policy=self.policy)
             env.update(zip(outputs, run(*(env[v] for v in inputs)), strict=True))
-        return [np.asarray(v.val) if _compat.is_literal(v) else env[v] for v in jaxpr.outvars]
+        return [jnp.asarray(v.val) if _compat.is_literal(v) else env[v] for v in jaxpr.outvars]
 
 
 def checkpointed_blocks(program: DecoratedProgram, family: str | None, every: int) -> list[tuple[int, int]] | None:

@@ -19,7 +19,7 @@ def next_place(known: Mapping[int, int], estimate: Callable[[int], float], count
 
     Args:
       known: XLA's bytes, by place.
-      estimate: of the program at a place; only differences count. Those that do not matter are not asked for.
+      estimate: of the program at a place; only differences count.
       count: of the programs.
       budget: the most bytes.
 

@@ -177,7 +177,7 @@ def trace_seconds(name: str, device: Any) -> float:
 def plain_bytes(name: str, device: Any) -> int:
     """Return the bytes that XLA reserves for the plain step."""
     step, arguments = step_of(name, device, lambda loss: loss)
-    sizes = jax.jit(step, donate_argnums=0).lower(*arguments).compile().memory_analysis()
+    sizes: Any = jax.jit(step, donate_argnums=0).lower(*arguments).compile().memory_analysis()
     kept = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     return kept + sizes.temp_size_in_bytes
 
@@ -192,9 +192,9 @@ def plan(name: str, device: Any, memory: int) -> dict[str, Any]:
     ):
         begin = time.process_time()
         try:
-            found = jaxpipe.jit(step, memory=memory, donate_argnums=0).lower(*arguments).plan
+            outcome: Any = jaxpipe.jit(step, memory=memory, donate_argnums=0).lower(*arguments).plan
         except jaxpipe.MemoryBudgetError as error:
-            found = error
+            outcome = error
         seconds = time.process_time() - begin
     row = {
         "plan_seconds": round(seconds - sum(compiling), 3),
@@ -203,13 +203,13 @@ def plan(name: str, device: Any, memory: int) -> dict[str, Any]:
         "lowerings": len(lowering),
         "compilations": len(compiling),
     }
-    if isinstance(found, jaxpipe.MemoryBudgetError):
-        return row | {"refused": found.smallest}
+    if isinstance(outcome, jaxpipe.MemoryBudgetError):
+        return row | {"refused": outcome.smallest}
     return row | {
-        "storage": found.storage,
-        "needed_bytes": found.needed_bytes,
-        "products": found.products,
-        "plain_products": found.plain_products,
+        "storage": outcome.storage,
+        "needed_bytes": outcome.needed_bytes,
+        "products": outcome.products,
+        "plain_products": outcome.plain_products,
     }
 
 

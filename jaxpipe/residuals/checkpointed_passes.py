@@ -63,7 +63,7 @@ class CheckpointedPasses:
 def checkpointed_blocks(program: DecoratedProgram, family: str | None, every: int) -> list[tuple[int, int]] | None:
     """Return the ranges of equations of every n-th module of a family, or of the whole program without one.
 
-    None if there are none by themselves: other modules run amid them, or decorated functions are within the program.
+    None if no such ranges are apart from each other, or if decorated functions are within the program.
     """
     equations = _compat.open_jaxpr(program.jaxpr)[0].eqns
     if any(encoded_policy(equation) is not None for equation in equations):

@@ -62,7 +62,7 @@ class DecoratedProgram:
 
     @cached_property
     def sliced(self) -> SlicedProgram | None:
-        """The same with its largest product in slices, if that is possible."""
+        """Its programs with the largest product in slices, if that is possible."""
         return in_slices(self.graph, self.wrt, policy=self.policy, held=self.held)
 
     def with_storage(self, plan: ResidualPlan, sliced: bool) -> VJPProgram:
@@ -104,10 +104,10 @@ Storage = Callable[[DecoratedProgram], Passes]
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """What a budget says of the programs of a step.
+    """The storage that a budget chooses for the programs of a step.
 
     Attributes:
-      otherwise: the storage of programs of which nothing is said.
+      otherwise: the storage of programs for which none is chosen.
       storage: that of others, by their keys.
       met: all programs that are met.
     """

@@ -6,7 +6,6 @@ plain ─over─▶ default ─▶ checkpoints that may compute less ─▶ betw
 A compilation takes longer than all else, and each makes estimates better.
 """
 
-import functools
 import math
 
 from jaxpipe.planning.bracket_search import next_place
@@ -23,6 +22,9 @@ MOST_SMALL = 3
 
 #: By what share estimates may be wrong where they speak against compiling a level.
 INEXACT = 0.1
+
+#: The same where a level is known whose storage takes as many bytes, such as the same checkpoints made otherwise.
+INEXACT_ALIKE = 0.02
 
 #: Levels that may be smaller than the smallest by estimates.
 SMALL_LEVELS = tuple(f"room {k} of {ROOMS}" for k in (15, 12, 8))
@@ -81,9 +83,9 @@ def _try_checkpoints(variants: StepVariants, budget: int) -> None:
     """Compile checkpoints that run fewer products again than the best level and may fit, until one does."""
     front, known = variants.front, variants.known
     for _ in range(MOST_CHECKPOINTS):
-        fewest, most = _fewest(variants, budget), (1 + INEXACT) * budget
+        fewest = _fewest(variants, budget)
         fewer = [x for x in front.hand_placed if x not in known and front.reruns(x) < fewest]
-        level = next((x for x in fewer if _predicted(variants, x) <= most), None)
+        level = next((x for x in fewer if _least(variants, x) <= budget), None)
         if level is None or variants.needs(level).bytes <= budget:
             break
 
@@ -92,24 +94,21 @@ def _try_small(variants: StepVariants, budget: int) -> None:
     """Compile levels that may need less than any that is known, until one is within a budget."""
     variants.needs(SMALLEST)
     for _ in range(MOST_SMALL):
-        size = functools.partial(_predicted, variants)
-        level = min(
-            (x for x in (*variants.front.hand_placed, *SMALL_LEVELS) if x not in variants.known),
-            key=size,
-            default=SMALLEST,
-        )
+        others = (x for x in (*variants.front.hand_placed, *SMALL_LEVELS) if x not in variants.known)
+        size, level = min(((_least(variants, x), x) for x in others), default=(math.inf, SMALLEST))
         least = smallest(variants).bytes
-        if least <= budget or size(level) > (1 + INEXACT) * least:
+        if least <= budget or size > least:
             break
         variants.needs(level)
 
 
-def _predicted(variants: StepVariants, level: str) -> float:
-    """Return the bytes of a step at a level if all besides its storage needs what it does at the level most like it."""
+def _least(variants: StepVariants, level: str) -> float:
+    """Return about the fewest bytes that a level may need if all besides storage needs what it does at one like it."""
     front, known, size = variants.front, variants.known, variants.front.bytes(level)
     others = [x for x in known if x not in (PLAIN, DEFAULT)] or [DEFAULT]  # on a CPU, default storage has no barriers
     like = min(others, key=lambda other: abs(front.bytes(other) - size))
-    return size + known[like].bytes - front.bytes(like)
+    inexact = INEXACT_ALIKE if front.bytes(like) == size else INEXACT
+    return (size + known[like].bytes - front.bytes(like)) / (1 + inexact)
 
 
 def smallest(variants: StepVariants) -> Needs:

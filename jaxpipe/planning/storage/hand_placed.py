@@ -43,7 +43,7 @@ class Placement:
 
     @property
     def name(self) -> str:
-        """What a person would write."""
+        """The words for it in a plan."""
         if self.family is None:
             return f"jax.checkpoint of all{self.saved}"
         return f"nn.remat of {'every' if self.every == 1 else 'every second'} {self.family}{self.saved}"

@@ -26,6 +26,9 @@ INEXACT = 0.1
 #: The same where a level is known whose storage takes as many bytes, such as the same checkpoints made otherwise.
 INEXACT_ALIKE = 0.02
 
+#: Default storage as other levels have theirs, where that makes a difference.
+BEHIND_BARRIERS = f"room 0 of {ROOMS}"
+
 #: Levels that may be smaller than the smallest by estimates.
 SMALL_LEVELS = tuple(f"room {k} of {ROOMS}" for k in (15, 12, 8))
 
@@ -40,7 +43,8 @@ def fitting_level(variants: StepVariants, budget: int) -> str | None:
         return PLAIN
     if not variants.programs:
         return None
-    variants.needs(DEFAULT)
+    if variants.needs(DEFAULT).bytes > budget and BEHIND_BARRIERS in variants.front.levels:
+        variants.needs(BEHIND_BARRIERS)
     _try_checkpoints(variants, budget)
     for _ in range(MOST_BETWEEN):
         level = _between(variants, budget)

@@ -48,11 +48,12 @@ class StepFront:
 
     @cached_property
     def levels(self) -> tuple[str, ...]:
-        """The levels in the order of their bytes, the most first."""
+        """The levels in the order of their bytes, the most first; on CPUs room 0 is default storage behind barriers."""
         with building_for(self.platform):
             again = any(front.reruns_products for front in self.fronts.values())
+            first = 0 if _compat.runs_breadth_first() else 1
         reruns = [f"reruns {k} of {RERUN_LEVELS}" for k in range(RERUN_LEVELS if again else 0)]
-        return PLAIN, *reruns, DEFAULT, *(f"room {k} of {ROOMS}" for k in range(1, ROOMS)), SMALLEST
+        return PLAIN, *reruns, DEFAULT, *(f"room {k} of {ROOMS}" for k in range(first, ROOMS)), SMALLEST
 
     def estimate(self, place: int) -> float:
         """Return the estimated bytes of all programs together at the level of a place."""

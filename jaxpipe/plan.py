@@ -512,7 +512,7 @@ _SEARCHED = {
     "gap": "nearly optimal",
     "time limit": "the best that the solver found in its time",
     "greedy": "chosen by a greedy rule, as the solver found nothing better in the time_limit",
-    "checkpoints": "nn.remat of blocks, as the solver found nothing better in the time_limit",
+    "checkpoints": "nn.remat of blocks; nothing faster was found",
 }
 
 

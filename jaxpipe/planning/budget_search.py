@@ -10,6 +10,7 @@ Levels and candidates do not depend on the budget: whoever asks for what an erro
 import contextlib
 import functools
 import math
+import operator
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -55,6 +56,8 @@ class BudgetSearch:
         self._solving = Solving(options.solver, SolverTime(limit))
         self._searches: dict[Candidate, LevelSearch] = {}
         self._levels: dict[Candidate, StageLevels] = {}
+        self._corrected: dict[Candidate, StageLevels] = {}
+        self._wrong: tuple[int, ...] | None = None
         self._compiled: list[PlannedStep] = []
 
     @phase("storage")
@@ -157,20 +160,28 @@ class BudgetSearch:
         """Return the levels of a candidate, with what its devices need besides what their stages store."""
         if candidate not in self._searches:
             besides = self._estimated(candidate).besides_of(candidate.needs(candidate.program))
-            levels = self._levels_of(candidate, besides)
+            self._wrong = self._wrong or tuple(map(operator.sub, besides, candidate.held_bytes))
+            levels = self._estimated(candidate).with_besides(besides)
             self._searches[candidate] = LevelSearch(candidate, levels, self._with_step if self._compiles else None)
         return self._searches[candidate]
 
     def _estimated(self, candidate: Candidate) -> StageLevels:
-        """Return the levels of a candidate with about what its devices need besides; no calls are traced for it."""
-        if candidate not in self._levels:
-            self._levels[candidate] = self._levels_of(candidate, candidate.held_bytes)
-        return self._levels[candidate]
+        """Return the levels of a candidate with about what its devices need besides; no calls are traced for it.
 
-    def _levels_of(self, candidate: Candidate, besides: Sequence[int]) -> StageLevels:
-        program, partition, request = candidate.program, candidate.partition, candidate.traced.request
-        prices, period = price_storage(request, program, partition), longest_microbatch(program, partition)
-        return StageLevels(program, besides, prices, self._solving, period, request.policy)
+        Estimates are taken to be as wrong as for the first candidate whose calls are traced.
+        """
+        if candidate not in self._levels:
+            program, partition, request = candidate.program, candidate.partition, candidate.traced.request
+            prices, period = price_storage(request, program, partition), longest_microbatch(program, partition)
+            self._levels[candidate] = StageLevels(
+                program, candidate.held_bytes, prices, self._solving, period, request.policy
+            )
+        if self._wrong is None or len(self._wrong) != candidate.program.num_devices:
+            return self._levels[candidate]
+        if candidate not in self._corrected:
+            besides = tuple(map(operator.add, candidate.held_bytes, self._wrong))
+            self._corrected[candidate] = self._levels[candidate].with_besides(besides)
+        return self._corrected[candidate]
 
     def _with_step(self, planned: PlannedStep) -> PlannedStep:
         """Compile a plan, once for equal programs."""

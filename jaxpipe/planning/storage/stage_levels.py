@@ -76,8 +76,9 @@ class StageLevels:
         solving: Solving,
         period: float = 0.0,
         policy: Policy = FAST,
+        fronts: tuple[Front, ...] | None = None,
     ):
-        """Nothing is done yet.
+        """Nothing is chosen yet.
 
         Args:
           program: with default storage.
@@ -86,9 +87,11 @@ class StageLevels:
           solving: by whom, and how long.
           period: seconds of a micro-batch on the slowest stage, with which swaps overlap.
           policy: the codecs that stages may use.
+          fronts: those of the stages, if they are known from other levels of the same program.
         """
         self.program, self._besides, self._prices, self._solving = program, tuple(besides), prices, solving
         self._period, self._policy = period, policy
+        self._fronts = tuple(map(self._front, program.stage_numbers)) if fronts is None else fronts
         self._points: dict[int, tuple[Point, ...]] = {}
         self._stages: dict[Point, Stage] = {}
         self._programs: dict[tuple[Point, ...], Program] = {}
@@ -149,6 +152,10 @@ class StageLevels:
         """Seconds by which a step may be shorter than with default storage."""
         seconds = (front.default.seconds for front in self._fronts if front.reruns_products)
         return self.program.num_microbatches * sum(seconds)
+
+    def with_besides(self, besides: Sequence[int]) -> "StageLevels":
+        """Return the levels of the same program for devices that need other bytes besides points."""
+        return StageLevels(self.program, besides, self._prices, self._solving, self._period, self._policy, self._fronts)
 
     def besides_of(self, needs: Sequence[int]) -> tuple[int, ...]:
         """Return what devices need besides points, of those that need so many bytes with default storage."""
@@ -226,11 +233,6 @@ class StageLevels:
                     if target.stage != HOST:
                         rooms[target.stage] -= int(points.away * size * target.share)
         return chosen
-
-    @cached_property
-    def _fronts(self) -> tuple[Front, ...]:
-        """The front of each stage."""
-        return tuple(map(self._front, self.program.stage_numbers))
 
     @cached_property
     def _default(self) -> tuple[Point, ...]:

@@ -80,7 +80,12 @@ def _best(variants: StepVariants, budget: int) -> str | None:
 def _fewest(variants: StepVariants, budget: int) -> float:
     """Return how many products run again at the best known level within a budget; infinity if there is none."""
     best = _best(variants, budget)
-    return math.inf if best is None else variants.known[best].products - variants.known[PLAIN].products
+    if best is None:
+        return math.inf
+    decorated = variants.known[DEFAULT].products - variants.front.reruns(
+        DEFAULT
+    )  # which may differ from the plain step's
+    return variants.known[best].products - decorated
 
 
 def _try_checkpoints(variants: StepVariants, budget: int) -> None:

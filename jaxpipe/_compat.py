@@ -145,38 +145,21 @@ def literals_as_arguments(closed: jex.ClosedJaxpr, places: Sequence[tuple[int, i
 def part_of(closed: AnyJaxpr, inputs: Sequence[Atom], outputs: Sequence[Atom]) -> jex.ClosedJaxpr:
     """Return a program with those of its inputs and outputs that are named."""
     jaxpr, consts = open_jaxpr(closed)
-    unnamed = jaxpr.debug_info.with_unknown_names()
-    part = _new_jaxpr(jaxpr.constvars, inputs, outputs, jaxpr.eqns, effects=jaxpr.effects, debug_info=unnamed)
-    return jex.ClosedJaxpr(part, consts)
+    return rebuilt(jaxpr, jaxpr.constvars, consts, inputs, jaxpr.eqns, outputs)
 
 
 def rebuilt(
     jaxpr: OpenJaxpr,
     constvars: Sequence[Atom],
     consts: Sequence[Array],
+    inputs: Sequence[Atom],
     equations: Sequence[Equation],
     outputs: Sequence[Atom],
 ) -> jex.ClosedJaxpr:
-    """Return a program of the same inputs with other constants, equations and outputs."""
+    """Return a program with other constants, inputs, equations and outputs."""
     unnamed = jaxpr.debug_info.with_unknown_names()
-    new = _new_jaxpr(constvars, jaxpr.invars, outputs, equations, effects=jaxpr.effects, debug_info=unnamed)
+    new = _new_jaxpr(constvars, inputs, outputs, equations, effects=jaxpr.effects, debug_info=unnamed)
     return jex.ClosedJaxpr(new, consts)
-
-
-def section(jaxpr: OpenJaxpr, start: int, stop: int) -> tuple[jex.ClosedJaxpr, list[Atom], list[Atom]]:
-    """Return some equations of a program without constants as a program, its inputs, and its outputs: what others read.
-
-    The variables are those of the whole program.
-    """
-    equations = jaxpr.eqns[start:stop]
-    written = dict.fromkeys(v for equation in equations for v in equation.outvars)
-    read = [v for equation in equations for v in equation.invars if not is_literal(v) and v not in written]
-    later = {v for equation in jaxpr.eqns[stop:] for v in equation.invars if not is_literal(v)}
-    later.update(v for v in jaxpr.outvars if not is_literal(v))
-    inputs, outputs = list(dict.fromkeys(read)), [v for v in written if v in later]
-    unnamed = jex.DebugInfo("jaxpipe", "section", None, None)
-    part = _new_jaxpr([], inputs, outputs, equations, effects=jaxpr.effects, debug_info=unnamed)
-    return jex.ClosedJaxpr(part, ()), inputs, outputs
 
 
 def is_in_shard_map() -> bool:

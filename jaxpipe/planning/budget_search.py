@@ -56,7 +56,6 @@ class BudgetSearch:
         self._solving = Solving(options.solver, SolverTime(limit))
         self._searches: dict[Candidate, LevelSearch] = {}
         self._levels: dict[Candidate, StageLevels] = {}
-        self._corrected: dict[Candidate, StageLevels] = {}
         self._wrong: tuple[int, ...] | None = None
         self._compiled: list[PlannedStep] = []
 
@@ -176,12 +175,10 @@ class BudgetSearch:
             self._levels[candidate] = StageLevels(
                 program, candidate.held_bytes, prices, self._solving, period, request.policy
             )
+        levels = self._levels[candidate]
         if self._wrong is None or len(self._wrong) != candidate.program.num_devices:
-            return self._levels[candidate]
-        if candidate not in self._corrected:
-            besides = tuple(map(operator.add, candidate.held_bytes, self._wrong))
-            self._corrected[candidate] = self._levels[candidate].with_besides(besides)
-        return self._corrected[candidate]
+            return levels
+        return levels.with_besides(tuple(map(operator.add, candidate.held_bytes, self._wrong)))
 
     def _with_step(self, planned: PlannedStep) -> PlannedStep:
         """Compile a plan, once for equal programs."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe import _compat
-from jaxpipe.array_types import Array, Atom
+from jaxpipe.array_types import AnyJaxpr, Array, Atom, OpenJaxpr
 from jaxpipe.graph.graph import encoded_policy
 from jaxpipe.graph.repeated_modules import modules_by_family
 from jaxpipe.residuals.chosen_storage import DecoratedProgram
@@ -49,7 +49,7 @@ class CheckpointedPasses:
         env = dict[Atom, Array](zip(jaxpr.invars, values, strict=True))
         borders = sorted({0, len(jaxpr.eqns), *(place for block in self.blocks for place in block)})
         for start, stop in pairwise(borders):
-            piece, inputs, outputs = _compat.section(jaxpr, start, stop)
+            piece, inputs, outputs = _section(jaxpr, start, stop)
 
             def run(*values: Array, piece: Any = piece) -> list[Array]:
                 return _compat.evaluate_jaxpr(piece, *values)
@@ -74,6 +74,17 @@ def checkpointed_blocks(program: DecoratedProgram, family: str | None, every: in
     ranges = [(min(places), max(places) + 1) for places in modules.values()]
     apart = all(stop <= start for (_, stop), (start, _) in pairwise(ranges))
     return ranges[::every] if ranges and apart else None
+
+
+def _section(jaxpr: OpenJaxpr, start: int, stop: int) -> tuple[AnyJaxpr, list[Atom], list[Atom]]:
+    """Return some equations of a program as a program, its inputs, and its outputs: those that others read."""
+    equations = jaxpr.eqns[start:stop]
+    written = dict.fromkeys(v for equation in equations for v in equation.outvars)
+    read = [v for equation in equations for v in equation.invars if not _compat.is_literal(v) and v not in written]
+    later = {v for equation in jaxpr.eqns[stop:] for v in equation.invars if not _compat.is_literal(v)}
+    later.update(v for v in jaxpr.outvars if not _compat.is_literal(v))
+    inputs, outputs = list(dict.fromkeys(read)), [v for v in written if v in later]
+    return _compat.rebuilt(jaxpr, (), (), inputs, equations, outputs), inputs, outputs
 
 
 def _zero(aval: Any) -> Any:

@@ -169,7 +169,7 @@ def run_encoded(call: PureCall, *, policy: Policy) -> PyTree:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["kept"], meta_fields=["passes", "wrt"])
 @dataclass(frozen=True)
 class _Residuals:
-    """What is kept between the forward and the backward pass, and the inputs that it differentiates."""
+    """The values between the forward and the backward pass, and the inputs that are differentiated."""
 
     kept: PyTree
     passes: Passes

@@ -62,9 +62,9 @@ def _between(variants: StepVariants, budget: int) -> str | None:
     front, known = variants.front, variants.known
     sizes = {k: known[level].bytes for k, level in enumerate(front.levels) if level in known}
     place = next_place(sizes, front.estimate, len(front.levels), budget)
-    return (
-        None if place is None or front.reruns(front.levels[place]) >= _fewest(variants, budget) else front.levels[place]
-    )
+    if place is None or front.reruns(front.levels[place]) >= _fewest(variants, budget):
+        return None
+    return front.levels[place]
 
 
 def _best(variants: StepVariants, budget: int) -> str | None:
@@ -78,13 +78,12 @@ def _best(variants: StepVariants, budget: int) -> str | None:
 
 
 def _fewest(variants: StepVariants, budget: int) -> float:
-    """Return how many products run again at the best known level within a budget; infinity if there is none."""
+    """Return how many products run again at the best known level within a budget; infinity without one."""
     best = _best(variants, budget)
     if best is None:
         return math.inf
-    decorated = variants.known[DEFAULT].products - variants.front.reruns(
-        DEFAULT
-    )  # which may differ from the plain step's
+    # Decorated programs may run other products than the plain step besides those that run again.
+    decorated = variants.known[DEFAULT].products - variants.front.reruns(DEFAULT)
     return variants.known[best].products - decorated
 
 

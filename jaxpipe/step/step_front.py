@@ -78,12 +78,9 @@ class StepFront:
         with building_for(self.platform):
             placements = dict.fromkeys(x for front in self.fronts.values() for x in front.hand_placed)
             ours = {x.name: (x, False) for x in placements if x.family is not None}
-            theirs = (
-                {}
-                if _compat.runs_breadth_first()
-                else {x.name + BY_JAX * (x.family is not None): (x, True) for x in placements}
-            )
-        return ours | theirs
+            if _compat.runs_breadth_first():
+                return ours
+        return ours | {x.name + BY_JAX * (x.family is not None): (x, True) for x in placements}
 
     def seconds(self, level: str) -> float:
         """Return the estimated seconds of codecs and of what is computed again."""

@@ -127,7 +127,7 @@ def _substituted(program: AnyJaxpr, storage: Storage) -> ClosedJaxpr:
             new.equations.append(equation.replace(invars=operands, params=inner))
             continue
         renamed.update(zip(equation.outvars, results[:count], strict=True))
-    return _compat.rebuilt(jaxpr, new.variables, new.constants, new.equations, now(jaxpr.outvars))
+    return _compat.rebuilt(jaxpr, new.variables, new.constants, jaxpr.invars, new.equations, now(jaxpr.outvars))
 
 
 def _gradients(passes: Passes, params: Mapping[str, Any], structure: Any) -> Callable[..., list[Array]]:

@@ -30,14 +30,12 @@ class Answer:
         better one, ``"checkpoints"`` if those of blocks are better, ``"lowest peak"`` if that alone was wanted, or
         ``"fewer reruns"``.
       bound: no choice has fewer seconds.
-      least_bytes: no choice has a lower peak.
     """
 
     choice: tuple[int, ...]
     outcome: Outcome
     status: str
     bound: float
-    least_bytes: int = 0
 
     @property
     def gap(self) -> float:
@@ -87,6 +85,7 @@ def choose(
     return Answer(choice, outcome, status, bound)
 
 
+@functools.lru_cache(maxsize=256)  # asked again for every candidate that is compared
 def greedy_choice(problem: Problem) -> Answer | None:
     """A fast choice within the limits that is found without a solver; None if none is found."""
     choice = None if problem.capacity < max(problem.base) else give_up(problem)
@@ -149,9 +148,7 @@ def lowest_peak(
     if not answers:
         return None
     choice, outcome = min(answers, key=lambda answer: answer[1].peak_bytes)
-    base = max(problem.base)
-    proven = int(solved.bound or 0) - int(SHARE * base)  # without small items, which the solver counts as stored
-    return Answer(choice, outcome, "lowest peak", 0.0, min(max(base, proven), outcome.peak_bytes))
+    return Answer(choice, outcome, "lowest peak", 0.0)
 
 
 def _tidy(problem: Problem, choice: tuple[int, ...]) -> tuple[tuple[int, ...], Outcome]:

@@ -42,7 +42,7 @@ from jaxpipe.array_types import (
     OpenJaxpr,
     PyTree,
 )
-from jaxpipe.target import platform
+from jaxpipe.targets.building import current
 
 
 T = TypeVar("T")
@@ -323,7 +323,7 @@ def wait(value: Array, arrays: Sequence[Array]) -> Array:
     XLA:CPU computes everything as early as it can. Inside ``shard_map``, arrays that vary over other mesh axes than
     ``value`` are not waited for.
     """
-    alike = [] if runs_breadth_first() else [x for x in arrays if _varies_alike(x, value)]
+    alike = [] if current().runs_early else [x for x in arrays if _varies_alike(x, value)]
     return jax.lax.optimization_barrier((value, alike))[0] if alike else value
 
 
@@ -370,7 +370,7 @@ def needs_devices(program: jex.ClosedJaxpr) -> bool:
 
 def barriers_hold() -> bool:
     """Return whether XLA keeps barriers until it has fused operators."""
-    return JAX_VERSION >= (0, 11) or platform() != "cpu"
+    return JAX_VERSION >= (0, 11) or not current().runs_early
 
 
 def barrier(values: T) -> T:
@@ -395,7 +395,7 @@ def materialize(value: Array, after: Array) -> Array:
     Barriers do not keep it from that; the conditional of ``disguise`` does. On other devices, where memory is slow
     beside arithmetic, fusing is right.
     """
-    if platform() != "cpu" or not _varies_alike(value, after):
+    if not current().fuses_into_readers or not _varies_alike(value, after):
         return value
     zero = run_time_zero(after)
     return value if zero is None else jax.lax.cond(zero == 0, lambda x: x, lambda x: ~x, value)
@@ -411,11 +411,6 @@ def _is_number(value: Array) -> bool:
 def versions() -> list[str]:
     """Return the versions of what compiles programs."""
     return [jax.__version__, jaxlib.__version__]
-
-
-def runs_breadth_first() -> bool:
-    """Return whether XLA runs operators as early as it can, as XLA:CPU does, not so that little memory is needed."""
-    return platform() == "cpu"
 
 
 def hidden_zero(arrays: Iterable[Array]) -> Array | None:

@@ -161,14 +161,14 @@ class ProfileCommand:
 
     def run(self) -> None:
         """Profile a model."""
-        from jaxpipe.costs.device_rates import rates_of_kind
         from jaxpipe.costs.profile_model import profile_model
+        from jaxpipe.targets.known import target_named
 
         if self.source == "analytic":
             simulate_devices(1)
         if self.device is not None:
             with _command_line():
-                rates_of_kind(self.device)
+                target_named(self.device)
         model, batch, loss, _ = load(self.model)
         options = {name: getattr(self, name) for name in ("source", "device", "num_microbatches", "unroll_scans")}
         _write(profile_model(model, batch, loss=loss, **options).to_json(), self.output)
@@ -196,7 +196,10 @@ class ExplainCommand:
     def run(self) -> None:
         """Print the explanation, and write it."""
         if self.device is not None:
-            _prepare_for(self.device)
+            from jaxpipe.targets.known import variables_for
+
+            for name, value in variables_for(self.device).items():  # before anything has looked for devices
+                os.environ.setdefault(name, value)
         from flax import nnx
 
         from jaxpipe.step.explain import explain
@@ -221,19 +224,6 @@ class ExplainCommand:
         print(explanation)
         if self.output is not None:
             self.output.write_text(explanation.to_json(), encoding="utf-8")
-
-
-def _prepare_for(device: str) -> None:
-    """Let JAX start as it must to compile for a kind of device, before anything else has looked for devices."""
-    if device.lower() == "cpu":
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    elif any(importlib.util.find_spec(f"jax_plugins.xla_cuda{k}") for k in (12, 13) if _has_plugins()):
-        os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu")
-        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # the driver may be absent
-
-
-def _has_plugins() -> bool:
-    return importlib.util.find_spec("jax_plugins") is not None
 
 
 @dataclass(frozen=True)

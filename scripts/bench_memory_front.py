@@ -4,8 +4,8 @@
     python -m scripts.bench_memory_front --cpu --models GPT-2 ResNet50 --out docs/results/memory-front-cpu-jax0.12.json
     python -m scripts.plot_memory_front
 
-Compiled for an H100 that is not here (``scripts.absent_gpu``), or with ``--cpu`` for this machine, where steps are also
-timed: each alternates with the plain one. Of each model of ``scripts.encoding_cases``:
+Compiled for an H100 that is not here (``jaxpipe.targets.absent``), or with ``--cpu`` for this machine, where steps are
+also timed: each alternates with the plain one. Of each model of ``scripts.encoding_cases``:
 
   plain    ``jit(value_and_grad(loss))``
   whole    ``jax.checkpoint`` of the model: everything again, and with the policies ``dots_saveable`` and
@@ -34,7 +34,8 @@ import jax
 
 import jaxpipe
 from jaxpipe.array_types import Device
-from scripts.absent_gpu import h100s
+from jaxpipe.targets.absent import absent_devices
+from jaxpipe.targets.known import target_named
 from scripts.bench_encoding import BLOCKS, PLAIN, VARIANTS, Variant, build, step_summary, summary
 from scripts.check_gpu_encoding import compiled, on_device
 from scripts.encoding_cases import CASES, CASES_BY_NAME, GPU_CASES, WITH_BLOCKS, Case, Problem
@@ -179,7 +180,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.cpu:
         keep_freed_memory()
-    device = jax.devices("cpu")[0] if options.cpu else h100s(1).devices[0]
+    device = jax.devices("cpu")[0] if options.cpu else absent_devices(target_named("H100"), 1)[0]
     names = options.models or [case.name for case in (CASES if options.cpu else GPU_CASES)]
     for name in names:
         rows: list[Row] = []

@@ -5,7 +5,7 @@
     JAX_PLATFORMS=cpu python -m scripts.bench_published --sources FOLDER --values
 
 FOLDER has clones of google/flax, jax-ml/bonsai and google-research/big_vision; those of big_vision need einops. The
-steps are in ``scripts.published_programs``, in float32. Nothing runs (``scripts.absent_gpu``). Of each program:
+steps are in ``scripts.published_programs``, in float32. Nothing runs (``jaxpipe.targets.absent``). Of each program:
 
   budgets   ``jaxpipe.jit`` of the step with a decorated loss; ``memory=`` is a share of the plain step's bytes. After a
             refusal, its ``smallest``
@@ -51,7 +51,8 @@ from jaxpipe.array_types import Device, PyTree
 from jaxpipe.costs.count_products import count_products
 from jaxpipe.costs.reserved_bytes import reserved_bytes
 from jaxpipe.step import explain, measures
-from scripts.absent_gpu import h100s
+from jaxpipe.targets.absent import absent_devices
+from jaxpipe.targets.known import target_named
 from scripts.check_gpu_encoding import on_device
 from scripts.measuring import header
 from scripts.published_programs import PROGRAMS, Loss, Program, Training
@@ -414,7 +415,7 @@ def main() -> None:
                 keep("values", rows)
                 print(name, *rows, sep="\n  ", flush=True)
             else:
-                measured = Measured(PROGRAMS[name], options.sources, h100s(1).devices[0])
+                measured = Measured(PROGRAMS[name], options.sources, absent_devices(target_named("H100"), 1)[0])
                 if "budgets" in options.parts:
                     row = measure_budgets(measured, options.shares, partial(keep, "compiled"))
                     print(*budget_lines(name, row), sep="\n", flush=True)

@@ -6,7 +6,7 @@
 Processor seconds of ``jaxpipe.jit(step, memory=).lower(...)`` without those of XLA's compilations, against those of one
 ``jax.jit(step).trace(...)`` of the plain step. Each row is a fresh process with an empty cache on disk, where JAX has
 traced and compiled another step before; widths are small, as they do not matter here. ``lower_seconds`` are those in
-which programs are written down for XLA. ``--h100`` compiles for a GPU that is not here (``scripts.absent_gpu``).
+which programs are written down for XLA. ``--h100`` compiles for a GPU that is not here (``jaxpipe.targets.absent``).
 """
 
 import argparse
@@ -30,7 +30,8 @@ from flax.training.train_state import TrainState
 import jaxpipe
 from examples import models as zoo
 from jaxpipe.array_types import PyTree
-from scripts.absent_gpu import h100s
+from jaxpipe.targets.absent import absent_devices
+from jaxpipe.targets.known import target_named
 from scripts.measuring import header
 
 
@@ -215,7 +216,7 @@ def plan(name: str, device: Any, memory: int) -> dict[str, Any]:
 
 def measure(name: str, share: float, on_h100: bool) -> dict[str, Any]:
     """Return the row of one model, in this process."""
-    device = h100s(1).devices[0] if on_h100 else jax.devices("cpu")[0]
+    device = absent_devices(target_named("H100"), 1)[0] if on_h100 else jax.devices("cpu")[0]
     plan("MLP", device, int(0.8 * plain_bytes("MLP", device)))
     traced, plain = trace_seconds(name, device), plain_bytes(name, device)
     row = plan(name, device, int(share * plain))

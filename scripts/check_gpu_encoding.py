@@ -4,8 +4,8 @@
     ... python -m scripts.check_gpu_encoding --models UNet --variants fast --out out/some.json
 
 The models, steps and variants of ``scripts.bench_encoding``, and the same at sizes that keep a GPU busy; see
-``scripts.absent_gpu`` for the requirements. A product is a matrix product or a convolution of the traced step: what a
-variant has more than plain, it computes again. Nothing runs: the workspace of library kernels is known on a GPU only.
+``jaxpipe.targets.absent`` for the requirements. A product is a matrix product or a convolution of the traced step: what
+a variant has more than plain, it computes again. Nothing runs: the workspace of library kernels is known on a GPU only.
 """
 
 import argparse
@@ -24,7 +24,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxpipe
 from jaxpipe.array_types import PyTree
-from scripts.absent_gpu import h100s
+from jaxpipe.targets.absent import absent_devices
+from jaxpipe.targets.known import target_named
 from scripts.bench_encoding import BLOCKS, PLAIN, SMALLEST, VARIANTS, Variant, build, summary
 from scripts.encoding_cases import CASES, GPU_CASES, WITH_BLOCKS, Case, Problem
 from scripts.measuring import header
@@ -80,7 +81,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=DEFAULT, help="besides plain")
     parser.add_argument("--out", type=Path, default=Path("out/encoding-h100.json"))
     arguments = parser.parse_args()
-    device = h100s(1).devices[0]
+    device = absent_devices(target_named("H100"), 1)[0]
     rows = []
     for name in arguments.models:
         rows.append(measure(by_name[name], arguments.variants, device))

@@ -4,7 +4,7 @@
     JAX_PLATFORMS=cuda,cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m scripts.check_optimizer_bytes --absent
 
 Dense layers of which no two are alike, so that most of what a device holds is packed into one buffer. With
-``--absent`` for H100s that are not here (``scripts.absent_gpu``); nothing is run in either case.
+``--absent`` for H100s that are not here (``jaxpipe.targets.absent``); nothing is run in either case.
 """
 
 import argparse
@@ -20,7 +20,8 @@ import numpy as np
 import optax
 
 import jaxpipe
-from scripts.absent_gpu import h100s
+from jaxpipe.targets.absent import absent_devices
+from jaxpipe.targets.known import target_named
 from scripts.measuring import header
 
 
@@ -96,7 +97,7 @@ def main() -> None:
     options = parser.parse_args()
     if not options.absent:
         jax.config.update("jax_num_cpu_devices", max(STAGES))
-    devices = h100s(max(STAGES)).devices if options.absent else jax.devices()
+    devices = absent_devices(target_named("H100"), max(STAGES)) if options.absent else jax.devices()
     rows = [row for stages in STAGES for row in measure(stages, devices)]
     for row in rows:
         print(

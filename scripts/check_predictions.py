@@ -23,7 +23,8 @@ import jax.numpy as jnp
 
 import jaxpipe
 from examples import models
-from scripts.absent_gpu import h100s
+from jaxpipe.targets.absent import absent_devices
+from jaxpipe.targets.known import target_named
 from scripts.encoding_cases import TRAIN, Problem, language, linen, normal
 from scripts.measuring import header
 from scripts.one_stage import one_stage
@@ -112,7 +113,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=SHARE, help=f"the budget (default {SHARE})")
     parser.add_argument("--out", type=Path, default=Path("out/predictions.json"))
     options = parser.parse_args()
-    device = h100s(1).devices[0]
+    device = absent_devices(target_named("H100"), 1)[0]
     results: dict[str, list[dict[str, Any]]] = {}
     for name in options.models:
         with jax.default_device(jax.devices("cpu")[0]):

@@ -26,7 +26,8 @@ import jaxpipe
 from examples import models
 from jaxpipe.runtime.mpmd.device_bytes import peak_bytes
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
-from scripts.absent_gpu import h100s
+from jaxpipe.targets.absent import absent_devices
+from jaxpipe.targets.known import target_named
 from scripts.measuring import header
 
 
@@ -118,7 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/sharded-stages.json"))
     options = parser.parse_args()
-    devices = h100s(math.prod(SHAPE.values())).devices
+    devices = absent_devices(target_named("H100"), math.prod(SHAPE.values()))
     results = {}
     for zero in (0, 1):
         pipeline = pipeline_of(devices, zero)

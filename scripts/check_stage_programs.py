@@ -3,8 +3,8 @@
     JAX_PLATFORMS=cuda,cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m scripts.check_stage_programs
     ... python -m scripts.check_stage_programs --models gpt2 mlp --schedule 1f1b --out out/some.json
 
-Compiled for H100s that are not here (``scripts.absent_gpu``), or with ``--cpu`` for simulated CPU devices; nothing is
-run. Of each stage:
+Compiled for H100s that are not here (``jaxpipe.targets.absent``), or with ``--cpu`` for simulated CPU devices; nothing
+is run. Of each stage:
 
     estimated  the plan's, before anything is compiled
     predicted  parameters + gradients + optimizer + state + batch + in flight x stash + messages, of array sizes, and
@@ -35,7 +35,8 @@ from jaxpipe.runtime.mpmd.device_bytes import peak_bytes
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
 from jaxpipe.schedules.joined_work import program_kinds
-from scripts.absent_gpu import h100s
+from jaxpipe.targets.absent import absent_devices
+from jaxpipe.targets.known import target_named
 from scripts.measuring import header
 
 
@@ -170,7 +171,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.cpu:
         jax.config.update("jax_num_cpu_devices", STAGES)
-    devices = jax.devices() if options.cpu else h100s(STAGES).devices
+    devices = jax.devices() if options.cpu else absent_devices(target_named("H100"), STAGES)
     cases = {}
     for name in options.models:
         pipeline = pipeline_of(CASES[name], devices, "mpmd", options)

@@ -15,7 +15,6 @@ import pytest
 from flax import nnx
 
 import jaxpipe
-from jaxpipe import _compat, target
 from jaxpipe.errors import MemoryBudgetError, PartitionError
 from jaxpipe.plan import Plan, StagePlan
 from jaxpipe.planning import budget_search, make_plan, refuse_budget
@@ -25,8 +24,11 @@ from jaxpipe.planning.storage import integer_program, solver_time
 from jaxpipe.planning.storage.solver_time import SolverTime
 from jaxpipe.runtime.executable_plan import Compiled
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
+from jaxpipe.targets.building import current
+from jaxpipe.targets.known import target_named
 from jaxpipe.text.units import bytes_text
 from tests.support.budget_models import KEY, built_pipeline, mlp, transformer, unet
+from tests.support.targets import planning_as_for_gpus
 from tests.support.texts import one_line
 
 
@@ -154,12 +156,12 @@ def test_a_step_that_was_compiled_for_its_bytes_is_not_compiled_again(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("wanted", "platform", "compiles"), [(None, "cpu", 0), (None, "cuda", 1), (True, "cpu", 1), (False, "cuda", 0)]
+    ("wanted", "name", "compiles"), [(None, "cpu", 0), (None, "H100", 1), (True, "cpu", 1), (False, "H100", 0)]
 )
-def test_plans_without_a_budget_are_compiled_where_predictions_are_not_exact(monkeypatch, wanted, platform, compiles):
+def test_plans_without_a_budget_are_compiled_where_predictions_are_not_exact(monkeypatch, wanted, name, compiles):
     """On GPUs, or if the caller says so."""
     count = counted_steps(monkeypatch)
-    monkeypatch.setattr(make_plan, "platform", lambda: platform)
+    monkeypatch.setattr(make_plan, "current", lambda: target_named(name))
     pipeline, batch = make(chain, 2, options=jaxpipe.PlanOptions(compile=wanted))
     plan = pipeline.plan
     assert len(count) == compiles and (plan.compiled_bytes is None) == (not compiles)
@@ -292,10 +294,16 @@ def test_a_plan_whose_prediction_is_a_little_too_high_is_compiled_before_a_budge
     assert levels.order == [90, 108]
 
 
+@pytest.fixture
+def gpu_order():
+    with planning_as_for_gpus():
+        yield
+
+
 @pytest.mark.parametrize(("outputs", "copies"), [(8, 1), (4, 0)], ids=["largest", "another as large"])
-def test_a_bound_for_gpus_has_the_largest_kernel_twice_more(monkeypatch, outputs, copies):
+@pytest.mark.usefixtures("gpu_order")
+def test_a_bound_for_gpus_has_the_largest_kernel_twice_more(outputs, copies):
     """Its gradient and what the convolution writes, unless that may lie in the place of another gradient."""
-    monkeypatch.setattr(_compat, "runs_breadth_first", lambda: False)
     kernel, dense = jnp.ones((3, 3, 4, outputs)), jnp.ones((outputs, 36 * 4 // outputs))
 
     def net(weights, x):
@@ -322,9 +330,9 @@ def test_a_bound_for_gpus_has_the_largest_kernel_twice_more(monkeypatch, outputs
     assert ("for the kernel's gradient as conv_general_dilated" in str(error.value)) == bool(copies)
 
 
-def test_a_bound_for_gpus_counts_kernels_of_interleaved_stages_once(monkeypatch):
+@pytest.mark.usefixtures("gpu_order")
+def test_a_bound_for_gpus_counts_kernels_of_interleaved_stages_once():
     """The backward pass of a device's later stage may be over before the other stage has gradients."""
-    monkeypatch.setattr(_compat, "runs_breadth_first", lambda: False)
 
     def net(weights, x):
         for kernel in weights:
@@ -354,16 +362,16 @@ def test_smaller_plans_are_built_for_the_platform_of_the_mesh(monkeypatch):
     platforms = []
 
     def with_step(planned):
-        platforms.append(target.platform())
+        platforms.append(current().platform)
         return replace(planned, compiled=Compiled(None, 2 * planned.plan.budget))
 
     def search_plan(traced):
-        platforms.append(target.platform())
+        platforms.append(current().platform)
         assert traced.request.options.compile
         return planned
 
     paper, _ = make(chain, 2, memory=10**7, options=jaxpipe.PlanOptions(compile=False))
-    devices = np.array([SimpleNamespace(platform="gpu")] * 2)
+    devices = np.array([SimpleNamespace(platform="gpu", device_kind="H100")] * 2)
     planned = replace(paper._planned, mesh=SimpleNamespace(devices=devices))
     monkeypatch.setattr(make_plan, "with_step", with_step)
     monkeypatch.setattr(make_plan, "search_plan", search_plan)

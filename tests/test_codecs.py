@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxpipe.residuals.codecs import bitmap, bits, compaction, csr
-from jaxpipe.target import building_for
+from jaxpipe.targets.building import building_for
 
 
 @pytest.mark.core

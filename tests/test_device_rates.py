@@ -12,12 +12,14 @@ import pytest
 
 import jaxpipe
 from examples import models
-from jaxpipe.costs.device_rates import Rates, rates_of_kind
 from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.roofline import analytic
 from jaxpipe.graph.graph import trace
 from jaxpipe.residuals.backward_graph import build_backward_graph
-from jaxpipe.target import building_for
+from jaxpipe.targets.building import building_for
+from jaxpipe.targets.known import target_named
+from jaxpipe.targets.rates import Rates
+from jaxpipe.targets.target import Target
 from tests.support.texts import one_line
 
 
@@ -248,10 +250,10 @@ def test_a_block_moves_the_bytes_that_xla_moves():
 
 def analytic_of(model, rates):
     """The estimate for other rates than those of a known device."""
-    known = rates_of_kind("cpu")
+    known = target_named("cpu").rates
     assert known != rates
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxpipe.costs.profile_model.rates_of_kind", lambda kind: rates)
+        patch.setattr("jaxpipe.costs.profile_model.target_named", lambda name: Target(name, "cpu", rates))
         return profiled(model, tokens(4))
 
 
@@ -343,11 +345,11 @@ def test_what_a_tick_moves_is_charged_at_the_profiles_rates():
 def test_a_profile_without_rates_is_charged_as_the_mesh_and_the_plan_says_so():
     plan = planned(chain())
     assert plan.rates == "cpu, the mesh's, for the profile has none" and plan.rates in one_line(plan)
-    assert plan.step_seconds == planned(chain(rates=rates_of_kind("cpu"), device_kind="cpu")).step_seconds
+    assert plan.step_seconds == planned(chain(rates=target_named("cpu").rates, device_kind="cpu")).step_seconds
     # Files of before this field was known name the kind of device.
     plan = planned(chain(device_kind="NVIDIA H100 80GB HBM3"))
     assert plan.rates == "NVIDIA H100 80GB HBM3"
-    assert plan.step_seconds == planned(chain(rates=rates_of_kind("H100"))).step_seconds
+    assert plan.step_seconds == planned(chain(rates=target_named("H100").rates)).step_seconds
 
 
 def test_of_the_meshs_own_devices_nothing_is_said():
@@ -386,5 +388,5 @@ def test_measured_profiles_carry_the_rates_of_their_device(tmp_path, monkeypatch
     monkeypatch.setenv("JAXPIPE_CACHE_DIR", str(tmp_path))
     model = jax.tree_util.Partial(lambda w, x: x @ w, jnp.ones((3, 1)))
     profile = jaxpipe.profile_model(model, shape(4, 3), loss=lambda f, x: f(x).mean())
-    assert profile.source == "measured" and profile.rates == rates_of_kind("cpu")
+    assert profile.source == "measured" and profile.rates == target_named("cpu").rates
     assert Profile.from_json(profile.to_json()) == profile

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import Mesh
 
 import jaxpipe
-from jaxpipe import _compat
+from tests.support.targets import planning_as_for_gpus
 
 
 LAYERS, WIDTH, ROWS = 4, 64, 256
@@ -22,9 +22,8 @@ def net(weights, x):
 
 
 @pytest.fixture
-def plan(monkeypatch):
+def plan():
     """``memory -> plan`` as it is made for a GPU."""
-    monkeypatch.setattr(_compat, "runs_breadth_first", lambda: False)
     keys = jax.random.split(jax.random.key(0), LAYERS)
     weights = [(jax.random.normal(k, (WIDTH, 4 * WIDTH)), jax.random.normal(k, (4 * WIDTH, WIDTH))) for k in keys]
 
@@ -42,7 +41,8 @@ def plan(monkeypatch):
             **options,
         ).plan
 
-    return make
+    with planning_as_for_gpus():
+        yield make
 
 
 def products_again(plan):

@@ -10,7 +10,7 @@ import pytest
 import jaxpipe
 from jaxpipe.graph.graph import trace
 from jaxpipe.residuals.choose_formats import sums_of_branches
-from jaxpipe.target import building_for
+from jaxpipe.targets.building import building_for
 from tests.support.compare import assert_same_bits
 
 

@@ -15,7 +15,7 @@ from examples import models as zoo
 from jaxpipe import _compat
 from jaxpipe.graph.graph import read_graph
 from jaxpipe.graph.liveness import peak_bytes, temporary_bytes
-from jaxpipe.target import building_for
+from jaxpipe.targets.building import building_for
 from tests.support.meshes import mesh_of
 from tests.support.pipeline_models import entropy
 

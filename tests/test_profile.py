@@ -8,11 +8,12 @@ import optax
 import pytest
 
 import jaxpipe
-from jaxpipe.costs import Rates, rates_of
+from jaxpipe.costs import Rates
 from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.roofline import analytic
 from jaxpipe.graph.graph import trace
 from jaxpipe.residuals.backward_graph import build_backward_graph
+from jaxpipe.targets.known import target_of
 
 
 #: Only arithmetic costs time, or only memory.
@@ -89,12 +90,14 @@ def test_rates_by_device_kind():
         device_kind = "NVIDIA A100-SXM4-80GB"
 
     # Of the data sheet, products get seven tenths and memory nine.
-    rates = rates_of(Device())
+    rates = target_of(Device()).rates
     assert (rates.flops, rates.half_flops, rates.bytes) == pytest.approx((0.7 * 156e12, 0.7 * 312e12, 0.9 * 1.9e12))
     Device.device_kind = "NVIDIA L40S"
-    assert (rates_of(Device()).flops, rates_of(Device()).bytes) == pytest.approx((0.7 * 183e12, 0.9 * 0.864e12))
+    assert (target_of(Device()).rates.flops, target_of(Device()).rates.bytes) == pytest.approx(
+        (0.7 * 183e12, 0.9 * 0.864e12)
+    )
     Device.device_kind = "cpu"
-    assert rates_of(Device()) == Rates(5e10, 1e10)
+    assert target_of(Device()).rates == Rates(5e10, 1e10)
 
 
 def timed(forward, backward):

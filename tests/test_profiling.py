@@ -17,7 +17,6 @@ import pytest
 
 import jaxpipe
 from jaxpipe.costs import measured_seconds, timing
-from jaxpipe.costs.device_rates import OTHER
 from jaxpipe.costs.equal_operators import equal_operators
 from jaxpipe.costs.operator_groups import cut_groups, group_programs, group_vjp
 from jaxpipe.costs.profile import NUMBERS
@@ -28,6 +27,7 @@ from jaxpipe.graph.graph import trace
 from jaxpipe.models.bind import bind
 from jaxpipe.models.microbatch_program import trace_loss
 from jaxpipe.residuals.backward_graph import build_backward_graph
+from jaxpipe.targets.rates import OTHER
 from tests.support.pipeline_models import CASES, cnn_linen, mlp, transformer
 
 

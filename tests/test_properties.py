@@ -19,7 +19,7 @@ from jax import lax
 from jaxpipe import memory_encoded, residual_report, without_encoding
 from jaxpipe.graph.allowed_codecs import CODECS, parse
 from jaxpipe.graph.graph import Graph, is_differentiable, trace
-from jaxpipe.graph.op_cost import VIEWS
+from jaxpipe.graph.primitives import VIEWS
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.backward_graph import BackwardGraph, build_backward_graph
 from jaxpipe.residuals.choose_formats import Derivations, ResidualPlan, check_plan, smallest_format

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxpipe.graph import primitives
+
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,7 +35,7 @@ ROOMS = (
     "text",
     "multihost",
     "_compat",
-    "target",
+    "targets",
     "array_types",
     "errors",
     "_version",
@@ -90,3 +92,39 @@ def test_files_that_the_tree_of_contributing_names_exist():
     names = [name for line in tree.splitlines() for name in re.findall(r"\w+\.pyi?\b", line)]
     existing = {path.name for path in (ROOT / "jaxpipe").rglob("*.py*")}
     assert len(names) > 50 and not set(names) - existing
+
+
+def nodes():
+    """Every node of the package's source, with its module."""
+    return [(name, node) for name, path in modules().items() for node in ast.walk(ast.parse(path.read_text()))]
+
+
+def constants(node):
+    return [x.value for x in ast.walk(node) if isinstance(x, ast.Constant)]
+
+
+@pytest.mark.core
+def test_nothing_but_targets_asks_for_the_name_of_a_platform():
+    asked = [
+        f"{name}:{node.lineno}"
+        for name, node in nodes()
+        if isinstance(node, ast.Compare | ast.Match)
+        and not {"cpu", "gpu", "tpu", "cuda", "rocm"}.isdisjoint(constants(node))
+    ]
+    assert [place for place in asked if not place.startswith("jaxpipe.targets.")] == []
+
+
+@pytest.mark.core
+def test_primitives_are_grouped_in_one_table():
+    """No other module has a set of primitives; a rule for each of some primitives is a dictionary."""
+    groups = [group for name, group in vars(primitives).items() if name.isupper()]
+    table = {name for group in groups for name in group}
+    others = [
+        f"{name}:{node.lineno}"
+        for name, node in nodes()
+        if isinstance(node, ast.Set | ast.Tuple | ast.List)
+        and name != primitives.__name__
+        and len(node.elts) > 1
+        and all(isinstance(x, ast.Constant) and x.value in table for x in node.elts)
+    ]
+    assert len(table) > 100 and others == []

@@ -16,7 +16,7 @@ from jaxpipe.graph.allowed_codecs import SMALLEST
 from jaxpipe.graph.graph import trace
 from jaxpipe.graph.rules import max_pool, relu
 from jaxpipe.residuals import vjp_program
-from jaxpipe.target import building_for
+from jaxpipe.targets.building import building_for
 from tests.support.compare import assert_same_bits
 
 

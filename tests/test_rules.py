@@ -11,7 +11,7 @@ from jaxpipe.graph.graph import trace
 from jaxpipe.graph.rules import max_pool, pick, relu
 from jaxpipe.residuals import choose_formats, vjp_program
 from jaxpipe.residuals.backward_graph import build_backward_graph
-from jaxpipe.target import building_for
+from jaxpipe.targets.building import building_for
 from tests.support.compare import assert_same_bits, relative_l2
 
 

@@ -13,7 +13,7 @@ from jaxpipe.graph.liveness import peak_bytes
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import ResidualPlan, derived_from
 from jaxpipe.residuals.stored_formats import Format, SavedFormat
-from jaxpipe.target import building_for
+from jaxpipe.targets.building import building_for
 from tests.support.compare import assert_same_bits
 from tests.support.encoded_models import LINEN
 

@@ -14,7 +14,7 @@ from jaxpipe.residuals import choose_formats
 from jaxpipe.residuals.backward_graph import build_backward_graph
 from jaxpipe.residuals.choose_formats import ResidualPlan
 from jaxpipe.residuals.stored_formats import Format, SavedFormat
-from jaxpipe.target import building_for
+from jaxpipe.targets.building import building_for
 
 
 def backward_graph_of(function, *shapes, parameters=(), wrt=None):

@@ -17,7 +17,7 @@ from jaxpipe.planning.storage.integer_program import solve
 from jaxpipe.planning.storage.storage_items import stage_items
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Option, Problem, simulate
 from jaxpipe.residuals.vjp_program import build
-from jaxpipe.target import building_for
+from jaxpipe.targets.building import building_for
 
 
 def all_choices(problem):

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxpipe
-from jaxpipe.target import building_for, platform, platform_of
+from jaxpipe.targets.building import building_for, current, target_of_values
 
 
 pytestmark = pytest.mark.core
@@ -25,21 +25,21 @@ def on_gpu(x, kind=AxisType.Auto):
 
 
 def test_the_default_backend_decides_where_nothing_else_is_known():
-    assert platform() == jax.default_backend() == "cpu"
-    assert platform_of([np.ones(3), 1.0]) is None
+    assert current().platform == jax.default_backend() == "cpu"
+    assert target_of_values([np.ones(3), 1.0]) is None
 
 
 def test_a_chosen_platform_decides_before_anything_else():
     with building_for("gpu"):
-        assert platform() == "gpu"
+        assert current().platform == "gpu"
         with building_for(None):
-            assert platform() == "gpu"
-    assert platform() == "cpu"
+            assert current().platform == "gpu"
+    assert current().platform == "cpu"
 
 
 def test_a_jitted_function_is_traced_again_for_another_platform():
     seen = []
-    function = jax.jit(lambda x: (seen.append(platform()), x)[1])
+    function = jax.jit(lambda x: (seen.append(current().platform), x)[1])
     for name in ("gpu", "cpu", "gpu"):
         with building_for(name):
             function.trace(jnp.ones(2))
@@ -49,16 +49,16 @@ def test_a_jitted_function_is_traced_again_for_another_platform():
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_arguments_decide_concrete_or_traced(kind):
     seen = []
-    jax.jit(lambda x: (seen.append(platform_of([1.0, x])), x)[1]).trace(on_gpu(jnp.ones(2), kind))
-    assert seen == ["gpu"]
-    assert platform_of([jnp.ones(2)]) == "cpu"
+    jax.jit(lambda x: (seen.append(target_of_values([1.0, x]).name), x)[1]).trace(on_gpu(jnp.ones(2), kind))
+    assert seen == ["H100"]
+    assert target_of_values([jnp.ones(2)]).name == "cpu"
 
 
 def test_the_mesh_decides_inside_shard_map_at_any_depth():
     seen = []
 
     def body(carry, _):
-        seen.append(platform())
+        seen.append(current().platform)
         return carry, None
 
     mapped = jax.shard_map(

@@ -14,7 +14,7 @@ from jaxpipe import _compat
 from jaxpipe.graph import target_products
 from jaxpipe.graph.graph import trace
 from jaxpipe.residuals import vjp_program
-from jaxpipe.target import building_for
+from jaxpipe.targets.building import building_for
 
 
 ROWS, WIDTH, WORDS = 8, 16, 4_100  # 32 * 128 + 4 words

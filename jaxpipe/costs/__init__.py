@@ -5,5 +5,4 @@ Out: a ``Profile`` with seconds and bytes of every operator, a ``Network`` with 
 """
 
 from jaxpipe.costs import topology as topology
-from jaxpipe.costs.device_rates import Rates as Rates
-from jaxpipe.costs.device_rates import rates_of as rates_of
+from jaxpipe.targets.rates import Rates as Rates

@@ -5,6 +5,7 @@ from jax.extend.core import jaxprs_in_params
 from jaxpipe import _compat
 from jaxpipe.array_types import AnyJaxpr
 from jaxpipe.costs.kernels import product_flops
+from jaxpipe.graph.primitives import PRODUCTS
 
 
 def count_products(program: AnyJaxpr) -> tuple[int, float]:
@@ -19,7 +20,7 @@ def count_products(program: AnyJaxpr) -> tuple[int, float]:
     """
     count, flops = 0, 0.0
     for equation in _compat.open_jaxpr(program)[0].eqns:
-        if equation.primitive.name in ("conv_general_dilated", "dot_general"):
+        if equation.primitive.name in PRODUCTS:
             count, flops = count + 1, flops + product_flops(equation)
         turns = equation.params["length"] if equation.primitive.name == "scan" else 1
         for inner in map(count_products, jaxprs_in_params(equation.params)):

@@ -5,16 +5,8 @@ import re
 
 from jaxpipe.array_types import Device
 from jaxpipe.errors import MemoryBudgetError
-
-
-#: The part of a GPU's memory that JAX's pool takes unless a variable says otherwise.
-POOL_FRACTION = 0.75
-
-#: Variables that say otherwise, the newer one first.
-POOL_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-
-#: GiB of kinds of devices whose names do not say it, of the variant with the least.
-GIBIBYTES = {"H200": 141, "H100": 80, "A100": 40, "V100": 16, "L40S": 48, "L4": 24, "T4": 16}
+from jaxpipe.targets.known import target_of
+from jaxpipe.targets.target import Target
 
 
 def memory_of(device: Device) -> int | None:
@@ -22,24 +14,22 @@ def memory_of(device: Device) -> int | None:
 
     Of a device that is here they are its pool's, divided by the part that the pool takes.
     """
-    limit = pool_limit(device)
+    target, limit = target_of(device), pool_limit(device)
     if limit:
-        return int(limit / pool_fraction())
-    if device.platform == "cpu":
+        return int(limit / pool_fraction(target))
+    if target.is_host:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    words = re.findall(r"\w+", device.device_kind)
-    said = [int(word[:-2]) for word in words if re.fullmatch(r"\d+GB", word)]
-    known = [GIBIBYTES[word] for word in words if word in GIBIBYTES]
-    return next((size << 30 for size in (*said, *known)), None)
+    said = re.findall(r"\b(\d+)GB\b", device.device_kind)
+    return int(said[0]) << 30 if said else target.memory
 
 
-def pool_fraction() -> float:
-    """Return the part of a GPU's memory that JAX's pool takes in this process."""
-    value = next((os.environ[name] for name in POOL_VARIABLES if os.environ.get(name)), None)
+def pool_fraction(target: Target) -> float:
+    """Return the part of a device's memory that JAX's pool takes in this process."""
+    value = next((os.environ[name] for name in target.pool_variables if os.environ.get(name)), None)
     try:
-        return float(value) if value else POOL_FRACTION
+        return float(value) if value else target.pool_fraction
     except ValueError:
-        return POOL_FRACTION
+        return target.pool_fraction
 
 
 def pool_bytes(device: Device) -> int:
@@ -57,7 +47,7 @@ def pool_bytes(device: Device) -> int:
             f"memory='device': it is not known how much memory a {device.device_kind} has. Pass a size, such as "
             "memory='16GiB'."
         )
-    return size if device.platform == "cpu" else int(pool_fraction() * size)
+    return int(pool_fraction(target_of(device)) * size)
 
 
 def pool_limit(device: Device) -> int | None:

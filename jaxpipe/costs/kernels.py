@@ -20,16 +20,15 @@ from jax.lax import Precision
 
 from jaxpipe import _compat
 from jaxpipe.array_types import Equation, TensorNumber
-from jaxpipe.costs.device_rates import Rates
 from jaxpipe.graph.graph import Graph, Operator, Tensor, read_graph
-from jaxpipe.graph.op_cost import COMPUTE_AGAIN, REDUCTIONS, contraction, is_product, weight
+from jaxpipe.graph.op_cost import COMPUTE_AGAIN, contraction, is_product, weight
+from jaxpipe.graph.primitives import ADDITIONS, LOOKUPS, RANDOM, REDUCTIONS
+from jaxpipe.targets.rates import Rates
 
 
-#: Operators that draw random bits or derive a key.
-RANDOM = frozenset(["random_bits", "random_fold_in", "random_seed", "random_split", "threefry2x32"])
-
-#: Operations for each word of them: twenty rounds of Threefry, each an addition, a rotation (three) and an exclusive
-#: or, with a key added after every fourth (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+#: Operations for each word of random bits: twenty rounds of Threefry, each an addition, a rotation (three) and an
+#: exclusive or, with a key added after every fourth (J. Salmon et al., "Parallel random numbers: as
+#: easy as 1, 2, 3", 2011).
 RANDOM_WORK = 110
 
 #: A product's kernel adds what has at most this share of its bytes, a bias. What is made of at most this share of its
@@ -96,7 +95,7 @@ def operator_work(op: Operator, tensors: Sequence[Tensor], rates: Rates) -> Work
         times = op.params.get("length", 1) or 1
         return Work(Kind.ALONE, times * flops, other=times * seconds)
     rest = _bytes(tensors[t] for t in op.inputs[1:])
-    if op.name in ("dynamic_slice", "gather"):  # reads what it takes, not all that is there
+    if op.name in LOOKUPS:  # reads what it takes, not all that is there
         moved = 2 * written + rest
     elif op.name == "dynamic_update_slice" or op.name.startswith("scatter"):  # into its operand, where that is
         moved = 3 * rest
@@ -296,7 +295,7 @@ class _Cutter:
 
     def _is_added_by_a_product(self, part: Part, kernel: _Kernel) -> bool:
         """Tell whether a part is the sum of a bias and a product that nothing else reads, which the product writes."""
-        if part.name not in ("add", "add_any"):
+        if part.name not in ADDITIONS:
             return False
         sizes = self._body.sizes
         for source in (self._body.base[v] for v in part.inputs):

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jaxpipe import multihost
 from jaxpipe.array_types import Array, Device, PyTree
 from jaxpipe.errors import PartitionError
+from jaxpipe.targets.known import target_of
 
 
 #: 64 KiB to 16 MiB: what a stage sends on for a micro-batch.
@@ -162,7 +163,7 @@ def _product_seconds(device: Device, repeats: int) -> float:
     """Products of square matrices, large enough to occupy the device; not a number if another process has it."""
     if not _is_mine(device):
         return np.nan
-    length = 512 if device.platform == "cpu" else 4096
+    length = 512 if target_of(device).is_host else 4096
 
     def products(matrix: Array) -> Array:
         return jax.lax.fori_loop(0, EXCHANGES, lambda _, x: x @ matrix, matrix)

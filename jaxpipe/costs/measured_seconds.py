@@ -8,13 +8,13 @@ from collections.abc import Iterable
 import numpy as np
 
 from jaxpipe.array_types import Device, TensorNumber
-from jaxpipe.costs.device_rates import rates_of
 from jaxpipe.costs.equal_operators import averaged, equal_operators
 from jaxpipe.costs.operator_groups import cut_groups, group_programs, group_vjp
 from jaxpipe.costs.profile import Measurement, Profile
 from jaxpipe.costs.roofline import analytic
 from jaxpipe.costs.timing import Program, time_programs
 from jaxpipe.residuals.backward_graph import BackwardGraph
+from jaxpipe.targets.known import target_of
 from jaxpipe.text.progress import progress
 
 
@@ -29,7 +29,7 @@ def measure(backward_graph: BackwardGraph, device: Device, *, held: Iterable[Ten
     is measured, of what all of them take on the average.
     """
     held = tuple(held)
-    estimate = analytic(backward_graph, rates_of(device), held=held, device_kind=device.device_kind)
+    estimate = analytic(backward_graph, target_of(device).rates, held=held, device_kind=device.device_kind)
     estimated = np.array([estimate.forward_seconds, estimate.backward_seconds])
     programs: list[tuple[Program, Device]] = []
     shares: list[np.ndarray] = []  # of each program by direction and operator

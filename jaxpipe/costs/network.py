@@ -17,6 +17,7 @@ from jaxpipe.costs.link_speed import SIZES, measure_host_links, measure_links, m
 from jaxpipe.costs.network_table import network_table
 from jaxpipe.costs.topology import PCIE_3_X16, Node
 from jaxpipe.errors import PartitionError
+from jaxpipe.targets.known import target_of
 from jaxpipe.text.checked_json import LARGEST, read_json
 from jaxpipe.text.plain_table import PlainTable
 from jaxpipe.text.printed import Printed
@@ -241,7 +242,7 @@ class Network(Printed):
         chosen = list(devices.devices.flat if isinstance(devices, Mesh) else devices)
         bandwidth, latency = measure_links(chosen, sizes, repeats)
         host: dict[str, tuple[float, ...]] = {}
-        if all(device.platform != "cpu" for device in chosen):
+        if not any(target_of(device).is_host for device in chosen):
             rates, delays = measure_host_links(chosen, sizes, repeats)
             host = {"host_bandwidth_bytes_per_second": rates, "host_latency_seconds": delays}
         return cls(

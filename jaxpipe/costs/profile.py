@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jaxpipe.costs.device_rates import Rates
 from jaxpipe.errors import PartitionError
+from jaxpipe.targets.rates import Rates
 from jaxpipe.text.checked_json import LARGEST, read_json
 
 

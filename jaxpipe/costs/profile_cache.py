@@ -18,12 +18,12 @@ import platformdirs
 from jaxpipe import _compat
 from jaxpipe._version import __version__
 from jaxpipe.array_types import Device, TensorNumber
-from jaxpipe.costs.device_rates import rates_of
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.program_text import program_text
 from jaxpipe.residuals.backward_graph import BackwardGraph
 from jaxpipe.residuals.density import room
+from jaxpipe.targets.known import target_of
 from jaxpipe.text.kept_files import write_whole
 
 
@@ -50,8 +50,8 @@ def cache_key(backward_graph: BackwardGraph, device: Device, held: Iterable[Tens
     versions of everything that compiles and runs it; on a CPU also how many cores this process may use.
     """
     versions = [*_compat.versions(), __version__, device.client.platform_version]
-    machine = [device.platform, device.device_kind, *dataclasses.astuple(rates_of(device))]
-    if device.platform == "cpu":
+    machine = [device.platform, device.device_kind, *dataclasses.astuple(target_of(device).rates)]
+    if target_of(device).is_host:
         affinity = getattr(os, "sched_getaffinity", None)
         machine += [platform.machine(), platform.processor(), len(affinity(0)) if affinity else os.cpu_count()]
     options = [os.environ.get("XLA_FLAGS", ""), str(getattr(jax.config, "jax_default_matmul_precision", ""))]

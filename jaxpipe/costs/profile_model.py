@@ -10,7 +10,6 @@ import optax
 
 from jaxpipe.array_types import Device, PyTree, TensorNumber
 from jaxpipe.costs import profile_cache as kept
-from jaxpipe.costs.device_rates import OTHER, rates_of, rates_of_kind
 from jaxpipe.costs.measured_seconds import measure
 from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.roofline import analytic
@@ -25,6 +24,8 @@ from jaxpipe.models.traced_update import trace_update
 from jaxpipe.models.trained_parameters import without_frozen
 from jaxpipe.models.unroll_layers import Groups, check_groups, trace_unrolled
 from jaxpipe.residuals.backward_graph import BackwardGraph, build_backward_graph
+from jaxpipe.targets.known import target_named, target_of
+from jaxpipe.targets.rates import OTHER
 from jaxpipe.text.units import whole_number
 
 
@@ -93,7 +94,7 @@ def profile_model(
             f"device={device!r} is the name of a kind of device; to measure, pass a jax.Device, or source='analytic'."
         )
     if isinstance(device, str):
-        rates_of_kind(device)  # before anything is traced
+        target_named(device)  # before anything is traced
     shapes = check_batch.batch_shapes(batch)
     num_microbatches = whole_number(num_microbatches, "num_microbatches", BatchError)
     size = check_batch.batch_size(shapes)
@@ -130,11 +131,11 @@ def profile_objective(
     """
     backward_graph, held = _program(objective)
     if isinstance(source, EstimateFor):
-        return analytic(backward_graph, rates_of_kind(source.device), held=held, device_kind=source.device)
+        return analytic(backward_graph, target_named(source.device).rates, held=held, device_kind=source.device)
     assert device is not None
     if source == "measured" and not cache:
         return measure(backward_graph, device, held=held)
-    estimate = analytic(backward_graph, rates_of(device), held=held, device_kind=device.device_kind)
+    estimate = analytic(backward_graph, target_of(device).rates, held=held, device_kind=device.device_kind)
     if source == "analytic":
         return estimate
     key = kept.cache_key(backward_graph, device, held)

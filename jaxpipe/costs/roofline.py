@@ -6,13 +6,13 @@ from collections.abc import Iterable
 import numpy as np
 
 from jaxpipe.array_types import TensorNumber
-from jaxpipe.costs.device_rates import Rates
 from jaxpipe.costs.equal_operators import averaged, equal_operators
 from jaxpipe.costs.kernels import Body, operator_work, owner_seconds
 from jaxpipe.costs.profile import Edge, Profile
 from jaxpipe.residuals.backward_graph import BackwardGraph
 from jaxpipe.residuals.choose_formats import ResidualPlan, default_plan
 from jaxpipe.residuals.stored_formats import Format, stored_bytes
+from jaxpipe.targets.rates import Rates
 
 
 def analytic(

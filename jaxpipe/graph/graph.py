@@ -22,19 +22,14 @@ from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Atom, DType, Equation, PyTree, Shaped, TensorNumber
 from jaxpipe.graph.allowed_codecs import Policy, by_name
 from jaxpipe.graph.axis_names import NO_AXES, TracedIn
+from jaxpipe.graph.primitives import CALLS, FUNCTIONS, SHARDS
 
 
 #: A ``jit`` of this name is the body of a ``memory_encoded`` call; its suffix names the policy.
 ENCODED_MARK = "jaxpipe_memory_encoded_"
 
-#: Equations that only wrap a program.
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
-
-#: Equations that run a program on parts of their operands.
-_SHARDS = {"shard_map": "jaxpr"}
-
 #: Equations that wrap a program with a rule for its VJP. Functions with a rule for their JVP stay single operators.
-_RULES = {"custom_vjp_call": "call_jaxpr"}
+_RULES = {"custom_vjp_call": FUNCTIONS["custom_vjp_call"]}
 
 T = TypeVar("T")
 
@@ -93,7 +88,7 @@ class Operator:
         """A name that a person recognizes: ``relu`` rather than ``custom_jvp_call``."""
         if self.origin:
             return self.origin
-        named = self.name in ("custom_jvp_call", "custom_vjp_call")
+        named = self.name in FUNCTIONS
         return (_compat.function_name(self.equation) if named else None) or self.name
 
     @property
@@ -289,7 +284,7 @@ class GraphBuilder:
         inline_rules: bool = False,
         inline_shards: bool = False,
     ):
-        self._calls = {**_CALLS, **(_RULES if inline_rules else {}), **(_SHARDS if inline_shards else {})}
+        self._calls = {**CALLS, **(_RULES if inline_rules else {}), **(SHARDS if inline_shards else {})}
         self.tensors = list(tensors)
         self.operators: list[Operator] = []
         self.constants = dict(constants or {})

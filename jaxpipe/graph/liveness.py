@@ -11,15 +11,11 @@ from jaxpipe import _compat
 from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.buffer_packing import Buffer, alive_bytes, reserved_bytes
 from jaxpipe.graph.graph import Graph, Operator, read_graph
-from jaxpipe.graph.op_cost import COMPUTE_AGAIN, COSTLY, ELEMENTWISE, REDUCTIONS, VIEWS
+from jaxpipe.graph.op_cost import COMPUTE_AGAIN
 from jaxpipe.graph.operator_vjp import writes_zeros
+from jaxpipe.graph.primitives import ADDITIONS, ALIASES, COSTLY, ELEMENTWISE, MOVING, READ_BY_PRODUCTS, REDUCTIONS
+from jaxpipe.targets.building import current
 
-
-#: Operators that give another name to the same bytes.
-_ALIASES = frozenset(["bitcast_convert_type", "expand_dims", "name", "optimization_barrier", "reshape", "squeeze"])
-
-#: Elementwise operators whose result has its elements in another order than an operand.
-_MOVING = (VIEWS - _ALIASES) | {"concatenate", "dynamic_slice", "gather", "pad", "stack"}
 
 #: Operators that XLA fuses with what they read, and those that it does on a GPU.
 _FUSED = ELEMENTWISE | {"dynamic_slice"}
@@ -62,7 +58,7 @@ def temporary_bytes(graph: Graph, donated: Sequence[TensorNumber] = ()) -> int:
         A GPU adds a product to the sum where it makes it.
     """
     alive = _Lifetimes()
-    taken = donated if _compat.runs_breadth_first() else ()
+    taken = donated if current().runs_early else ()
     pending = [buffer for buffer in alive.run(graph, taken, results_early=True) if buffer is not None]
     results: set[int] = set()
     while pending:
@@ -178,7 +174,7 @@ class _Written:
         fused = _fused()
         self._root: dict[TensorNumber, TensorNumber] = {}
         turned, within = _turned_products(graph), dict[Operator, TensorNumber]()
-        if not _compat.runs_breadth_first():
+        if not current().runs_early:
             within = _biased_products(graph) | _scattered_into(graph)
         for op in graph.operators:
             pairs = [(op.outputs[0], op.inputs[0])] if op in turned else _renamed(graph, op)
@@ -193,10 +189,10 @@ class _Written:
                 readers.setdefault(t, []).append(op)
             if op.name not in fused | REDUCTIONS:
                 self.tensors.update(self.resolve(t) for t in op.inputs)
-        if not _compat.runs_breadth_first():
+        if not current().runs_early:
             self._add_barriers(graph, readers)
         shared = self._add_shared(operators, readers)
-        self._follow(graph, frozenset() if _compat.runs_breadth_first() else shared)
+        self._follow(graph, frozenset() if current().runs_early else shared)
 
     def _add_shared(
         self, operators: Sequence[Operator], readers: Mapping[TensorNumber, Sequence[Operator]]
@@ -210,7 +206,7 @@ class _Written:
                 reading = readers.get(t, ())
                 results = [u for reader in reading for u in reader.outputs]
                 kernels[t] = set().union(*({u} if u in self.tensors else kernels.get(u, ()) for u in results))
-                if len(reading) > 1 and (_compat.runs_breadth_first() or len(kernels[t]) > 1):
+                if len(reading) > 1 and (current().runs_early or len(kernels[t]) > 1):
                     shared.add(t)
                 is_costly = op.name in COSTLY or any(reader.name in REDUCTIONS for reader in reading)
                 if op.name not in fused or (t in shared and is_costly):
@@ -225,7 +221,7 @@ class _Written:
                 written.update(self.resolve(t) for t in op.inputs)
             elif op.name in REDUCTIONS:
                 written.update(op.outputs)
-            elif op.name in ("slice", "transpose") and all(
+            elif op.name in READ_BY_PRODUCTS and all(
                 reader.name == "dot_general" for reader in readers.get(op.outputs[0], ())
             ):
                 self.tensors -= set(op.outputs) - written
@@ -246,7 +242,7 @@ class _Written:
           results_early: sums, and elementwise operators of which the program's results are, run as soon as they can.
         """
         operators = [op for op in graph.operators if any(map(self.writes, op.outputs))]
-        if _compat.runs_breadth_first():
+        if current().runs_early:
             makers = {t: k for k, op in enumerate(operators) for t in op.outputs}
             sorter = graphlib.TopologicalSorter[int]()
             for k, op in enumerate(operators):
@@ -287,7 +283,7 @@ class _Written:
                     here |= self.sources.get(t, nothing)
                     still |= self.in_place.get(t, nothing)
                     moved |= self.sources.get(t, nothing) - self.in_place.get(t, nothing)
-            if op.name not in _fused() or op.name in _MOVING:
+            if op.name not in _fused() or op.name in MOVING:
                 still = set()
             for t in op.outputs:
                 if self.resolve(t) == t:
@@ -295,14 +291,14 @@ class _Written:
                     if t in shared and read > COMPUTE_AGAIN * graph.tensors[t].bytes:
                         self.tensors.add(t)
                     self.sources[t], self.in_place[t] = frozenset(here), frozenset(still - moved)
-        if not _compat.runs_breadth_first():
+        if not current().runs_early:
             for t in self.in_place.keys() & _summed_over_images(graph, self.resolve):
                 self.in_place[t] = nothing
 
 
 def _fused() -> frozenset[str]:
     """Return the operators that XLA fuses with what they read, on the platform that is built for."""
-    return _FUSED if _compat.runs_breadth_first() else _FUSED_ON_GPU
+    return _FUSED if current().runs_early else _FUSED_ON_GPU
 
 
 def _renamed(graph: Graph, op: Operator) -> list[tuple[TensorNumber, TensorNumber]]:
@@ -313,7 +309,7 @@ def _renamed(graph: Graph, op: Operator) -> list[tuple[TensorNumber, TensorNumbe
         atoms = zip(op.outputs, op.equation.invars, strict=True)
         arrays = [out for out, atom in atoms if not _compat.is_literal(atom)]
         return list(zip(arrays, op.inputs, strict=True))
-    if op.name in _ALIASES:
+    if op.name in ALIASES:
         sources = [t for t in op.inputs if graph.tensors[t].size == graph.tensors[op.outputs[0]].size]
         return list(zip(op.outputs, sources, strict=False))
     return []
@@ -330,7 +326,7 @@ def _turned_products(graph: Graph) -> frozenset[Operator]:
         if op.name == "transpose" and op.inputs[0] in products and reads[op.inputs[0]] == 1:
             turned.add(op)
         if op.name == "dot_general" or op in turned:
-            batched = _compat.runs_breadth_first() and len(graph.tensors[op.outputs[0]].shape) > _MATRIX
+            batched = current().runs_early and len(graph.tensors[op.outputs[0]].shape) > _MATRIX
             products.update(() if batched else op.outputs)
     return frozenset(turned)
 
@@ -345,7 +341,7 @@ def _biased_products(graph: Graph) -> dict[Operator, TensorNumber]:
     readers: dict[TensorNumber, list[Operator]] = {}
     for op in graph.operators:
         names.update((t, names.get(source, source)) for t, source in _renamed(graph, op))
-        for t in op.inputs if op.equation is not None and op.name not in _ALIASES else ():
+        for t in op.inputs if op.equation is not None and op.name not in ALIASES else ():
             readers.setdefault(names.get(t, t), []).append(op)
     sums: dict[TensorNumber, list[Operator]] = {}
     for op in graph.operators:
@@ -367,7 +363,7 @@ def _scattered_into(graph: Graph) -> dict[Operator, TensorNumber]:
     reads = Counter(t for op in graph.operators for t in op.inputs) + Counter(graph.outputs)
     into: dict[Operator, TensorNumber] = {}
     for op in graph.operators:
-        for t, other in (op.inputs, op.inputs[::-1]) if op.name in ("add", "add_any") and len(op.inputs) == 2 else ():
+        for t, other in (op.inputs, op.inputs[::-1]) if op.name in ADDITIONS and len(op.inputs) == 2 else ():
             place, rows = producers.get(t, (0, op))
             _, zeros = producers.get(rows.inputs[0], (0, op)) if rows.name == "scatter-add" else (0, op)
             if writes_zeros(zeros) and reads[t] == 1 and producers.get(other, (-1, op))[0] < place:

@@ -5,52 +5,7 @@ import math
 from jaxpipe import _compat
 from jaxpipe.array_types import Equation
 from jaxpipe.graph.graph import GraphBuilder, Operator
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-#: Operators that move or rename elements and compute nothing.
-VIEWS = _names(
-    """
-    broadcast_in_dim copy copy_p expand_dims iota name pcast pvary random_unwrap random_wrap reshape rev
-    sharding_constraint slice split squeeze tile transpose unstack
-    """
-)
-
-#: One or a few machine operations for each element, no element read twice.
-ARITHMETIC = _names(
-    """
-    abs add add_any and bitcast_convert_type ceil clamp clz complex concatenate conj convert_element_type div eq
-    eq_to floor ge gt imag integer_pow is_finite le le_to lt lt_to max min mul mulhi ne neg nextafter not
-    one_minus_square or pad population_count real reduce_precision rem round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sqrt square stack stop_gradient sub xor
-    """
-)
-
-#: Tens of machine operations for each element.
-TRANSCENDENTAL = _names(
-    """
-    acos acosh asin asinh atan atan2 atanh cbrt cos cosh erf erf_inv erfc exp exp2 expm1 log log1p log2 logistic
-    polynomial pow sin sinh tan tanh
-    """
-)
-
-#: Operators whose result has at each place what follows from the elements of their operands at the same place.
-POINTWISE = (ARITHMETIC | TRANSCENDENTAL | _names("call_boundary copy copy_p name")) - _names("concatenate pad stack")
-
-#: Matrix products and convolutions.
-PRODUCTS = _names("conv_general_dilated dot_general")
-
-#: Operators that combine elements along some axes, their ``axes``.
-REDUCTIONS = _names("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum")
-
-#: Operators that XLA fuses with what they read.
-ELEMENTWISE = ARITHMETIC | TRANSCENDENTAL | VIEWS
-
-#: Those of them that XLA does not compute again for each reader, though cheap to look at.
-COSTLY = TRANSCENDENTAL | {"div", "integer_pow", "rem", "rsqrt", "sqrt"}
+from jaxpipe.graph.primitives import ARITHMETIC, LOOKUPS, PRODUCTS, TRANSCENDENTAL, VIEWS
 
 
 #: What several read is written if to compute it again reads more than this many times its own bytes.
@@ -95,7 +50,7 @@ def rerun_work(op: Operator) -> int | None:
     if cost is not None:
         return cost * max(arrays, default=0)
     written = sum(math.prod(v.aval.shape) for v in op.equation.outvars)
-    if op.name in ("gather", "dynamic_slice"):
+    if op.name in LOOKUPS:
         return _LOOKUP * written
     if op.name == "reduce_window_sum":
         return math.prod(op.params["window_dimensions"]) * written
@@ -138,7 +93,7 @@ def gpu_product_work(op: Operator) -> int:
     return max(multiplications(op), GPU_PRODUCTS_PER_ELEMENT * sum(arrays))
 
 
-#: See ``gpu_product_work``; ``jaxpipe.costs.device_rates`` has the numbers.
+#: See ``gpu_product_work``; ``jaxpipe.targets`` has the numbers.
 GPU_PRODUCTS_PER_ELEMENT = 230
 
 #: A convolution takes at least the time of this many multiplications for each pixel that it makes.

@@ -22,7 +22,7 @@ from jax import lax
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, live
-from jaxpipe.graph.op_cost import POINTWISE, REDUCTIONS
+from jaxpipe.graph.primitives import POINTWISE, REDUCTIONS
 from jaxpipe.graph.rules import pick
 
 

@@ -31,6 +31,7 @@ from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Atom, Equation, 
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.axis_names import NO_AXES, TracedIn, bound, evaluate_alone, names_in, with_names
 from jaxpipe.graph.graph import Operator
+from jaxpipe.graph.primitives import CALLS, CHECKPOINTS, CONTROL, FUNCTIONS, JITS, MARKS
 from jaxpipe.sharding.submesh import Submesh, axes_by_dimension, axis_names, kept_spec
 
 
@@ -62,9 +63,6 @@ class Annotations:
         return tuple(sentences)
 
 
-#: Operators that say where a value lies or over which axes it varies, and hand it on.
-_MARKS = frozenset(["mesh_cast", "pcast", "pvary", "reshard", "sharding_constraint"])
-
 #: Parameters of operators that say how their result is split over explicit axes.
 _RESULTS = ("sharding", "out_sharding")
 
@@ -77,10 +75,7 @@ _UNTYPED: dict[str, Callable[..., Array]] = {
 }
 
 #: Operators whose programs are rewritten, too.
-_CONTROL = (
-    *("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"),
-    *("checkpoint", "remat", "remat2", "cond", "scan", "while"),
-)
+_CONTROL = {**CALLS, **FUNCTIONS, **CHECKPOINTS, **CONTROL}
 
 #: The mesh in whose context the caller of jaxpipe is.
 _callers_mesh: contextvars.ContextVar[AbstractMesh | None] = contextvars.ContextVar("callers_mesh", default=None)
@@ -317,7 +312,7 @@ def _is_annotated(closed: AnyJaxpr) -> bool:
 
 def _annotates(eqn: Equation) -> bool:
     return (
-        eqn.primitive.name in {"shard_map", *_MARKS}
+        eqn.primitive.name in {"shard_map", *MARKS}
         or _compat.has_mesh_in_context(eqn)
         or any(_shardings(eqn))
         or not _compat.has_default_sharding(eqn.params)
@@ -389,7 +384,7 @@ class _Rewriter:
             return [jax.lax.with_sharding_constraint(values[0], jax.sharding.NamedSharding(self._mesh, spec))]
         if name == "reshard":
             return self._placed(values[:1], params["dst_sharding"])
-        if name in _MARKS:
+        if name in MARKS:
             return values[:1]
         if name == "device_put" and _shardings(eqn):
             return values
@@ -401,7 +396,7 @@ class _Rewriter:
             return [_UNTYPED[name](*values, **params)]
         if name == "shard_map":
             return self._run_shards(eqn, values)
-        if name in ("jit", "pjit") and not _compat.has_default_sharding(params):
+        if name in JITS and not _compat.has_default_sharding(params):
             return self.run(*_compat.open_jaxpr(params["jaxpr"]), values)
         if name == "custom_jvp_call" and self.explicit:
             return self._with_rule(eqn, values)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe import _compat
 from jaxpipe.array_types import AnyJaxpr, Atom, Equation, TensorNumber
 from jaxpipe.graph.graph import Graph
-from jaxpipe.graph.op_cost import ELEMENTWISE, REDUCTIONS
+from jaxpipe.graph.primitives import CONTROL, ELEMENTWISE, REDUCTIONS
 from jaxpipe.sharding.submesh import axes_by_dimension, spec_of
 
 
@@ -90,7 +90,7 @@ class _Rules:
         inner = _compat.inner_programs(eqn)
         if name in _RULES:
             results = _RULES[name](eqn, operands)
-        elif name in ("scan", "while", "cond"):
+        elif name in CONTROL:
             results = self._control(eqn, operands)
         elif len(inner) >= 1 and len(_compat.open_jaxpr(inner[0])[0].invars) == len(operands):
             results = self.program(inner[0], operands)

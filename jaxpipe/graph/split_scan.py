@@ -20,7 +20,7 @@ from jaxpipe.array_types import Array, Equation, PyTree, TensorNumber
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.allowed_codecs import Policy
 from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, inside, join_paths
-from jaxpipe.graph.op_cost import POINTWISE
+from jaxpipe.graph.primitives import POINTWISE
 from jaxpipe.graph.stacked_layers import Stacks
 
 

@@ -20,7 +20,8 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, Atom, DType, Equation
-from jaxpipe.target import platform
+from jaxpipe.graph.primitives import CHECKPOINTS, JITS
+from jaxpipe.targets.building import current
 
 
 #: Of an H100: processors, and the side of a tile of a result, of which each makes one at a time (XLA's estimate).
@@ -36,7 +37,7 @@ PART_BYTES = 16
 WORTH = 2**25
 
 #: Loops and checkpoints, which run a program on the arrays of their stage.
-WITH_PROGRAM = frozenset(["checkpoint", "jit", "pjit", "remat2", "scan"])
+WITH_PROGRAM = {"scan", *JITS, *CHECKPOINTS}
 
 #: What evaluates an equation in another form, on all its operands.
 Form = Callable[..., Sequence[Array]]
@@ -71,7 +72,7 @@ def for_target(closed: ClosedJaxpr, may_cut: bool) -> ClosedJaxpr:
 
 def _form(eqn: Equation, may_cut: bool) -> Form | None:
     """Return another form of an equation; None if it stays as it is."""
-    if platform() == "cpu":
+    if current().plain_convolutions:
         if eqn.primitive.name != "conv_general_dilated":
             return None
         numbers = eqn.params["dimension_numbers"]
@@ -79,7 +80,7 @@ def _form(eqn: Equation, may_cut: bool) -> Form | None:
         return None if in_order else functools.partial(_convolve, **eqn.params)
     if not may_cut:
         return None
-    if eqn.primitive.name == "dot_general" and _pads_much(eqn):
+    if eqn.primitive.name == "dot_general" and current().pads_contractions and _pads_much(eqn):
         return functools.partial(_in_two, dtype=eqn.outvars[0].aval.dtype, **eqn.params)
     return _with_inner_form(eqn)
 

@@ -17,6 +17,7 @@ from jaxpipe import _compat
 from jaxpipe.array_types import AnyJaxpr, Equation, TensorNumber
 from jaxpipe.errors import TrainingModeWarning, warn
 from jaxpipe.graph.graph import Graph, Operator, dependents, live, read_graph
+from jaxpipe.graph.primitives import CALLS, CHECKPOINTS, CONTROL, DRAWS, FUNCTIONS, SHARDS
 from jaxpipe.graph.split_scan import scan_operands
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.microbatch_program import MicrobatchProgram
@@ -26,13 +27,8 @@ from jaxpipe.text.value_text import listed
 #: Fewer examples than this are too few for their mean and variance to say anything of the batch.
 FEW_EXAMPLES = 4
 
-#: Operators that run a program on their last operands, and hand its results out.
-_PROGRAMS = {
-    **dict.fromkeys(("jit", "pjit", "scan", "checkpoint", "remat", "remat2", "shard_map"), ("jaxpr",)),
-    **dict.fromkeys(("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"), ("call_jaxpr",)),
-    "while": ("body_jaxpr",),
-    "cond": ("branches",),
-}
+#: Operators that run a program on their last operands, and hand its results out, with the parameter that it is in.
+_PROGRAMS = {**CALLS, **FUNCTIONS, **CHECKPOINTS, **CONTROL, **SHARDS}
 
 #: The axes of examples of a tensor.
 Axes = Callable[[TensorNumber], frozenset[int]]
@@ -177,7 +173,7 @@ def _carried(op: Operator, inner: Graph) -> list[tuple[TensorNumber, TensorNumbe
 
 
 def _programs(op: Operator) -> list[AnyJaxpr]:
-    values = [op.params.get(key) for key in _PROGRAMS.get(op.name, ())]
+    values = [op.params.get(_PROGRAMS[op.name])] if op.name in _PROGRAMS else []
     return [x for value in values if value is not None for x in (value if isinstance(value, tuple) else (value,))]
 
 
@@ -225,10 +221,6 @@ def _grown_axes(graph: Graph, larger: Graph) -> Axes | None:
     return axes
 
 
-#: Primitives that make random numbers; others only make keys.
-_DRAWS = frozenset(("random_bits", "random_gamma", "rng_bit_generator", "threefry2x32"))
-
-
 def warn_if_training(
     objective: MicrobatchProgram, model: BoundModel, name: str, rows: int, trace: Callable[[int], MicrobatchProgram]
 ) -> None:
@@ -259,7 +251,7 @@ def random_draws(objective: MicrobatchProgram) -> list[str]:
 
 
 def _draws(equation: Equation) -> bool:
-    if equation.primitive.name in _DRAWS:
+    if equation.primitive.name in DRAWS:
         return True
     return any(
         _draws(inner) for program in _compat.inner_programs(equation) for inner in _compat.open_jaxpr(program)[0].eqns

@@ -14,6 +14,7 @@ import numpy as np
 from jaxpipe import _compat
 from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.graph import Operator, dependents, live
+from jaxpipe.graph.primitives import ADDITIONS, KEEPS_ZERO
 from jaxpipe.models.traced_update import TracedUpdate
 
 
@@ -51,23 +52,19 @@ def _needed(update: TracedUpdate) -> set[TensorNumber]:
         wanted |= more
 
 
-#: Operators that make zeros of zeros.
-_KEEP_ZERO = ("broadcast_in_dim", "convert_element_type", "copy", "neg", "reshape")
-
-
 def _zeros(operators: Sequence[Operator]) -> set[TensorNumber]:
     """The tensors that are zeros written into the program, and so are no matter what."""
     zeros: set[TensorNumber] = set()
     for op in operators:
         numbers = [np.all(np.asarray(x) == 0) for x in op.literals if not isinstance(x, str)]
-        if op.name in _KEEP_ZERO and all(numbers) and all(t in zeros for t in op.inputs):
+        if op.name in KEEPS_ZERO and all(numbers) and all(t in zeros for t in op.inputs):
             zeros.update(op.outputs)
     return zeros
 
 
 def _adds_zero(op: Operator | None, old: TensorNumber, zeros: Collection[TensorNumber]) -> bool:
     """True if an operator adds zero to a tensor."""
-    if op is None or op.name not in ("add", "add_any") or old not in op.inputs:
+    if op is None or op.name not in ADDITIONS or old not in op.inputs:
         return False
     literals = [atom.val for atom in op.equation.invars if _compat.is_literal(atom)]
     others = [t for t in op.inputs if t != old]

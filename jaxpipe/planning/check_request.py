@@ -11,7 +11,6 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jaxpipe.costs.device_rates import rates_of_kind
 from jaxpipe.costs.network import Network, check_network_units
 from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.profile_model import EstimateFor, Source
@@ -36,6 +35,7 @@ from jaxpipe.schedules import BY_NAME, Schedule
 from jaxpipe.schedules.schedule_makers import AUTO, ScheduleMaker, plain_name, schedule_named
 from jaxpipe.sharding.mesh_axes import COMMON_NAMES, DATA, STAGE, with_joined_replicas, with_own_names
 from jaxpipe.sharding.submesh import Submesh, split_mesh
+from jaxpipe.targets.known import target_named
 from jaxpipe.text.units import device_bytes, whole_number
 
 
@@ -130,7 +130,7 @@ def check_request(given: Request) -> Request:
     if num_microbatches is not None:
         num_microbatches = whole_number(num_microbatches, "num_microbatches", BatchError)
     if isinstance(profile, EstimateFor):
-        rates_of_kind(profile.device)
+        target_named(profile.device)
     elif not isinstance(profile, Profile) and profile not in ("measured", "analytic"):
         raise PartitionError(f"profile={profile!r}; it must be 'measured', 'analytic' or a jaxpipe.Profile.")
     if given.runtime not in ("mpmd", "spmd"):

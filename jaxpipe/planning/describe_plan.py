@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpipe.array_types import TensorNumber
-from jaxpipe.costs.device_rates import Rates, known_rates
 from jaxpipe.costs.kernels import operator_seconds
 from jaxpipe.costs.profile import Profile
 from jaxpipe.graph.op_cost import weight
@@ -38,6 +37,8 @@ from jaxpipe.schedules import Schedule, Timeline, makespan_bound, simulate
 from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.swap_points import HOST, swap_points
 from jaxpipe.schedules.table import StageNumber
+from jaxpipe.targets.known import target_of_kind
+from jaxpipe.targets.rates import Rates
 
 
 def stage_seconds(
@@ -240,8 +241,8 @@ def _whose_rates(request: Request, profile: Profile) -> str:
     """Return the owner of the rates that are charged besides profiled operators; empty for the mesh's devices."""
     kind = request.mesh.devices.flat[0].device_kind
     if isinstance(request.profile, Profile) and request.profile.rates is None:
-        known = known_rates(profile.device_kind)
-        return f"{profile.device_kind}" if known else f"{kind}, the mesh's, for the profile has none"
+        is_known = target_of_kind(profile.device_kind) is not None
+        return profile.device_kind if is_known else f"{kind}, the mesh's, for the profile has none"
     if profile.device_kind == kind:
         return ""
     return profile.device_kind or "the profile's device"

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from jaxpipe import _compat
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.planning.candidate import PlannedStep
 from jaxpipe.planning.storage.storage_items import tensor_text
 from jaxpipe.runtime.stages import Stage
 from jaxpipe.schedules.table import DeviceNumber
+from jaxpipe.targets.building import current
 from jaxpipe.text.units import bytes_text
 
 
@@ -55,7 +55,7 @@ def lower_bound(planned: PlannedStep) -> LowerBound:
         held = {name: memory[s][name] for name in HELD if name in memory[s]}
         is_last, on_one_device = s == len(program.stages) - 1, program.specs.submesh.size == 1
         operator = _largest_operator(stage.graph, is_last) if on_one_device else ("", 0)
-        writes_twice = on_one_device and program.schedule.num_chunks == 1 and not _compat.runs_breadth_first()
+        writes_twice = on_one_device and program.schedule.num_chunks == 1 and current().order == "joined"
         kernel = _kernel_written_twice(stage) if writes_twice else ("", 0)
         bound, d = LowerBound(held, *operator, *kernel), program.device(s)
         by_device[d] = max(by_device.get(d, bound), bound, key=lambda bound: bound.bytes)

@@ -17,7 +17,7 @@ from jaxpipe.planning.list_candidates import leanest, list_candidates, on_fewer_
 from jaxpipe.planning.refuse_budget import refusal
 from jaxpipe.planning.storage.fastest_choice import raised
 from jaxpipe.planning.trace_request import Traced, trace_request
-from jaxpipe.target import building_for, platform
+from jaxpipe.targets.building import building_for, current
 from jaxpipe.text.progress import phase, progress, tell
 from jaxpipe.text.units import bytes_text, seconds_text
 
@@ -26,7 +26,7 @@ from jaxpipe.text.units import bytes_text, seconds_text
 @progress("Tracing the model")
 def make_plan(request: Request, batch: PyTree, variables: PyTree = None) -> PlannedStep:
     """Plan a model for batches of the given shapes, and show how far that is; raises as ``partition``."""
-    with building_for(request.mesh.devices.flat[0].platform):
+    with building_for(request.mesh.devices.flat[0]):
         planned = search_plan(trace_request(request, batch, variables))
     agree("jaxpipe.partition", lambda: {"the plan": planned.plan.to_json()})
     return planned
@@ -38,7 +38,7 @@ def compiled_plan(planned: PlannedStep) -> PlannedStep:
     Raises:
       MemoryBudgetError: if no plan keeps the budget.
     """
-    with building_for(planned.mesh.devices.flat[0].platform):
+    with building_for(planned.mesh.devices.flat[0]):
         planned, traced = with_step(planned), planned.candidate.traced
         if planned.plan.budget is None or planned.needed_bytes <= planned.plan.budget:
             return planned
@@ -78,7 +78,7 @@ def _by_default(candidates: Sequence[Candidate]) -> PlannedStep:
     """Return the plan without a budget, compiled where predictions are not exact: for GPUs, as stage programs."""
     planned = leanest(candidates).described  # on which no choice depends: bytes are predicted when somebody asks
     wanted = candidates[0].traced.request.options.compile
-    compiles = platform() != "cpu" if wanted is None else wanted
+    compiles = not current().exact_predictions if wanted is None else wanted
     return with_step(planned.with_bytes()) if compiles and planned.plan.runtime == "mpmd" else planned
 
 

@@ -11,7 +11,7 @@ from jaxpipe.runtime.executable_plan import ExecutablePlan
 from jaxpipe.runtime.mpmd.device_bytes import Peak
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
 from jaxpipe.runtime.program import Program
-from jaxpipe.target import building_for
+from jaxpipe.targets.building import building_for
 from jaxpipe.text.progress import phase
 
 
@@ -32,7 +32,7 @@ class StageLists:
         """Return the runtime of a plan's program with its list, and what each device needs along that."""
         program = planned.program
         if id(program) not in self._listed:  # with the program, so that its number stays its own
-            with building_for(planned.mesh.devices.flat[0].platform):
+            with building_for(planned.mesh.devices.flat[0]):
                 runtime = MpmdRuntime(replace(planned, traces=self._traces, calls=None))
                 self._listed[id(program)] = program, runtime, runtime.predicted
         return self._listed[id(program)][1:]

@@ -13,7 +13,6 @@ from jaxpipe import multihost
 from jaxpipe.agreement import agreed
 from jaxpipe.array_types import PyTree, Shaped
 from jaxpipe.costs.assumed_links import assumed_links
-from jaxpipe.costs.device_rates import Rates, known_rates, rates_of
 from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.profile_model import EstimateFor, frozen_names, profile_objective, without_frozen_work
@@ -38,6 +37,8 @@ from jaxpipe.runtime.gradient_precision import check_effect
 from jaxpipe.schedules import Schedule, schedule_makers
 from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.sharding.submesh import joined_mesh
+from jaxpipe.targets.known import target_of, target_of_kind
+from jaxpipe.targets.rates import Rates
 from jaxpipe.text.progress import phase, tell
 
 
@@ -272,7 +273,8 @@ def _profile(request: Request, objective: MicrobatchProgram, frozen: tuple[str, 
                 "profile_model, or none: a profile with the work for all gradients in it does for any optimizer."
             )
         given = request.profile
-        rates = given.rates or known_rates(given.device_kind) or rates_of(request.mesh.devices.flat[0])
+        target = target_of_kind(given.device_kind) or target_of(request.mesh.devices.flat[0])
+        rates = given.rates or target.rates
         return without_frozen_work(replace(given, rates=rates), objective, frozen)
     source = request.profile
     how = f"estimated for {source.device}" if isinstance(source, EstimateFor) else source

@@ -23,7 +23,7 @@ from jaxpipe.graph.allowed_codecs import FAST, Policy
 from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, behind_rules, is_differentiable, live, ordered
 from jaxpipe.graph.operator_vjp import Cut, writes_zeros
 from jaxpipe.graph.program_form import bits_of
-from jaxpipe.target import platform
+from jaxpipe.targets.building import current
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +128,7 @@ def _operator_vjps(
     covered = {op for match in matches.values() for op in match.covers}
     varied_tensors, useful_tensors = set(wrt), _useful(graph, seeds)
     ruled = graph.ruled | behind_rules(graph.operators)
-    context = None if graph.stage_shape is None else tuple(graph.stage_shape.items()), graph.traced_in, platform()
+    context = None if graph.stage_shape is None else tuple(graph.stage_shape.items()), graph.traced_in, current()
     cuts: dict[Hashable, Cut] = graph.derived.setdefault(context, {})  # by operator, and by what operators compute
     for op in [op for op in graph.operators if op in matches or op not in covered]:
         match, cut = matches.get(op), None

@@ -16,19 +16,13 @@ from jaxpipe import _compat
 from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.allowed_codecs import FAST, Policy
 from jaxpipe.graph.graph import Graph, Operator
-from jaxpipe.graph.op_cost import (
-    ELEMENTWISE,
-    VIEWS,
-    contraction,
-    gpu_product_work,
-    is_product,
-    product_work,
-    rerun_work,
-)
+from jaxpipe.graph.op_cost import contraction, gpu_product_work, is_product, product_work, rerun_work
+from jaxpipe.graph.primitives import ADDITIONS, ELEMENTWISE, VIEWS
 from jaxpipe.residuals.backward_graph import BackwardGraph
 from jaxpipe.residuals.density import room
 from jaxpipe.residuals.minimum_cut import minimum_cut
 from jaxpipe.residuals.stored_formats import Format, SavedFormat, stored_bytes
+from jaxpipe.targets.building import current
 
 
 #: A tensor is recomputed only if that reads and writes at most this many elements for each of its own.
@@ -179,7 +173,7 @@ def sums_of_branches(graph: Graph, given: Container[TensorNumber]) -> frozenset[
         size = graph.tensors[op.outputs[0]].size
         return sum(t not in given and elements(t) >= size for t in op.inputs) > 1
 
-    sums = (op for op in graph.operators if op.name in ("add", "add_any") and readers[op.outputs[0]] > 1)
+    sums = (op for op in graph.operators if op.name in ADDITIONS and readers[op.outputs[0]] > 1)
     return frozenset(op.outputs[0] for op in sums if joins(op))
 
 
@@ -254,7 +248,7 @@ def default_plan(
     """
     held = frozenset(held)
     graph = backward_graph.graph
-    products = _short_products(graph) if _compat.runs_breadth_first() else _products_that_free_most(graph, rerun_share)
+    products = _short_products(graph) if current().runs_early else _products_that_free_most(graph, rerun_share)
     capacities = room(graph)
     codecs = {t: (op.policy or policy).at(op.path) for op in graph.operators for t in op.outputs}
     dense = set(held)
@@ -317,7 +311,7 @@ def _cut_plan(
     available = graph.derived_from_parameters()
     needs = [t for t in backward_graph.needs if t not in available]
     price = {}
-    extra = frozenset() if _compat.runs_breadth_first() else _behind_products(graph, available)
+    extra = frozenset() if current().runs_early else _behind_products(graph, available)
     pending = list(needs)
     while pending:
         t = pending.pop()
@@ -435,7 +429,7 @@ def _cheap_derivations(
     derivation: dict[TensorNumber, Operator] = {}
     needed_work: dict[TensorNumber, dict[Operator, int]] = {}
     behind_product: set[TensorNumber] = set()
-    on_cpu = _compat.runs_breadth_first()
+    on_cpu = current().runs_early
     for op, cost in costs.items():
         sources = _sources(op, available)
         after_product = not behind_product.isdisjoint(sources)
@@ -458,7 +452,7 @@ def _cheap_derivations(
 
 def _rerun_costs(graph: Graph, codecs: Mapping[TensorNumber, frozenset[str]]) -> dict[Operator, int]:
     """Return the work of the operators that may run again."""
-    on_cpu = _compat.runs_breadth_first()
+    on_cpu = current().runs_early
     allowed = (
         op
         for op in graph.operators

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxpipe.array_types import Array, PyTree, TensorNumber
 from jaxpipe.graph.graph import Graph, Operator, is_differentiable, read_graph
-from jaxpipe.graph.op_cost import VIEWS
+from jaxpipe.graph.primitives import MOVES
 from jaxpipe.graph.rules import relu
 from jaxpipe.models.linen_facade import with_linen_model
 from jaxpipe.models.purify_nnx import purify
@@ -152,7 +152,7 @@ def _assumed(graph: Graph) -> dict[TensorNumber, float]:
 
 
 def _inherited(op: Operator, graph: Graph, densities: Mapping[TensorNumber, float]) -> float | None:
-    if not op.inputs or not (op.name in VIEWS or op.name in ("concatenate", "convert_element_type")):
+    if not op.inputs or op.name not in MOVES:
         return None
     sizes: Sequence[int] = [graph.tensors[t].size for t in op.inputs]
     known = [densities.get(t, 1.0) for t in op.inputs]

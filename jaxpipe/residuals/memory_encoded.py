@@ -22,8 +22,9 @@ from jaxpipe.models import purify_linen
 from jaxpipe.models.decorated_class import twin_class
 from jaxpipe.models.purify_nnx import PureCall, purify, root_scope
 from jaxpipe.residuals.chosen_storage import DecoratedProgram, Passes, current_choices
-from jaxpipe.residuals.stored_passes import StoredPasses
-from jaxpipe.target import building_for, platform_of
+from jaxpipe.residuals.default_passes import default_passes
+from jaxpipe.targets.building import building_for, target_of_values
+from jaxpipe.targets.target import Target
 
 
 #: A class or a function.
@@ -161,7 +162,7 @@ def run_encoded(call: PureCall, *, policy: Policy) -> PyTree:
         raise DifferentiationError(_FORWARD_MODE)
     graph = read_graph(program).with_parameters([False] * len(consts) + list(call.parameters))
     held = [True] * len(consts) + list(call.held)
-    encoded = _encoded_function(program, graph, held, policy, platform_of([*consts, *call.leaves]))
+    encoded = _encoded_function(program, graph, held, policy, target_of_values([*consts, *call.leaves]))
     outputs = encoded(*consts, *call.leaves)
     return call.finish(outputs)
 
@@ -177,7 +178,7 @@ class _Residuals:
 
 
 def _encoded_function(
-    program: Jaxpr, graph: Graph, held: Sequence[bool], policy: Policy, platform: str | None
+    program: Jaxpr, graph: Graph, held: Sequence[bool], policy: Policy, target: Target | None
 ) -> Callable[..., Sequence[Array]]:
     """Return a traced program whose derivative goes through the stash, built for a platform if it is known."""
     kept_alive = frozenset(t for t, flag in zip(graph.inputs, held, strict=True) if flag)
@@ -196,20 +197,20 @@ def _encoded_function(
         wrt = tuple(t for t, moves in zip(graph.inputs, perturbed, strict=True) if moves)
         differentiated = DecoratedProgram(program, graph, wrt, policy, kept_alive | (set(graph.inputs) - set(wrt)))
         if choices is None:
-            return StoredPasses(differentiated.default, labelled=True), wrt
+            return default_passes(differentiated), wrt
         return choices.passes(differentiated), wrt
 
     @jax.custom_vjp
     def encoded(*values: Array) -> Sequence[Array]:
         return jax.jit(body)(*values)
 
-    @building_for(platform)
+    @building_for(target)
     def encoded_forward(*primals: CustomVJPPrimal) -> tuple[Sequence[Array], _Residuals]:
         passes, wrt = passes_for(tuple(p.perturbed for p in primals))
         outputs, kept = passes.forward([p.value for p in primals])
         return [_first_order(y) for y in outputs], _Residuals(kept, passes, wrt)
 
-    @building_for(platform)
+    @building_for(target)
     def encoded_backward(residuals: _Residuals, cotangents: Sequence[Array | SymbolicZero]) -> tuple[Array | None, ...]:
         seeds = [None if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
         gradients = dict(zip(residuals.wrt, residuals.passes.backward(residuals.kept, seeds), strict=True))

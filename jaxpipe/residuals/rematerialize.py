@@ -16,14 +16,16 @@ import numpy as np
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.graph.graph import Graph, Operator, run
-from jaxpipe.graph.op_cost import COSTLY, ELEMENTWISE, PRODUCTS, is_product, weight
+from jaxpipe.graph.op_cost import is_product, weight
+from jaxpipe.graph.primitives import COSTLY, ELEMENTWISE, LOOPS, PRODUCTS
 from jaxpipe.residuals.backward_graph import BackwardOp, restricted
 from jaxpipe.residuals.choose_formats import Derivations, ResidualPlan, sums_of_branches
 from jaxpipe.residuals.stored_formats import Format, decode, has_overflowed
+from jaxpipe.targets.building import current
 
 
 #: Operators whose backward program takes its operands as whole arrays.
-_UNFUSED = frozenset(("checkpoint", "cond", "custom_vjp_call", "dot_general", "remat", "remat2", "scan", "while"))
+_UNFUSED = LOOPS | {"dot_general"}
 
 #: A barrier begins with each of these: cotangents that one of them reads are written to memory anyway.
 _HEAVY = _UNFUSED | PRODUCTS
@@ -55,7 +57,7 @@ class Rematerializer:
         self.values = dict(self._given)
         #: A zero that XLA does not know, if steps run behind barriers.
         self.zero = None
-        if barriers and _compat.runs_breadth_first():
+        if barriers and current().order == "grouped":
             self.zero = _compat.hidden_zero([*parameters.values(), *itertools.chain.from_iterable(stash.values())])
 
     @property
@@ -104,7 +106,7 @@ class Rematerializer:
         # What does not fuse with its operands would have to copy a disguised one.
         first = self._loaded if step.name in _UNFUSED else {}
         needs = [first.get(t, self.values[t]) for t in step.needs]
-        if not _compat.runs_breadth_first():
+        if current().order == "joined":
             self._forget(step, program)
         return needs
 

@@ -15,6 +15,7 @@ from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Equation, PyTree
 from jaxpipe.errors import DifferentiationError, JaxpipeError, ModelError
 from jaxpipe.graph.allowed_codecs import FAST
 from jaxpipe.graph.graph import GraphBuilder, Operator, encoded_policy, is_differentiable
+from jaxpipe.graph.primitives import JITS
 from jaxpipe.models.linen_facade import is_unbound, with_linen_model
 from jaxpipe.models.purify_nnx import PureCall, purify
 from jaxpipe.models.variable_trees import common_level
@@ -390,7 +391,7 @@ def _label(equation: Equation, position: int) -> Label | None:
     """The stash label of an equation's output, looked up inside ``scan`` and other programs if need be."""
     if equation.primitive.name == "name":
         return parse_label(str(equation.params["name"]))
-    if equation.primitive.name not in ("scan", "jit", "pjit"):
+    if equation.primitive.name not in {"scan", *JITS}:
         return None
     body, _ = _compat.open_jaxpr(equation.params["jaxpr"])
     inner = body.outvars[position]

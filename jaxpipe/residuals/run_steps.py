@@ -1,6 +1,7 @@
 """The steps of a backward pass, run one after the other in an order that XLA keeps to.
 
-XLA:CPU runs whatever it can as early as it can: there each step's values wait for its cotangent. A GPU's scheduler puts
+XLA:CPU runs whatever it can as early as it can: there each step's values wait for its cotangent. So they do on a TPU,
+whose arrays lie in tiles: there a barrier across kernels, or another shape behind it, is a copy. A GPU's scheduler puts
 off what nobody waits for, and whatever writes more than it frees, for as long as that keeps arrays alive. There
 
 - a product's values wait for its cotangents, and those of all steps up to the next product for its results, which are
@@ -25,6 +26,7 @@ from jaxpipe import _compat
 from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, restricted
 from jaxpipe.residuals.rematerialize import Rematerializer, is_heavy
+from jaxpipe.targets.building import current
 
 
 #: By input, what is returned in place of its cotangent: a function of it that is called once it is complete.
@@ -55,8 +57,8 @@ def run_steps(
       keep: tensors whose cotangents stay.
       weights: tensors that follow from parameters alone.
     """
-    if not _compat.runs_breadth_first():
-        return _GPUWalk(backward_graph, received, rematerializer, absorb, keep, weights).run(steps)
+    if current().order == "joined":
+        return _JoinedWalk(backward_graph, received, rematerializer, absorb, keep, weights).run(steps)
     for step in steps:
         present = [t for t in step.cotangents_in if t in received]
         if present:
@@ -67,7 +69,7 @@ def run_steps(
     return frozenset()
 
 
-class _GPUWalk:
+class _JoinedWalk:
     """A backward pass on a GPU, as far as it has come.
 
     Attributes:

@@ -20,13 +20,14 @@ from jaxpipe import _compat
 from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.graph.allowed_codecs import FAST, Policy
 from jaxpipe.graph.graph import Graph, live, ordered
-from jaxpipe.graph.op_cost import PRODUCTS
+from jaxpipe.graph.primitives import PRODUCTS
 from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, build_backward_graph, restricted
 from jaxpipe.residuals.choose_formats import ResidualPlan, check_plan, default_plan
 from jaxpipe.residuals.rematerialize import Rematerializer, is_heavy
 from jaxpipe.residuals.run_steps import Absorb, run_steps
 from jaxpipe.residuals.stored_formats import encode, has_overflowed, part_avals
 from jaxpipe.residuals.xla_cpu import run_behind_barriers
+from jaxpipe.targets.building import current
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,8 +145,8 @@ def forward(vjp: VJPProgram, inputs: Sequence[Array]) -> tuple[list[Array], list
 
 
 def _read_by_convolutions(graph: Graph) -> set[TensorNumber]:
-    """Return what convolutions on a GPU read; on a CPU nothing."""
-    if _compat.runs_breadth_first():
+    """Return what convolutions on a GPU read; elsewhere nothing."""
+    if current().order != "joined":
         return set()
     return {t for op in graph.operators if op.name == "conv_general_dilated" for t in op.inputs}
 

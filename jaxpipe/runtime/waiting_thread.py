@@ -26,7 +26,7 @@ import jax
 from jaxpipe import multihost
 from jaxpipe.array_types import Array
 from jaxpipe.errors import PartitionError
-from jaxpipe.target import platform_of
+from jaxpipe.targets.building import target_of_values
 
 
 #: The arrays that an action returns; None for those on other processes' devices.
@@ -118,7 +118,8 @@ def ended(future: Future[Any]) -> Any:
 
 def run_together(action: Callable[..., Any], awaited: Awaited, *operands: Any) -> Any:
     """Run a program of all processes; on CPUs in the thread, until it has ended."""
-    if jax.process_count() == 1 or platform_of(jax.tree.leaves(operands)) != "cpu":
+    target = target_of_values(jax.tree.leaves(operands))
+    if jax.process_count() == 1 or target is None or not target.is_host:
         return action(*operands)
     return ended(*started(action, awaited)(*operands))
 

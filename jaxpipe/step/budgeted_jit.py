@@ -14,12 +14,13 @@ from jax.extend.core import Jaxpr
 
 from jaxpipe import multihost
 from jaxpipe.array_types import Device, PyTree
-from jaxpipe.costs.device_memory import POOL_VARIABLES, pool_bytes, pool_fraction
+from jaxpipe.costs.device_memory import pool_bytes, pool_fraction
 from jaxpipe.errors import MemoryBudgetError, ModelError
 from jaxpipe.step.fit_step import fitting_level, smallest
 from jaxpipe.step.step_arguments import Call, Compared, jitter, split_arguments, split_static, without_values
 from jaxpipe.step.step_front import DEFAULT, PLAIN
 from jaxpipe.step.step_variants import StepVariants, Variant
+from jaxpipe.targets.known import target_of
 from jaxpipe.text.plain_table import PlainTable
 from jaxpipe.text.printed import Printed
 from jaxpipe.text.progress import progress
@@ -171,8 +172,9 @@ class BudgetedFunction:
         """Return the error for a budget that no level keeps."""
         plain = variants.needs(PLAIN).bytes
         asked = asked_bytes(self._memory, budget)
-        if self._memory == "device" and device.platform != "cpu":
-            fraction, variable = pool_fraction(), POOL_VARIABLES[0]
+        target = target_of(device)
+        if self._memory == "device" and target.pool_variables:
+            fraction, variable = pool_fraction(target), target.pool_variables[0]
             asked += f", which is what JAX's pool takes of the {device.device_kind} ({variable}={fraction:g})"
         head = f"{self._name}, {asked}: XLA reserves {plain} bytes ({bytes_text(plain)}) for this step as it is"
         if not variants.programs:

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxpipe.array_types import PyTree
 from jaxpipe.costs.count_products import count_products
-from jaxpipe.costs.device_memory import POOL_VARIABLES, pool_fraction
+from jaxpipe.costs.device_memory import pool_fraction
 from jaxpipe.residuals.equal_blocks import counted, grouped, pattern
 from jaxpipe.step.explained_step import batch_size, compile_step
 from jaxpipe.step.largest_batch import largest_batch
@@ -42,6 +42,7 @@ class Explanation(Printed):
       device: kind of the device that it was compiled for.
       memory: bytes that the device has; None where that is not known.
       pool_fraction: share of them that JAX takes in this process.
+      pool_variables: environment variables that change it, the newer one first.
       parts: what is in memory at the peak; their bytes add up to ``total_bytes``.
       products: matrix products and convolutions that the step runs.
       batch: examples in the batch, if all of its arrays have as many rows.
@@ -53,6 +54,7 @@ class Explanation(Printed):
     device: str
     memory: int | None
     pool_fraction: float
+    pool_variables: tuple[str, ...]
     parts: tuple[PeakPart, ...]
     products: int
     batch: int | None
@@ -115,8 +117,9 @@ class Explanation(Printed):
         needed = math.ceil(100 * self.fraction_needed) / 100  # rounded up: less would not do
         if self.fraction_needed <= self.pool_fraction:
             return [f"The step needs {needed:.2f} of the device's memory; {pool}: it fits."]
-        if needed < 1:
-            fix = f"{POOL_VARIABLES[0]}={min(needed + 0.01, 0.99):.2f} (older JAX: {POOL_VARIABLES[1]}) may make room."
+        if needed < 1 and self.pool_variables:
+            name, *older = self.pool_variables
+            fix = f"{name}={min(needed + 0.01, 0.99):.2f} (older JAX: {', '.join(older)}) may make room."
             return [f"The step needs {needed:.2f} of the device's memory; {pool}. {fix}"]
         return [f"The step needs {needed:.2f} times the device's memory, whatever the pool; {pool}."]
 
@@ -171,8 +174,8 @@ def explain(step: Callable[..., PyTree], *args: PyTree, device: Any = None, **ji
     Args:
       step: the function that computes one training step, jitted (``jax.jit``, ``nnx.jit``) or not.
       *args: its arguments, or their shapes (``jax.ShapeDtypeStruct``). NNX modules and optimizers may be among them.
-      device: a ``jax.Device``, or a word of its kind or platform, such as ``"H100"`` or ``"cpu"``; an H100 need not be
-        here. Left out: where the arguments are, else JAX's first device.
+      device: a ``jax.Device``, or a word of its kind or platform, such as ``"H100"``, ``"v5e"`` or ``"cpu"``; H100s
+        and TPUs need not be here. Left out: where the arguments are, else JAX's first device.
       **jit_arguments: as ``jax.jit`` takes them, such as ``donate_argnums``, if the step is not jitted yet.
 
     Returns:
@@ -205,7 +208,8 @@ def explain(step: Callable[..., PyTree], *args: PyTree, device: Any = None, **ji
     return Explanation(
         device=target.kind,
         memory=target.memory,
-        pool_fraction=pool_fraction(),
+        pool_fraction=pool_fraction(target.target),
+        pool_variables=target.target.pool_variables,
         parts=explained.parts,
         products=count_products(explained.step.program)[0],
         batch=batch_size(explained.step.arguments),

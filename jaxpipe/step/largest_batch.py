@@ -17,7 +17,7 @@ def largest_batch(explained: Explained) -> int | None:
     size = batch_size(explained.step.arguments)
     if explained.target.memory is None or size is None:
         return None
-    room = int(explained.target.memory * pool_fraction())
+    room = int(explained.target.memory * pool_fraction(explained.target.target))
     known = {size: explained.bytes}
     guess = max(1, size // 2)
     for _ in range(_MOST_PROGRAMS):

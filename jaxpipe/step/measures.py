@@ -170,7 +170,7 @@ def within_budget(explained: Explained) -> Measure | None:
     if not explained.called.outermost:
         return None
     memory = explained.target.memory
-    pool = explained.bytes if memory is None else int(memory * pool_fraction())
+    pool = explained.bytes if memory is None else int(memory * pool_fraction(explained.target.target))
     donated = sorted({a.position for a in explained.step.arguments if a.donated and a.position is not None})
 
     def step(*args: PyTree) -> PyTree:

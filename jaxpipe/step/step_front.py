@@ -15,9 +15,7 @@ from functools import cached_property
 
 import jax
 
-from jaxpipe import _compat
 from jaxpipe.array_types import Device
-from jaxpipe.costs.device_rates import Rates, rates_of
 from jaxpipe.costs.kernels import operator_seconds
 from jaxpipe.planning.storage.hand_placed import POLICIES, Placement
 from jaxpipe.planning.storage.program_front import RERUN_LEVELS, Front, Point, Way
@@ -26,7 +24,10 @@ from jaxpipe.residuals.checkpointed_passes import CheckpointedPasses, checkpoint
 from jaxpipe.residuals.chosen_storage import DecoratedProgram, Passes, Storage
 from jaxpipe.residuals.stored_passes import StoredPasses
 from jaxpipe.residuals.vjp_program import VJPProgram
-from jaxpipe.target import building_for
+from jaxpipe.targets.building import building_for, current
+from jaxpipe.targets.known import target_of
+from jaxpipe.targets.rates import Rates
+from jaxpipe.targets.target import Target
 
 
 #: Rooms between default storage and the smallest.
@@ -41,17 +42,17 @@ BY_JAX = " (jax.checkpoint)"
 
 @dataclass(frozen=True, eq=False)
 class StepFront:
-    """The fronts of a step's decorated programs, by key, and the platform that they are for."""
+    """The fronts of a step's decorated programs, by key, and the target that they are for."""
 
     fronts: Mapping[str, Front]
-    platform: str
+    target: Target
 
     @cached_property
     def levels(self) -> tuple[str, ...]:
         """The levels in the order of their bytes, the most first; on CPUs room 0 is default storage behind barriers."""
-        with building_for(self.platform):
+        with building_for(self.target):
             again = any(front.reruns_products for front in self.fronts.values())
-            first = 0 if _compat.runs_breadth_first() else 1
+            first = 0 if current().runs_early else 1
         reruns = [f"reruns {k} of {RERUN_LEVELS}" for k in range(RERUN_LEVELS if again else 0)]
         return PLAIN, *reruns, DEFAULT, *(f"room {k} of {ROOMS}" for k in range(first, ROOMS)), SMALLEST
 
@@ -59,7 +60,7 @@ class StepFront:
         """Return the estimated bytes of all programs together at the level of a place."""
         level = self.levels[place]
         kind, number = _parsed(level)
-        with building_for(self.platform):
+        with building_for(self.target):
             if level == PLAIN:
                 return sum(map(_plain_bytes, self.fronts.values()))
             if kind == "room":
@@ -75,10 +76,10 @@ class StepFront:
     @cached_property
     def _placements(self) -> dict[str, tuple[Placement, bool]]:
         """Checkpoints by level, and whether they are JAX's own, which XLA takes out again on a CPU."""
-        with building_for(self.platform):
+        with building_for(self.target):
             placements = dict.fromkeys(x for front in self.fronts.values() for x in front.hand_placed)
             ours = {x.name: (x, False) for x in placements if x.family is not None}
-            if _compat.runs_breadth_first():
+            if not current().keeps_checkpoints:
                 return ours
         return ours | {x.name + BY_JAX * (x.family is not None): (x, True) for x in placements}
 
@@ -97,7 +98,7 @@ class StepFront:
     def storage(self, level: str) -> dict[str, Storage]:
         """Return the ways in which programs run, by key."""
         placement, by_jax = self._placements.get(level, (None, False))
-        with building_for(self.platform):
+        with building_for(self.target):
             ways = {key: _stored(point) for key, point in self.points(level).items()}
             if placement is not None and by_jax:
                 placed = [key for key, front in self.fronts.items() if placement in front.hand_placed]
@@ -106,7 +107,7 @@ class StepFront:
 
     def points(self, level: str) -> dict[str, Point]:
         """Return the points of a level, by key; those of a room are chosen now."""
-        with building_for(self.platform):
+        with building_for(self.target):
             return {key: self._point(front, level) for key, front in self.fronts.items()}
 
     def _point(self, front: Front, level: str) -> Point:
@@ -153,10 +154,10 @@ def _parsed(level: str) -> tuple[str, int]:
 
 def step_front(programs: Mapping[str, DecoratedProgram], device: Device) -> StepFront:
     """Return the levels of a step on a device."""
-    rates = rates_of(device)
-    with building_for(device.platform):
+    rates = target_of(device).rates
+    with building_for(device):
         fronts = {key: _front(program, rates) for key, program in programs.items()}
-    return StepFront(fronts, device.platform)
+    return StepFront(fronts, target_of(device))
 
 
 def _front(program: DecoratedProgram, rates: Rates) -> Front:

@@ -26,7 +26,7 @@ from jaxpipe.residuals.stored_passes import StoredPasses
 from jaxpipe.step.step_arguments import Call, jitter, split_arguments
 from jaxpipe.step.step_front import DEFAULT, PLAIN, StepFront, step_front
 from jaxpipe.step.step_template import StepTemplate, step_template
-from jaxpipe.target import building_for
+from jaxpipe.targets.building import building_for
 from jaxpipe.text.kept_files import keep, read_kept
 from jaxpipe.text.progress import phase, tell
 from jaxpipe.text.stable_text import digest, stable_text
@@ -130,7 +130,7 @@ class StepVariants:
 
     @cached_property
     def _template(self) -> StepTemplate | None:
-        with phase("trace"), building_for(self._call.device.platform):
+        with phase("trace"), building_for(self._call.device):
             return step_template(self._call, self._met)
 
     def _traced(self, level: str) -> Variant:
@@ -139,14 +139,14 @@ class StepVariants:
         choices = Choices(_by_default, chosen, self._met)
         step = call.step
         if template is not None:
-            with building_for(call.device.platform):
+            with building_for(call.device):
                 step = template.with_storage(choices.passes)
 
         @functools.wraps(call.step)
         def traced(*args: PyTree, **kwargs: PyTree) -> PyTree:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(without_encoding() if level == PLAIN else choosing(choices))
-                stack.enter_context(building_for(call.device.platform))
+                stack.enter_context(building_for(call.device))
                 return step(*args, **kwargs)
 
         jitted = jitter((call.args, call.kwargs))(traced, **call.options)

@@ -7,10 +7,16 @@ from typing import Any
 import jax
 
 from jaxpipe.array_types import PyTree
-from jaxpipe.costs.absent_gpu import H100, h100s
 from jaxpipe.costs.device_memory import memory_of
 from jaxpipe.errors import PartitionError
 from jaxpipe.models.purify_nnx import is_array
+from jaxpipe.targets.absent import absent_devices
+from jaxpipe.targets.known import known_targets, target_of
+from jaxpipe.targets.target import Target
+
+
+#: Over how many absent devices a step may be sharded.
+_MOST_SHARDS = 8
 
 
 @dataclass(frozen=True)
@@ -22,12 +28,14 @@ class TargetDevice:
       others: devices of its kind, itself first; a step may be sharded over them.
       kind: its name.
       memory: bytes that it has; None where that is not known, as of a CPU.
+      target: what is known of its kind.
     """
 
     device: Any
     others: tuple[Any, ...]
     kind: str
     memory: int | None
+    target: Target
 
 
 def target_device(device: Any, args: PyTree) -> TargetDevice:
@@ -47,7 +55,7 @@ def target_device(device: Any, args: PyTree) -> TargetDevice:
         devices = {d for sharding in shardings if sharding is not None for d in sharding.device_set}
         if len(devices) > 1:
             first = min(devices, key=lambda d: d.id)
-            return TargetDevice(None, (), f"{len(devices)} x {first.device_kind}", _memory(first))
+            return TargetDevice(None, (), f"{len(devices)} x {first.device_kind}", _memory(first), target_of(first))
         config: Any = jax.config
         device = next(iter(devices), config.jax_default_device or jax.devices()[0])
         if isinstance(device, str):  # a platform
@@ -57,7 +65,7 @@ def target_device(device: Any, args: PyTree) -> TargetDevice:
             f"device={device!r} ({type(device).__name__}); it must be a jax.Device, or the name of a kind, such as "
             "'H100' or 'cpu'."
         )
-    return TargetDevice(device, _alike(device), device.device_kind, _memory(device))
+    return _present(device)
 
 
 def _of_kind(kind: str) -> TargetDevice:
@@ -65,24 +73,31 @@ def _of_kind(kind: str) -> TargetDevice:
     for device in present:
         words = {device.platform.lower(), *re.findall(r"\w+", device.device_kind.lower())}
         if kind.lower() in words:
-            return TargetDevice(device, _alike(device), device.device_kind, _memory(device))
-    if kind.lower() == "h100":
+            return _present(device)
+    absent = {target.name.lower(): target for target in known_targets() if target.topology is not None}
+    if kind.lower() in absent:
+        target = absent[kind.lower()]
         try:
-            devices = h100s(8).devices
+            devices = absent_devices(target, _MOST_SHARDS)
         except Exception as error:  # whatever kind of error a backend that does not start raises
+            variables = " ".join(f"{name}={value}" for name, value in target.variables.items())
             raise PartitionError(
                 f"device={kind!r} is not here, and compiling for an absent one failed ({_first_line(error)}). It needs "
-                "CUDA's compiler, which pip install 'jaxpipe[cuda]' brings, and, before JAX starts, "
-                "JAX_PLATFORMS=cuda,cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 and, on a machine with a GPU, "
-                "CUDA_VISIBLE_DEVICES= (the command `jaxpipe explain` sets them)."
+                f"its compiler, which pip install 'jaxpipe[{target.compiler[0]}]' brings, and, before JAX starts, "
+                f"{variables} (the command `jaxpipe explain` sets them)."
             ) from error
-        memory = int(re.search(r"device_memory_size: (\d+)", H100)[1])  # type: ignore[index]
-        return TargetDevice(devices[0], tuple(devices), "NVIDIA H100 80GB HBM3 (absent)", memory)
+        kind = f"{devices[0].device_kind} (absent)"
+        return TargetDevice(devices[0], tuple(devices), kind, memory_of(devices[0]), target)
     kinds = ", ".join(dict.fromkeys(repr(device.device_kind) for device in present))
+    names = ", ".join(repr(target.name) for target in absent.values())
     raise PartitionError(
-        f"device={kind!r}: no such device is here ({kinds}), and of absent ones only 'H100' can be compiled for. Pass "
-        "one of these, or a jax.Device."
+        f"device={kind!r}: no such device is here ({kinds}), and of absent ones {names} can be compiled for. Pass one "
+        "of these, or a jax.Device."
     )
+
+
+def _present(device: Any) -> TargetDevice:
+    return TargetDevice(device, _alike(device), device.device_kind, _memory(device), target_of(device))
 
 
 def _cpus() -> list[Any]:
@@ -101,7 +116,7 @@ def _alike(device: Any) -> tuple[Any, ...]:
 
 
 def _memory(device: Any) -> int | None:
-    return None if device.platform == "cpu" else memory_of(device)
+    return None if target_of(device).is_host else memory_of(device)
 
 
 def _first_line(error: Exception) -> str:

@@ -7,12 +7,12 @@ VJP that JAX has for it.
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, TensorNumber
 from jaxpipe.graph.axis_names import NO_AXES, TracedIn
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.operator_vjp import Cut, differentiate
 from jaxpipe.graph.rules import max_pool, pick, relu
+from jaxpipe.targets.building import current
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,6 @@ def derive(
     XLA:CPU adds up the rows of what is fused with a comparison in another order.
     """
     cut = differentiate(op, avals, varied, useful, shape, traced_in, ruled)
-    if pick.applies(op) and not _compat.runs_breadth_first():
+    if pick.applies(op) and not current().runs_early:
         return pick.as_comparison(op, cut)
     return relu.from_output(cut) if relu.applies(op) else cut

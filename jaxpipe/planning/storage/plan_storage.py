@@ -4,7 +4,6 @@ import functools
 import math
 from dataclasses import dataclass
 
-from jaxpipe.costs.device_rates import OTHER, Rates
 from jaxpipe.costs.kernels import operator_seconds
 from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.graph.graph import Graph, Operator, is_differentiable
@@ -14,6 +13,7 @@ from jaxpipe.planning.storage.storage_problem import NOT_STORED, simulate
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import ResidualPlan
 from jaxpipe.residuals.vjp_program import VJPProgram
+from jaxpipe.targets.rates import OTHER, Rates
 from jaxpipe.text.plain_table import PlainTable
 from jaxpipe.text.printed import Printed
 from jaxpipe.text.units import bytes_text, parse_bytes, seconds_text

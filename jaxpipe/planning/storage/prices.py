@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxpipe.array_types import TensorNumber
-from jaxpipe.costs.device_rates import Rates
 from jaxpipe.costs.kernels import operator_seconds
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.planning.storage.choose_swaps import Links
+from jaxpipe.targets.rates import Rates
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from jaxpipe import _compat
 from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.allowed_codecs import Policy
 from jaxpipe.graph.graph import Operator
@@ -24,6 +23,7 @@ from jaxpipe.planning.storage.storage_problem import NOT_STORED, Option, Problem
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import GPU_RERUN_SHARE, ResidualPlan, default_plan
 from jaxpipe.residuals.vjp_program import VJPProgram
+from jaxpipe.targets.building import current
 
 
 #: Where memory is left, products that run again may take an eighth less of the time that default storage allows, two
@@ -275,7 +275,7 @@ class Front:
 
 def reruns_products(vjp: VJPProgram | None) -> bool:
     """Return whether a program with default storage runs products again, as many as a GPU may."""
-    return not _compat.runs_breadth_first() and vjp is not None and bool(rerun_products(vjp, vjp.plan))
+    return not current().runs_early and vjp is not None and bool(rerun_products(vjp, vjp.plan))
 
 
 def rerun_products(vjp: VJPProgram, plan: ResidualPlan) -> list[Operator]:

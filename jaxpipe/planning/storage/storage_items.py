@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxpipe import _compat
 from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.buffer_packing import alive_bytes
 from jaxpipe.graph.graph import Graph, Operator, Tensor
@@ -30,6 +29,7 @@ from jaxpipe.residuals.choose_formats import (
 )
 from jaxpipe.residuals.rematerialize import is_heavy, parts
 from jaxpipe.residuals.stored_formats import Format, SavedFormat, stored_bytes
+from jaxpipe.targets.building import current
 
 
 #: Events of a problem at most, on a CPU and on a GPU, where an event has several steps; neighbors are joined.
@@ -292,7 +292,7 @@ def _events(
         else:
             joined_reads.append(set(here))
             joined_base.append(size)
-    most = MOST_EVENTS if _compat.runs_breadth_first() else MOST_GPU_EVENTS
+    most = MOST_EVENTS if current().runs_early else MOST_GPU_EVENTS
     per_event = -(-len(joined_reads) // most)
     uses: dict[TensorNumber, list[int]] = {}
     total: list[int] = []
@@ -305,7 +305,7 @@ def _events(
 
 def _in_parts(steps: Sequence[BackwardOp], available: frozenset[int]) -> list[BackwardOp]:
     """Return the steps as they run: on a GPU a convolution makes the gradient of its kernel first."""
-    if _compat.runs_breadth_first():
+    if current().order != "joined":
         return list(steps)
     run: list[BackwardOp] = []
     for step in steps:
@@ -325,7 +325,7 @@ def _chains(steps: Sequence[BackwardOp]) -> list[list[BackwardOp]]:
     """
     chains: list[list[BackwardOp]] = []
     for step in steps:
-        if not chains or _compat.runs_breadth_first() or is_heavy(step) or chains[-1][-1].name == _CONVOLUTION:
+        if not chains or current().runs_early or is_heavy(step) or chains[-1][-1].name == _CONVOLUTION:
             chains.append([])
         chains[-1].append(step)
     return chains

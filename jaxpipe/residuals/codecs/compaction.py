@@ -21,7 +21,7 @@ from jax import lax
 
 from jaxpipe import _compat
 from jaxpipe.array_types import Array
-from jaxpipe.target import platform
+from jaxpipe.targets.building import current
 
 
 WORD = 32
@@ -50,14 +50,14 @@ def compact(flat: Array, words: Array, capacity: int) -> tuple[Array, Array]:
 
     The first ``capacity`` values are the first of those elements, as far as there are so many.
     """
-    if platform() == "cpu":
+    if current().serial_scatter:
         return _compact_by_blocks(flat, words, capacity)
     return _compact_by_scatter(flat, words, capacity)
 
 
 def expand(values: Array, words: Array, size: int) -> Array:
     """``size`` elements: the values where a bit is set, zero elsewhere. Inverse of ``compact``."""
-    if platform() == "cpu":
+    if current().serial_scatter:
         return _expand_by_blocks(values, words, size)
     return _expand_by_gather(values, words, size)
 

@@ -143,7 +143,7 @@ def _compile_programs(
             )
             for (number, place), call in ready.items()
         ]
-        compiled = compile_jobs(jobs, "cuda" if devices.platform == "gpu" else devices.platform)
+        compiled = compile_jobs(jobs, devices.target.lowers_for or devices.target.platform)
         here = {key: program for key, program in zip(ready, compiled, strict=True) if program is not None}
         executables |= here
         first = {key: call for key, call in first.items() if key not in ready}
@@ -263,7 +263,7 @@ class _Steps:
         else:
             return None
         others = frozenset(d.process_index for d in every) - {jax.process_index()}
-        return Awaited(self._call, what, others) if others and devices.platform == "cpu" else None
+        return Awaited(self._call, what, others) if others and devices.target.is_host else None
 
 
 def _runs_elsewhere(*_: Array) -> NoReturn:

@@ -40,7 +40,7 @@ from jaxpipe.runtime.train_state import TrainState, made_for
 from jaxpipe.schedules.gpipe import forward_only
 from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.mesh_axes import DATA, STAGE
-from jaxpipe.target import building_for
+from jaxpipe.targets.building import building_for
 from jaxpipe.text.progress import progress, tell
 
 
@@ -327,7 +327,7 @@ class MpmdRuntime:
         return self._layout_of(shaped_for(self.planned, shapes))
 
     def _building(self) -> AbstractContextManager[None]:
-        return building_for(self.planned.mesh.devices.flat[0].platform)
+        return building_for(self.planned.mesh.devices.flat[0])
 
     def _compile(self, layout: Layout, calls: CallList, call: str) -> Compiled:
         return self._loaded(layout, compile_list(calls, self.devices, call))

@@ -17,6 +17,8 @@ from jaxpipe.runtime.mpmd.stage_work import Context
 from jaxpipe.schedules.table import Schedule, StageNumber
 from jaxpipe.sharding.mesh_axes import DATA
 from jaxpipe.sharding.submesh import Submesh
+from jaxpipe.targets.known import target_of
+from jaxpipe.targets.target import Target
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,9 +95,9 @@ class StageDevices:
         return tuple(dict.fromkeys(d for s in self.stages for d in self.of(Place(s))))
 
     @property
-    def platform(self) -> str:
-        """Platform of the devices."""
-        return self.every[0].platform
+    def target(self) -> Target:
+        """The kind of the devices."""
+        return target_of(self.every[0])
 
     @cached_property
     def processes(self) -> frozenset[int]:

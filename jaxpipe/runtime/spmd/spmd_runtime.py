@@ -34,7 +34,7 @@ from jaxpipe.runtime.train_state import TrainState, made_for
 from jaxpipe.runtime.waiting_thread import Awaited, run_together
 from jaxpipe.schedules.gpipe import forward_only
 from jaxpipe.sharding.mesh_axes import DATA, STAGE, stage_devices
-from jaxpipe.target import building_for
+from jaxpipe.targets.building import building_for
 from jaxpipe.text.progress import progress, tell
 from jaxpipe.text.units import bytes_text
 
@@ -236,7 +236,7 @@ class SpmdRuntime:
     def lower_step(self) -> Lowered:
         """Return the training step, lowered for the plan's devices."""
         build = functools.partial(training_step, update=self.planned.update)
-        with building_for(self.planned.mesh.devices.flat[0].platform):
+        with building_for(self.planned.mesh.devices.flat[0]):
             return self._lower(build, self.program, self.planned.batch, self.planned.batching)
 
     @cached_property

@@ -1,0 +1,76 @@
+"""``Target``: a kind of device as data, all that programs and plans for it depend on."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jaxpipe.targets.rates import OTHER, Rates
+
+
+#: How the steps of a backward pass are kept in order.
+#: ``"grouped"``   behind conditionals, where XLA drops barriers and runs operators breadth-first;
+#: ``"joined"``    products wait for each other, and kernels between them are left whole;
+#: ``"stepwise"``  what a step takes from the stash waits for its cotangent.
+Order = Literal["grouped", "joined", "stepwise"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of device.
+
+    Attributes:
+      name: as users write it, such as ``"H100"``.
+      platform: as JAX names it: ``"cpu"``, ``"gpu"``, ``"tpu"``.
+      rates: what programs attain there.
+      kinds: other names of the kind, as ``jax.Device.device_kind`` has them: all of it, or a word in it.
+      memory: bytes of the variant with the least; None where that is not known.
+      pool_fraction: the part of them that programs may take unless a variable says otherwise.
+      pool_variables: environment variables that say otherwise, the newer one first.
+      on_chip: bytes beside the memory in which XLA keeps temporaries that are small enough. A program whose residuals
+        fit there needs no memory for them.
+      lowers_for: the platform that programs are written down for, where that has another name.
+      topology: by how many devices that are not here, the arguments of ``jax.experimental.topologies`` for them; None:
+        it cannot be compiled for.
+      compiler: the extra of jaxpipe that brings the compiler for those, and modules of which it is one.
+      variables: environment variables with which JAX has to start for that.
+      files: patterns of files that there are where the device is here, and the variables are not to be set.
+      order: how the steps of a backward pass are kept in order.
+      runs_early: XLA runs operators as early as it can, not so that little memory is needed.
+      plain_convolutions: convolutions are fast only with dimension numbers in order.
+      pads_contractions: matrix products pad contractions that are no multiple of a few numbers, in a copy.
+      serial_scatter: a scatter runs one element after the other.
+      fuses_into_readers: what several read is computed again for each of them.
+      keeps_checkpoints: XLA does not merge what ``jax.checkpoint`` computes again with the forward pass.
+      exact_predictions: bytes that are estimated for stage programs are XLA's, so that plans are not compiled.
+      is_host: it is the host itself: its memory and its cores are the host's, and what starts a program that waits for
+        other processes waits as well.
+
+    Example:
+      >>> from jaxpipe.targets.known import register, target_named
+      >>> chip = register(Target("Chip 7", "gpu", Rates(flops=1e14, bytes=1e12), memory=48 << 30))
+      >>> target_named("Chip 7").memory == 48 << 30
+      True
+    """
+
+    name: str
+    platform: str
+    rates: Rates = OTHER
+    kinds: tuple[str, ...] = ()
+    memory: int | None = None
+    pool_fraction: float = 1.0
+    pool_variables: tuple[str, ...] = ()
+    on_chip: int = 0
+    lowers_for: str = ""
+    topology: Callable[[int], Mapping[str, Any]] | None = None
+    compiler: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict, hash=False)
+    order: Order = "joined"
+    runs_early: bool = False
+    plain_convolutions: bool = False
+    pads_contractions: bool = False
+    serial_scatter: bool = False
+    fuses_into_readers: bool = False
+    keeps_checkpoints: bool = True
+    exact_predictions: bool = False
+    is_host: bool = False

@@ -139,8 +139,7 @@ class StepVariants:
         choices = Choices(_by_default, chosen, self._met)
         step = call.step
         if template is not None:
-            with building_for(call.device.platform):
-                step = template.with_storage(choices.passes)
+            step = template.with_storage(choices.passes)
 
         @functools.wraps(call.step)
         def traced(*args: PyTree, **kwargs: PyTree) -> PyTree:

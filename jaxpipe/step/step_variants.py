@@ -144,7 +144,10 @@ class StepVariants:
         @functools.wraps(call.step)
         def traced(*args: PyTree, **kwargs: PyTree) -> PyTree:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(without_encoding() if level == PLAIN else choosing(choices))
+                if level == PLAIN:
+                    stack.enter_context(without_encoding())
+                elif template is None:
+                    stack.enter_context(choosing(choices))
                 stack.enter_context(building_for(call.device.platform))
                 return step(*args, **kwargs)
 

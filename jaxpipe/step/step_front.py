@@ -127,6 +127,8 @@ class StepFront:
 
     def _room(self, number: int) -> float:
         most = max(front.default.bytes for front in self.fronts.values())
+        if not number:
+            return most  # without a search for the smallest
         least = max(front.smallest.bytes for front in self.fronts.values())
         return most - (most - least) * number / ROOMS
 

@@ -57,7 +57,7 @@ def _compile(variants: StepVariants, budget: int, next_level: Callable[[StepVari
 
 
 def _better(variants: StepVariants, budget: int) -> str | None:
-    """Return a level that may be within a budget and runs fewer products than those that are; None if there is none."""
+    """Return a level that may be within a budget and run fewer products than the best one; None if no level may."""
     front, known, best = variants.front, variants.known, _best(variants, budget)
     first, predicted = front.levels.index(front.first), _prediction(variants)
     levels = [x for x in front.hand_placed if predicted(front.bytes(x)) <= (1 + INEXACT) * budget]
@@ -74,7 +74,7 @@ def _better(variants: StepVariants, budget: int) -> str | None:
 
 
 def _small(variants: StepVariants, budget: int) -> str | None:
-    """Return a level that may be within a budget, or need less than any that is known; None if there is none."""
+    """Return a level that may be within a budget, or need less than any known one; None if no level may."""
     front, known, least = variants.front, variants.known, smallest(variants).bytes
     if least <= budget:
         return None

@@ -40,8 +40,10 @@ def fitting_level(variants: StepVariants, budget: int) -> str | None:
         return None
     first = variants.front.first
     variants.needs(first)
-    for next_level in (_better, _small, _better):
-        _compile(variants, budget, next_level)
+    _compile(variants, budget, _better)
+    if _best(variants, budget) is None:
+        _compile(variants, budget, _small)
+        _compile(variants, budget, _better)
     if _best(variants, budget) == first:
         variants.needs(DEFAULT)  # which has the bits of the plain step on CPUs, too, and may be faster
     return _best(variants, budget)

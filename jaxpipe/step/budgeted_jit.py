@@ -18,7 +18,7 @@ from jaxpipe.costs.device_memory import pool_bytes, pool_fraction
 from jaxpipe.errors import MemoryBudgetError, ModelError
 from jaxpipe.step.fit_step import fitting_level, smallest
 from jaxpipe.step.step_arguments import Call, Compared, jitter, split_arguments, split_static, without_values
-from jaxpipe.step.step_front import DEFAULT, PLAIN
+from jaxpipe.step.step_front import PLAIN
 from jaxpipe.step.step_variants import StepVariants, Variant
 from jaxpipe.targets.known import target_of
 from jaxpipe.text.plain_table import PlainTable
@@ -185,12 +185,13 @@ class BudgetedFunction:
                 "batch needs less."
             )
         least, sizes = smallest(variants).bytes, variants.plain.compiled.memory_analysis()
+        decorated = variants.needs(variants.front.first).bytes
         state = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
         donates = (
             "" if sizes.alias_size_in_bytes else " Nothing is donated: donate_argnums=0 saves a copy of the state."
         )
         return MemoryBudgetError(
-            f"{head}, {variants.needs(DEFAULT).bytes} as decorated, and {least} ({bytes_text(least)}) with the least "
+            f"{head}, {decorated} as decorated, and {least} ({bytes_text(least)}) with the least "
             f"storage that was found, of which arguments and results are {bytes_text(state)}.{donates} Pass "
             f"memory={least} or more, a smaller batch, or decorate more of the step (the loss as well as the model); "
             "of blocks in a scan or under nn.remat, decorate the block."

@@ -9,7 +9,7 @@ depend on a budget.
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -56,17 +56,20 @@ class StepFront:
         reruns = [f"reruns {k} of {RERUN_LEVELS}" for k in range(RERUN_LEVELS if again else 0)]
         return PLAIN, *reruns, DEFAULT, *(f"room {k} of {ROOMS}" for k in range(first, ROOMS)), SMALLEST
 
-    def estimate(self, place: int) -> float:
-        """Return the estimated bytes of all programs together at the level of a place."""
-        level = self.levels[place]
+    @property
+    def first(self) -> str:
+        """Default storage as other levels have theirs."""
+        room = f"room 0 of {ROOMS}"
+        return room if room in self.levels else DEFAULT
+
+    def estimate(self, level: str) -> float:
+        """Return about how many bytes all programs take at a level, of a room without choosing what they store."""
         kind, number = _parsed(level)
-        with building_for(self.target):
-            if level == PLAIN:
-                return sum(map(_plain_bytes, self.fronts.values()))
-            if kind == "room":
-                room, fronts = self._room(number), self.fronts.values()
-                return sum(max(min(room, front.default.bytes), front.smallest.bytes) for front in fronts)
+        if kind != "room":
             return self.bytes(level)
+        with building_for(self.target):
+            room, fronts = self._room(number), self.fronts.values()
+            return sum(max(min(room, front.default.bytes), front.smallest.bytes) for front in fronts)
 
     @cached_property
     def hand_placed(self) -> tuple[str, ...]:
@@ -125,6 +128,8 @@ class StepFront:
 
     def _room(self, number: int) -> float:
         most = max(front.default.bytes for front in self.fronts.values())
+        if not number:
+            return most  # without a search for the smallest
         least = max(front.smallest.bytes for front in self.fronts.values())
         return most - (most - least) * number / ROOMS
 
@@ -176,12 +181,3 @@ def _front(program: DecoratedProgram, rates: Rates) -> Front:
     return Front(
         tuple(ways), items_of, held=None, home=0, period=math.inf, slack=0.0, solving=None, policy=program.policy
     )
-
-
-def _plain_bytes(front: Front) -> int:
-    """Return about what a program stores without decorations: all that backward programs read, as it is."""
-    items = front.ways[0].items
-    graph = items.backward_graph.graph
-    available = graph.derived_from_parameters() | items.held
-    kept: Sequence[int] = [t for t in items.backward_graph.needs if t not in available]
-    return max(sum(graph.tensors[t].bytes for t in kept) + max(items.problem.base), front.default.bytes)

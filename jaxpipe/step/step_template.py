@@ -10,7 +10,7 @@ To run a user's function and Flax anew for each level would take most of the tim
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -41,12 +41,12 @@ class StepTemplate:
 
     def with_storage(self, storage: Storage) -> Callable[..., PyTree]:
         """Return the step as a function of its own arguments, whose decorated programs run as a storage says."""
-        program, call, count = _substituted(self.program, storage), self.call, self.results.num_leaves
+        call, count = self.call, self.results.num_leaves
 
         @functools.wraps(call.step)
         def step(*args: PyTree, **kwargs: PyTree) -> PyTree:
             flat = flat_arguments(split_static(call.step, call.options, args, kwargs)[1])
-            outputs = _compat.evaluate_jaxpr(program, *flat.values)
+            outputs = _evaluated(self.program, storage, flat.values)
             if flat.modules:
                 nnx.update(flat.modules, jax.tree.unflatten(jax.tree.structure(flat.state), outputs[count:]))
             return jax.tree.unflatten(self.results, outputs[:count])
@@ -89,59 +89,52 @@ def _check_pairs(program: Any) -> None:
     seen = set()
     for equation in _compat.open_jaxpr(program)[0].eqns:
         if equation.primitive is FORWARD:
-            seen.add(_pair(equation, equation.invars))
-        elif equation.primitive is BACKWARD and _pair(equation, equation.invars) not in seen:
+            seen.add(_pair(equation))
+        elif equation.primitive is BACKWARD and _pair(equation) not in seen:
             raise CannotReplaceError
         for inner in _compat.inner_programs(equation):
             _check_pairs(inner)
 
 
-def _pair(equation: Equation, operands: Sequence[Atom]) -> tuple[object, ...]:
+def _pair(equation: Equation) -> tuple[object, ...]:
     """Return what a forward and a backward equation share: the program and its inputs."""
     program = equation.params["program"]
-    inputs = operands[: len(program.graph.inputs)]
+    inputs = equation.invars[: len(program.graph.inputs)]
     return program, *(repr(atom) if _compat.is_literal(atom) else id(atom) for atom in inputs)
 
 
-def _substituted(program: AnyJaxpr, storage: Storage) -> ClosedJaxpr:
-    """Return a program with the equations of passes in place of opaque ones."""
+def _evaluated(program: AnyJaxpr, storage: Storage, values: Sequence[Array]) -> list[Array]:
+    """Return what a program gives for some values, with passes run in place of opaque equations."""
     jaxpr, consts = _compat.open_jaxpr(program)
-    new, renamed = _Equations(list(jaxpr.constvars), consts), dict[Atom, Atom]()
-    kept: dict[tuple[object, ...], tuple[Passes, list[Atom], Any]] = {}
+    known = dict[Atom, Array](zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
+    kept: dict[tuple[object, ...], tuple[Passes, Any]] = {}
 
-    def now(atoms: Sequence[Atom]) -> list[Atom]:
-        return [atom if _compat.is_literal(atom) else renamed.get(atom, atom) for atom in atoms]
+    def read(atoms: Sequence[Atom]) -> list[Array]:
+        return [atom.val if _compat.is_literal(atom) else known[atom] for atom in atoms]
 
     for equation in jaxpr.eqns:
-        operands, params, count = now(equation.invars), equation.params, len(equation.outvars)
+        params = equation.params
         if equation.primitive is FORWARD:
             passes = storage(params["program"])
-            results, (_, structure) = new.put(lambda *values, passes=passes: passes.forward(values), operands)
-            kept[_pair(equation, operands)] = passes, results[count:], structure
+            results, stash = passes.forward(read(equation.invars))
+            kept[_pair(equation)] = passes, stash
         elif equation.primitive is BACKWARD:
-            passes, atoms, structure = kept[_pair(equation, operands)]
-            cotangents = operands[len(params["program"].graph.inputs) :]
-            results, _ = new.put(_gradients(passes, params, structure), [*atoms, *cotangents])
+            results = _gradients(*kept[_pair(equation)], params, read(equation.invars))
         else:
             inner = {name: _inner(value, storage) for name, value in params.items()}
-            new.equations.append(equation.replace(invars=operands, params=inner))
-            continue
-        renamed.update(zip(equation.outvars, results[:count], strict=True))
-    return _compat.rebuilt(jaxpr, new.variables, new.constants, jaxpr.invars, new.equations, now(jaxpr.outvars))
+            variables = [atom for atom in equation.invars if not _compat.is_literal(atom)]
+            results = _compat.evaluate_equation(equation.replace(params=inner), read(variables))
+        known.update(zip(equation.outvars, results, strict=True))
+    return read(jaxpr.outvars)
 
 
-def _gradients(passes: Passes, params: Mapping[str, Any], structure: Any) -> Callable[..., list[Array]]:
-    """Return the function that a backward equation stands for, of what is kept and of the cotangents that are given."""
+def _gradients(passes: Passes, stash: Any, params: Mapping[str, Any], operands: Sequence[Array]) -> list[Array]:
+    """Return the results of a backward equation, of what is kept and of the cotangents that are given."""
     program, given = params["program"], params["given"]
-
-    def run(*values: Array) -> list[Array]:
-        kept, rest = values[: structure.num_leaves], iter(values[structure.num_leaves :])
-        cotangents = [next(rest) if flag else None for flag in given]
-        gradients = passes.backward(jax.tree.unflatten(structure, kept), cotangents)
-        by_input = dict(zip(program.wrt, gradients, strict=True))
-        return [by_input[t] for t in has_gradient(program, given)]
-
-    return run
+    rest = iter(operands[len(program.graph.inputs) :])
+    gradients = passes.backward(stash, [next(rest) if flag else None for flag in given])
+    by_input = dict(zip(program.wrt, gradients, strict=True))
+    return [by_input[t] for t in has_gradient(program, given)]
 
 
 def _inner(value: Any, storage: Storage) -> Any:
@@ -150,7 +143,8 @@ def _inner(value: Any, storage: Storage) -> Any:
         return type(value)(_inner(x, storage) for x in value) if any(map(_is_opaque, value)) else value
     if not _is_opaque(value):
         return value
-    program = _substituted(value, storage)
+    inputs = _compat.open_jaxpr(value)[0].invars
+    program = jax.make_jaxpr(lambda *values: _evaluated(value, storage, values))(*(atom.aval for atom in inputs))
     if isinstance(value, ClosedJaxpr):
         return program
     jaxpr, consts = _compat.open_jaxpr(program)
@@ -165,33 +159,3 @@ def _is_opaque(value: Any) -> bool:
         return False
     equations = _compat.open_jaxpr(value)[0].eqns
     return any(x.primitive is FORWARD or any(map(_is_opaque, _compat.inner_programs(x))) for x in equations)
-
-
-@dataclass(frozen=True, eq=False)
-class _Equations:
-    """The equations of a program that is made, and its constants."""
-
-    variables: list[Atom]
-    constants: list[Array]
-    equations: list[Equation] = field(default_factory=list)
-
-    def put(self, function: Callable[..., PyTree], operands: Sequence[Atom]) -> tuple[list[Atom], Any]:
-        """Append what a function computes; returns its flat results and their structure, by part."""
-        structures = None
-
-        def flat(*values: Array) -> list[Array]:
-            nonlocal structures
-            results = function(*values)
-            structures = list(map(jax.tree.structure, results))
-            return jax.tree.leaves(results)
-
-        jaxpr, consts = _compat.open_jaxpr(jax.make_jaxpr(flat)(*(atom.aval for atom in operands)))
-        now = dict[Atom, Atom](zip(jaxpr.invars, operands, strict=True))
-
-        def of(atoms: Sequence[Atom]) -> list[Atom]:
-            return [atom if _compat.is_literal(atom) else now.get(atom, atom) for atom in atoms]
-
-        self.equations.extend(equation.replace(invars=of(equation.invars)) for equation in jaxpr.eqns)
-        self.variables.extend(jaxpr.constvars)
-        self.constants.extend(consts)
-        return of(jaxpr.outvars), structures

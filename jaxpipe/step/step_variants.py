@@ -139,13 +139,15 @@ class StepVariants:
         choices = Choices(_by_default, chosen, self._met)
         step = call.step
         if template is not None:
-            with building_for(call.device):
-                step = template.with_storage(choices.passes)
+            step = template.with_storage(choices.passes)
 
         @functools.wraps(call.step)
         def traced(*args: PyTree, **kwargs: PyTree) -> PyTree:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(without_encoding() if level == PLAIN else choosing(choices))
+                if level == PLAIN:
+                    stack.enter_context(without_encoding())
+                elif template is None:
+                    stack.enter_context(choosing(choices))
                 stack.enter_context(building_for(call.device))
                 return step(*args, **kwargs)
 

@@ -37,7 +37,7 @@ from jaxpipe.array_types import Device
 from jaxpipe.targets.absent import absent_devices
 from jaxpipe.targets.known import target_named
 from scripts.bench_encoding import BLOCKS, PLAIN, VARIANTS, Variant, build, step_summary, summary
-from scripts.check_gpu_encoding import compiled, on_device
+from scripts.check_target_encoding import compiled, on_device
 from scripts.encoding_cases import CASES, CASES_BY_NAME, GPU_CASES, WITH_BLOCKS, Case, Problem
 from scripts.measuring import alternate, header, keep_freed_memory
 from scripts.one_stage import batch_of, one_stage, stage_summary

@@ -53,7 +53,7 @@ from jaxpipe.costs.reserved_bytes import reserved_bytes
 from jaxpipe.step import explain, measures
 from jaxpipe.targets.absent import absent_devices
 from jaxpipe.targets.known import target_named
-from scripts.check_gpu_encoding import on_device
+from scripts.check_target_encoding import on_device
 from scripts.measuring import header
 from scripts.published_programs import PROGRAMS, Loss, Program, Training
 from scripts.published_sources import ABOVE, BELOW, CALL, Edit

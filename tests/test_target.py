@@ -1,5 +1,7 @@
 """Programs are built for the platform of their mesh or arguments, not for the default backend."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxpipe
+from jaxpipe.costs.device_memory import memory_of
+from jaxpipe.errors import PartitionError
+from jaxpipe.targets import Rates, Target, register
 from jaxpipe.targets.building import building_for, current, target_of_values
+from jaxpipe.targets.known import target_named, target_of, target_of_kind
 
 
 pytestmark = pytest.mark.core
@@ -102,3 +108,39 @@ def test_a_pipeline_is_built_for_its_mesh(monkeypatch):
     expected = lowered()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert lowered() == expected
+
+
+def test_a_kind_of_device_is_known_by_its_name_its_whole_kind_or_a_word_in_it():
+    kinds = {
+        "NVIDIA H100 80GB HBM3": "H100",
+        "NVIDIA L40S": "L40S",
+        "AMD Instinct MI300X": "MI300X",
+        "TPU v4": "v4",
+        "TPU v5 lite": "v5e",
+        "TPU v5": "v5p",
+        "TPU v6 lite": "v6e",
+        "cpu": "cpu",
+    }
+    assert {kind: target_of_kind(kind).name for kind in kinds} == kinds
+    assert target_of_kind("NVIDIA L4 of tomorrow, L400") == target_named("L4")
+    assert target_of_kind("Chip of another maker") is None
+
+
+def test_an_unknown_kind_is_any_device_of_its_platform():
+    unknown = SimpleNamespace(device_kind="Chip of another maker", platform="tpu")
+    assert (target_of(unknown).order, target_of(unknown).memory) == ("stepwise", None)
+    assert target_of(SimpleNamespace(device_kind="?", platform="gpu")).name == "gpu"
+
+
+def test_a_target_of_ones_own_is_one_call():
+    chip = Target("Chip 8", "gpu", Rates(flops=1e14, bytes=1e12), kinds=("Chip eight",), memory=48 << 30)
+    register(chip)
+    device = SimpleNamespace(device_kind="Chip eight", platform="gpu", memory_stats=lambda: None)
+    assert target_of(device) is chip and memory_of(device) == 48 << 30
+    with building_for(device):
+        assert current() is chip
+
+
+def test_a_name_that_nothing_has_is_refused():
+    with pytest.raises(PartitionError, match=r"^device='Chip 0': .*H100, .*v5e, .*jaxpipe\.targets\.register"):
+        target_named("Chip 0")

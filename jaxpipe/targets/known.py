@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from jaxpipe.errors import PartitionError
+from jaxpipe.targets.amd import MI300X
 from jaxpipe.targets.cpu import CPU
 from jaxpipe.targets.nvidia import GPU, GPUS
 from jaxpipe.targets.target import Target
@@ -38,7 +39,7 @@ def register(target: Target) -> Target:
     return target
 
 
-for _target in (*GPUS, *TPUS, CPU):
+for _target in (*GPUS, MI300X, *TPUS, CPU):
     register(_target)
 
 

@@ -55,7 +55,14 @@ def _tpu(
 
 TPUS = (
     _tpu(
-        "v4", "TPU v4", 275e12, 4.3e12, 1.2e12, 30.5, 128, topology=_topology("v4", _CUBES, chip_config_name="megacore")
+        "v4",
+        "TPU v4",
+        275e12,
+        4.3e12,
+        1.2e12,
+        30.75,
+        128,
+        topology=_topology("v4", _CUBES, chip_config_name="megacore"),
     ),
     _tpu("v5e", "TPU v5 lite", 197e12, 6.1e12, 0.819e12, 15.75, 128, topology=_topology("v5e", _FLAT)),
     _tpu("v5p", "TPU v5", 459e12, 14.3e12, 2.765e12, 95.73, 128, topology=_topology("v5p", _CUBES)),

@@ -2,7 +2,7 @@
 
     python -m jaxpipe explain scripts.explained_step:train_step --device H100
 
-Needs ``pip install '.[cuda]'``; no GPU.
+Needs ``pip install '.[cuda]'``; no GPU. For a TPU ``--device v5e``, and ``'.[tpu]'``.
 """
 
 import jax

@@ -83,7 +83,7 @@ def _of_kind(kind: str) -> TargetDevice:
             variables = " ".join(f"{name}={value}" for name, value in target.variables.items())
             raise PartitionError(
                 f"device={kind!r} is not here, and compiling for an absent one failed ({_first_line(error)}). It needs "
-                f"its compiler, which pip install 'jaxpipe[{target.compiler[0]}]' brings, and, before JAX starts, "
+                f"its compiler, which pip install 'jaxpipe[{target.extra}]' brings, and, before JAX starts, "
                 f"{variables} (the command `jaxpipe explain` sets them)."
             ) from error
         kind = f"{devices[0].device_kind} (absent)"

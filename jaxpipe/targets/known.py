@@ -97,7 +97,7 @@ def variables_for(name: str) -> Mapping[str, str]:
     target = _first(target for target in _KINDS.values() if target.name.lower() == name.lower())
     if target is None or any(map(glob.glob, target.files)):
         return {}
-    return target.variables if not target.compiler or any(map(_is_installed, target.compiler[1:])) else {}
+    return target.variables if not target.compilers or any(map(_is_installed, target.compilers)) else {}
 
 
 def _is_installed(module: str) -> bool:

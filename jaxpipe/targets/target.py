@@ -28,10 +28,11 @@ class Target:
       pool_variables: environment variables that say otherwise, the newer one first.
       on_chip: bytes beside the memory in which XLA keeps temporaries that are small enough. A program whose residuals
         fit there needs no memory for them.
-      lowers_for: the platform that programs are written down for, where that has another name.
+      lowers_for: the platform that programs are written down for; left out, that of the devices.
       topology: by how many devices that are not here, the arguments of ``jax.experimental.topologies`` for them; None:
         it cannot be compiled for.
-      compiler: the extra of jaxpipe that brings the compiler for those, and modules of which it is one.
+      extra: the extra of jaxpipe that brings the compiler for those.
+      compilers: modules of which one is there if it is installed.
       variables: environment variables with which JAX has to start for that.
       files: patterns of files that there are where the device is here, and the variables are not to be set.
       order: how the steps of a backward pass are kept in order.
@@ -62,7 +63,8 @@ class Target:
     on_chip: int = 0
     lowers_for: str = ""
     topology: Callable[[int], Mapping[str, Any]] | None = None
-    compiler: tuple[str, ...] = ()
+    extra: str = ""
+    compilers: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict, hash=False)
     order: Order = "joined"
@@ -74,3 +76,6 @@ class Target:
     keeps_checkpoints: bool = True
     exact_predictions: bool = False
     is_host: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lowers_for", self.lowers_for or self.platform)

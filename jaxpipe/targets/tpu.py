@@ -2,7 +2,8 @@
 
 Peaks are those of Google Cloud's pages on each version: bfloat16 operations, which a float32 product at JAX's default
 precision also is, and memory. Elements are counted as lanes (8 x 128) times slots times clock. Memory is what XLA's
-compiler has for a program, as its error for one that is too large says.
+compiler has for a program, as its error for one that is too large says. Of 128 MiB on the chip XLA sets 16 aside for
+what a kernel itself needs, and keeps arrays in the rest.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,7 +46,8 @@ def _tpu(
         kinds=(kind,),
         memory=int(gib * 2**30),
         on_chip=on_chip << 20,
-        compiler=("tpu", "libtpu"),
+        extra="tpu",
+        compilers=("libtpu",),
         files=("/dev/accel*", "/dev/vfio/[0-9]*"),
         variables=_ABSENT,
         order="stepwise",
@@ -64,9 +66,9 @@ TPUS = (
         128,
         topology=_topology("v4", _CUBES, chip_config_name="megacore"),
     ),
-    _tpu("v5e", "TPU v5 lite", 197e12, 6.1e12, 0.819e12, 15.75, 128, topology=_topology("v5e", _FLAT)),
-    _tpu("v5p", "TPU v5", 459e12, 14.3e12, 2.765e12, 95.73, 128, topology=_topology("v5p", _CUBES)),
-    _tpu("v6e", "TPU v6 lite", 918e12, 7.2e12, 1.64e12, 31.24, 128, topology=_topology("v6e", _FLAT)),
+    _tpu("v5e", "TPU v5 lite", 197e12, 6.1e12, 0.819e12, 15.75, 112, topology=_topology("v5e", _FLAT)),
+    _tpu("v5p", "TPU v5", 459e12, 14.3e12, 2.765e12, 95.73, 112, topology=_topology("v5p", _CUBES)),
+    _tpu("v6e", "TPU v6 lite", 918e12, 7.2e12, 1.64e12, 31.24, 112, topology=_topology("v6e", _FLAT)),
 )
 
 #: Any other TPU.

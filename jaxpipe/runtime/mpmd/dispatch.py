@@ -143,7 +143,7 @@ def _compile_programs(
             )
             for (number, place), call in ready.items()
         ]
-        compiled = compile_jobs(jobs, devices.target.lowers_for or devices.target.platform)
+        compiled = compile_jobs(jobs, devices.target.lowers_for)
         here = {key: program for key, program in zip(ready, compiled, strict=True) if program is not None}
         executables |= here
         first = {key: call for key, call in first.items() if key not in ready}

@@ -19,6 +19,7 @@ from jaxpipe.costs.count_products import count_products
 from jaxpipe.step import explain as explain_module
 from jaxpipe.step import explained_step
 from jaxpipe.step.compiled_buffers import compile_with_buffers
+from jaxpipe.targets.known import target_named
 
 
 ROWS, WIDTH, HIDDEN, CLASSES, BLOCKS = 96, 32, 64, 160, 3
@@ -264,7 +265,7 @@ def test_the_largest_batch_fits_and_little_more_would_not(monkeypatch):
     target = explain_module.target_device
 
     def with_memory(device, args):
-        return dataclasses.replace(target(device, args), memory=2 * room, others=())
+        return dataclasses.replace(target(device, args), memory=2 * room, others=(), target=target_named("H100"))
 
     monkeypatch.setattr(explain_module, "target_device", with_memory)
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
@@ -352,7 +353,8 @@ def test_arguments_that_are_not_used_take_nothing():
 )
 def test_the_share_of_the_pool_is_told(memory, text):
     explanation = linen()
-    other = dataclasses.replace(explanation, memory=int(memory * explanation.total_bytes), pool_fraction=0.75)
+    of_gpus = {"pool_fraction": 0.75, "pool_variables": target_named("H100").pool_variables}
+    other = dataclasses.replace(explanation, memory=int(memory * explanation.total_bytes), **of_gpus)
     assert re.search(text, " ".join(str(other).split()))
 
 

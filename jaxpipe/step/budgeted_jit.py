@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import Jaxpr
@@ -20,6 +19,7 @@ from jaxpipe.step.fit_step import fitting_level, smallest
 from jaxpipe.step.step_arguments import Call, Compared, jitter, split_arguments, split_static, without_values
 from jaxpipe.step.step_front import PLAIN
 from jaxpipe.step.step_variants import StepVariants, Variant
+from jaxpipe.step.target_device import devices_of
 from jaxpipe.targets.known import target_of
 from jaxpipe.text.plain_table import PlainTable
 from jaxpipe.text.printed import Printed
@@ -140,7 +140,7 @@ class BudgetedFunction:
     def _planned(
         self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], leaves: list[Any], alike: Hashable
     ) -> BudgetedLowered:
-        start, device = time.perf_counter(), _device(leaves, self._options)
+        start, device = time.perf_counter(), devices_of(leaves, self._options)[0]
         of_device = self._memory == "device"
         budget = multihost.from_first(lambda: pool_bytes(device)) if of_device else device_bytes(self._memory)
         shapes, named_shapes = without_values((args, kwargs))
@@ -264,21 +264,3 @@ def _shape(leaf: Any) -> Any:
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return leaf.shape, leaf.dtype
     return ((), jnp.result_type(leaf)) if isinstance(leaf, int | float | complex) else type(leaf)
-
-
-def _device(leaves: list[Any], options: dict[str, Any]) -> Device:
-    """Return a device of those that a step is for."""
-    given = [getattr(leaf, "sharding", None) for leaf in leaves]
-    for sharding in (*jax.tree.leaves(options.get("in_shardings")), *given):
-        devices = getattr(sharding, "device_set", None)
-        if devices:
-            return next(iter(devices))
-    if options.get("device") is not None:
-        return options["device"]
-    if options.get("backend") is not None:
-        return jax.devices(options["backend"])[0]
-    config: Any = jax.config
-    default = config.jax_default_device
-    if default is None:
-        return jax.devices()[0]
-    return jax.devices(default)[0] if isinstance(default, str) else default

@@ -1,12 +1,13 @@
 """The device that a step is explained for: one that is here, or a kind that is only compiled for."""
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from jaxpipe.array_types import PyTree
+from jaxpipe.array_types import Device, PyTree
 from jaxpipe.costs.device_memory import memory_of
 from jaxpipe.errors import PartitionError
 from jaxpipe.models.purify_nnx import is_array
@@ -51,21 +52,33 @@ def target_device(device: Any, args: PyTree) -> TargetDevice:
     if isinstance(device, str):
         return _of_kind(device)
     if device is None:
-        shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(args)]
-        devices = {d for sharding in shardings if sharding is not None for d in sharding.device_set}
+        devices = devices_of(jax.tree.leaves(args), {})
         if len(devices) > 1:
-            first = min(devices, key=lambda d: d.id)
-            return TargetDevice(None, (), f"{len(devices)} x {first.device_kind}", _memory(first), target_of(first))
-        config: Any = jax.config
-        device = next(iter(devices), config.jax_default_device or jax.devices()[0])
-        if isinstance(device, str):  # a platform
-            return _of_kind(device)
+            kind = f"{len(devices)} x {devices[0].device_kind}"
+            return TargetDevice(None, (), kind, _memory(devices[0]), target_of(devices[0]))
+        device = devices[0]
     if not hasattr(device, "device_kind"):
         raise PartitionError(
             f"device={device!r} ({type(device).__name__}); it must be a jax.Device, or the name of a kind, such as "
             "'H100' or 'cpu'."
         )
     return _present(device)
+
+
+def devices_of(leaves: Sequence[Any], options: Mapping[str, Any]) -> list[Device]:
+    """Return the devices that a step is for, in the order of their numbers.
+
+    Args:
+      leaves: of its arguments; they decide if they have shardings.
+      options: of ``jax.jit``, which decide else; the default of JAX, if they do not.
+    """
+    shardings = [*jax.tree.leaves(options.get("in_shardings")), *(getattr(leaf, "sharding", None) for leaf in leaves)]
+    devices = {d for sharding in shardings for d in getattr(sharding, "device_set", ())}
+    if devices:
+        return sorted(devices, key=lambda d: d.id)
+    config: Any = jax.config
+    default = options.get("device") or options.get("backend") or config.jax_default_device
+    return [jax.devices(default)[0] if default is None or isinstance(default, str) else default]
 
 
 def _of_kind(kind: str) -> TargetDevice:

@@ -12,7 +12,7 @@ import jax
 from jax.core import Tracer
 
 from jaxpipe.array_types import Device
-from jaxpipe.targets.known import target_named, target_of, target_of_platform
+from jaxpipe.targets.known import ANY, target_named, target_of, target_of_platform
 from jaxpipe.targets.target import Target
 
 
@@ -31,7 +31,7 @@ def current() -> Target:
 
 @contextlib.contextmanager
 def building_for(target: Target | Device | str | None) -> Iterator[None]:
-    """Trace and plan for a target, that of a device, or one by name; None changes nothing.
+    """Trace and plan for a target, that of a device, or one by its name or platform; None changes nothing.
 
     Example:
       >>> with building_for("H100"):
@@ -39,7 +39,7 @@ def building_for(target: Target | Device | str | None) -> Iterator[None]:
       'gpu'
     """
     if isinstance(target, str):
-        target = target_named(target)
+        target = ANY.get(target) or target_named(target)
     elif target is not None and not isinstance(target, Target):
         target = target_of(target)
     with _chosen(target or _chosen.value):

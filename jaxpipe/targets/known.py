@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # profiles are read without JAX, and the command sets variabl
 
 #: Kinds of devices whose rates are known, and what any other device of a platform is.
 _KINDS: dict[str, Target] = {}
-_PLATFORMS = {"gpu": GPU, "tpu": TPU}
+ANY = {"gpu": GPU, "tpu": TPU}
 
 
 def register(target: Target) -> Target:
@@ -49,7 +49,7 @@ def known_targets() -> tuple[Target, ...]:
 
 
 def target_named(name: str) -> Target:
-    """Return the target of a name, in any case: ``"H100"``, ``"v5e"``, ``"cpu"``, or a platform's, ``"gpu"``.
+    """Return the target of a name, in any case: ``"H100"``, ``"v5e"``, ``"cpu"``.
 
     Raises:
       PartitionError: if no target has it.
@@ -58,7 +58,7 @@ def target_named(name: str) -> Target:
       >>> target_named("h100").platform
       'gpu'
     """
-    by_name = _PLATFORMS | {known.lower(): target for known, target in _KINDS.items()}
+    by_name = {known.lower(): target for known, target in _KINDS.items()}
     if name.lower() not in by_name:
         raise PartitionError(
             f"device={name!r}: its peak rates are not known, only those of {', '.join(_KINDS)}. Use the nearest of "
@@ -86,7 +86,7 @@ def target_of(device: "Device") -> Target:
 
 def target_of_platform(platform: str) -> Target:
     """Return what devices of a platform are taken for if their kind is unknown."""
-    return _KINDS.get(platform) or _PLATFORMS.get(platform, GPU)
+    return _KINDS.get(platform) or ANY.get(platform, GPU)
 
 
 def variables_for(name: str) -> Mapping[str, str]:

@@ -161,6 +161,22 @@ def test_bytes_of_large_models_are_the_measured_ones():
             assert readme[titles[row["name"]]][:4] == expected
 
 
+def test_bytes_on_a_tpu_are_the_measured_ones():
+    shown = table_rows(DOCS / "devices.md")
+    titles = {"GPT-2 8x512": "GPT-2 small, 8 x 512", "UNet": "U-Net", "GPT-2 bfloat16": "GPT-2 in bfloat16"}
+    rows = results("encoding-v5e-jax0.12")["rows"]
+    for row in rows:
+        sizes, products = row["temporaries"], row["products"]
+        assert sizes["fast"] <= sizes["plain"], row["name"]
+        budgets = [name for name in sizes if name.endswith("%") and sizes[name] is not None]
+        cells = [
+            f"{sizes[name] / 2**20:,.1f} / {products[name]}" if sizes.get(name) else "-"
+            for name in ("plain", "fast", "dots-no-batch", "blocks", *budgets[:1])
+        ]
+        assert shown[titles.get(row["name"], row["name"])] == [*cells, "-"][:5], row["name"]
+    assert len(rows) >= 4
+
+
 def test_budgets_of_one_device_are_the_measured_ones():
     models = results("memory-front-h100-jax0.12")["models"]
     shown, readme = table_rows(DOCS / "benchmarks.md"), table_rows(ROOT / "README.md")

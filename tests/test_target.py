@@ -106,7 +106,8 @@ def test_a_pipeline_is_built_for_its_mesh(monkeypatch):
         return report.predicted_bytes, report.compiled_bytes
 
     expected = lowered()
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(device_kind="NVIDIA H100", platform="gpu")])
+    assert current().name == "H100"
     assert lowered() == expected
 
 

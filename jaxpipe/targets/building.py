@@ -1,6 +1,6 @@
 """The target that a program is built for: XLA:CPU needs other programs than a GPU or a TPU does.
 
-It is not that of ``jax.default_backend()``: a process with a GPU may train on CPU devices, and programs are compiled
+It is not that of JAX's default device: a process with a GPU may train on CPU devices, and programs are compiled
 ahead of time for devices that a machine does not have.
 """
 
@@ -24,7 +24,7 @@ def current() -> Target:
     """Return the target that the program being traced or planned is for.
 
     In this order: the innermost ``building_for``, the mesh of an enclosing ``shard_map`` or ``jax.set_mesh``,
-    ``jax.default_device``, the default backend.
+    ``jax.default_device``, the first device of the default backend.
     """
     return _chosen.value or _of_mesh(jax.sharding.get_abstract_mesh()) or _default()
 
@@ -68,5 +68,5 @@ def _default() -> Target:
     config: Any = jax.config
     device = config.jax_default_device
     if device is None:
-        device = jax.default_backend()
+        device = jax.local_devices()[0]
     return target_of_platform(device) if isinstance(device, str) else target_of(device)

@@ -1,5 +1,6 @@
 """Known targets, by what JAX or a user calls them."""
 
+import functools
 import glob
 import importlib.util
 import re
@@ -36,11 +37,8 @@ def register(target: Target) -> Target:
       True
     """
     _KINDS[target.name] = target
+    target_of_kind.cache_clear()
     return target
-
-
-for _target in (*GPUS, MI300X, *TPUS, CPU):
-    register(_target)
 
 
 def known_targets() -> tuple[Target, ...]:
@@ -67,6 +65,7 @@ def target_named(name: str) -> Target:
     return by_name[name.lower()]
 
 
+@functools.cache  # it is asked for each operator of a program
 def target_of_kind(kind: str) -> Target | None:
     """Return the target of a device kind, as JAX names it: all of it, or a word in it; None for an unknown one.
 
@@ -109,3 +108,7 @@ def _is_installed(module: str) -> bool:
 
 def _first(targets: Iterable[Target]) -> Target | None:
     return next(iter(targets), None)
+
+
+for _target in (*GPUS, MI300X, *TPUS, CPU):
+    register(_target)

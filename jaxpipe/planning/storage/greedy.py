@@ -4,7 +4,6 @@ Large models repeat layers, so all items that are alike are given up at once: in
 only when all of them have given up the same item. Where that is not enough, items are given up one by one, too.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,13 +12,6 @@ from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Outcome, 
 
 #: How many changes are tried before each is made, where items are given up one by one.
 MOST_TRIALS = 16
-
-
-#: Items that change together, and the position of their new option.
-Change = tuple[tuple[int, ...], int]
-
-#: Prices of changes that were not tried yet, and of those that gave nothing.
-_UNKNOWN, _NO_GAIN = (-math.inf, 0.0), (math.inf, 0.0)
 
 
 @dataclass(frozen=True)
@@ -68,9 +60,8 @@ def _descended(problem: Problem, choice: Sequence[int], changes: Changes) -> lis
     """Change groups of items until the limits hold, or no single change brings them nearer."""
     choice = list(choice)
     now = simulate(problem, choice)
-    prices: dict[Change, tuple[float, float]] = {}
     while now is None or not now.fits(problem):
-        step = _best_step(problem, choice, now, changes, prices)
+        step = _best_step(problem, choice, now, changes)
         if step is None:
             break
         choice = step
@@ -165,27 +156,14 @@ def _moves(
     return moves
 
 
-def _best_step(
-    problem: Problem,
-    choice: Sequence[int],
-    now: Outcome | None,
-    changes: Changes,
-    prices: dict[Change, tuple[float, float]],
-) -> list[int] | None:
-    """Return the choice after the change that costs fewest seconds for each byte by which it lowers the excess.
-
-    A change whose price was higher in the step before is not tried: prices change little from step to step.
-    """
-    moves = sorted(
+def _best_step(problem: Problem, choice: Sequence[int], now: Outcome | None, changes: Changes) -> list[int] | None:
+    """Return the choice after the change that costs fewest seconds for each byte by which it lowers the excess."""
+    moves = [
         (price, group, position) for group in changes.groups for price, position in _moves(problem, choice, now, group)
-    )
-    tried = sorted((move[1:] for move in moves[: changes.most_trials]), key=lambda move: prices.get(move, _UNKNOWN))
+    ]
     best = None
     before = None if now is None else _excess(problem, now)
-    for group, position in tried:
-        if best is not None and prices.get((group, position), _UNKNOWN) > best[0]:
-            break
-        prices[group, position] = _NO_GAIN
+    for _, group, position in sorted(moves)[: changes.most_trials]:
         other = list(choice)
         for k in group:
             other[k] = position
@@ -197,7 +175,6 @@ def _best_step(
             continue
         gain = 1.0 if before is None else (before[0] - after[0]) or 1e-3 * (before[1] - after[1])
         price = (max(0.0, outcome.seconds - (0.0 if now is None else now.seconds)) / gain, -gain)
-        prices[group, position] = price
         if best is None or price < best[0]:
             best = price, other
     return None if best is None else best[1]

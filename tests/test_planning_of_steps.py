@@ -14,4 +14,4 @@ def test_a_budget_is_planned_in_a_small_multiple_of_tracing(model, tmp_path):
     command = [sys.executable, "-m", "scripts.bench_step_planning", "--models", model, "--shares", "0.6"]
     subprocess.run([*command, "--out", str(out)], check=True)
     (row,) = json.loads(out.read_text())["rows"]
-    assert row["ratio"] < 16  # measured: 8.9 and 8.1; a busy machine takes up to twice as long
+    assert row["ratio"] < 16  # measured: 7.7 and 9.3; a busy machine takes up to twice as long

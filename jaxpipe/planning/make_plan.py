@@ -75,7 +75,7 @@ def _described(candidate: Candidate) -> str:
 
 
 def _by_default(candidates: Sequence[Candidate]) -> PlannedStep:
-    """Return the plan without a budget, compiled where predictions are not exact: for GPUs, as stage programs."""
+    """Return the plan without a budget, compiled where predictions are not exact, as stage programs."""
     planned = leanest(candidates).described  # on which no choice depends: bytes are predicted when somebody asks
     wanted = candidates[0].traced.request.options.compile
     compiles = not current().exact_predictions if wanted is None else wanted

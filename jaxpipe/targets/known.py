@@ -65,7 +65,7 @@ def target_named(name: str) -> Target:
     return by_name[name.lower()]
 
 
-@functools.cache  # it is asked for each operator of a program
+@functools.cache  # called for each operator of a program
 def target_of_kind(kind: str) -> Target | None:
     """Return the target of a device kind, as JAX names it: all of it, or a word in it; None for an unknown one.
 

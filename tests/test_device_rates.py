@@ -12,9 +12,10 @@ import pytest
 
 import jaxpipe
 from examples import models
+from jaxpipe.costs.kernels import program_cost
 from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.roofline import analytic
-from jaxpipe.graph.graph import trace
+from jaxpipe.graph.graph import read_graph, trace
 from jaxpipe.residuals.backward_graph import build_backward_graph
 from jaxpipe.targets.building import building_for
 from jaxpipe.targets.known import target_named
@@ -88,6 +89,26 @@ def test_what_two_kernels_read_is_written_once_if_it_is_a_sum_of_arrays():
     profile = estimate(residual, shape(n, m), shape(n, m), shape(m, m))
     # Read x and y, write z; read z, write tanh(z); the product; read z and the product, write the result.
     assert sum(profile.forward_seconds) == 4 * (3 * n * m + 2 * n * m + (2 * n * m + m * m) + 3 * n * m)
+
+
+@pytest.mark.parametrize(
+    ("arrays_on_chip", "moved"),
+    [
+        (0, (3, 2, 2, 3)),  # as above
+        (1, (2, 0, 0, 3)),  # z makes room for tanh(z): it is written and read again
+        (2, (2, 0, 0, 1)),  # x and y are read, the result is written
+    ],
+)
+def test_what_stays_on_the_chip_is_neither_written_nor_read(arrays_on_chip, moved):
+    n, m = 512, 64
+
+    def residual(x, y, w):
+        z = x + y
+        return z + jnp.tanh(z) @ w
+
+    graph = read_graph(jax.make_jaxpr(residual)(shape(n, m), shape(n, m), shape(m, m)))
+    _, seconds = program_cost(graph, replace(MEMORY, on_chip=4 * (arrays_on_chip * n * m + m * m)))
+    assert seconds == 4 * (sum(moved) * n * m + m * m)
 
 
 def test_a_lookup_reads_its_rows_not_the_table():

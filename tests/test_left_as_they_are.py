@@ -18,7 +18,7 @@ from tests.support.compare import assert_same_bits
 
 @pytest.fixture(autouse=True)
 def roomy_chip():
-    register(replace(CPU, on_chip=1 << 40))
+    register(replace(CPU, rates=replace(CPU.rates, on_chip=1 << 40)))
     with contextlib.ExitStack() as stack:
         stack.callback(register, CPU)
         yield

@@ -121,6 +121,6 @@ def test_a_pipeline_is_planned_and_compiled_for_several(v5e):
     assert arithmetic < pipeline.plan.step_seconds < 4 * arithmetic
     report = pipeline.memory_report()
     # What XLA keeps on the chip is predicted to be in memory.
-    chip = target_named("v5e").on_chip
+    chip = target_named("v5e").rates.on_chip
     for predicted, compiled in zip(report.predicted_bytes, report.compiled_bytes, strict=True):
         assert -0.02 * compiled < predicted - compiled <= chip

@@ -12,7 +12,7 @@ fuse nothing, sums and other reductions, and what several operators read that is
 import enum
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -349,23 +349,53 @@ def owner_seconds(body: Body, results: Iterable[int], count: int) -> list[float]
     """Seconds of a program for each of ``count`` owners of its parts.
 
     Of a kernel, who reads an array first and who makes what is written have the seconds of these bytes; or, if its
-    arithmetic takes longer, everyone has those of his own.
+    arithmetic takes longer, everyone has those of his own. What stays on the chip takes none.
     """
-    total = [0.0] * count
-    for kernel in _Cutter(body, results).kernels():
+    total, results = [0.0] * count, [*results]
+    kernels = _Cutter(body, results).kernels()
+    loads, written = _memory_traffic(kernels, body, {body.base[v] for v in results})
+    for kernel, unread in zip(kernels, loads, strict=True):
         parts = [body.parts[k] for k in sorted(kernel.parts)]
-        last, rate = parts[-1], body.rates.bytes
+        last, rate, stores = parts[-1], body.rates.bytes, kernel.roots & written
         total[last.owner] += body.rates.kernel_seconds + last.work.other
+        moved = sum(unread.values()) + body.size(stores)
         if last.work.kind is Kind.ALONE:
-            total[last.owner] += max(last.work.arithmetic, last.work.moved / rate)
+            stays = sum(kernel.reads.values()) + body.size(kernel.roots) - moved
+            total[last.owner] += max(last.work.arithmetic, (last.work.moved - min(stays, last.work.moved)) / rate)
             continue
-        moved = sum(kernel.reads.values()) + body.size(kernel.roots)
         if sum(part.work.arithmetic for part in parts) > moved / rate:
             for part in parts:
                 total[part.owner] += part.work.arithmetic
             continue
-        unread = kernel.reads.copy()
         for part in parts:
             read = sum(unread.pop(body.base[v], 0.0) for v in part.inputs)
-            total[part.owner] += (read + body.size(kernel.roots & {*part.outputs})) / rate
+            total[part.owner] += (read + body.size(stores & {*part.outputs})) / rate
     return total
+
+
+def _memory_traffic(
+    kernels: Sequence[_Kernel], body: Body, results: Collection[int]
+) -> tuple[list[dict[int, float]], set[int]]:
+    """The bytes that each kernel reads from memory, by value, and the values that are written there.
+
+    What a kernel reads or makes stays on the chip until newer values have taken its place, the least recently used
+    first. A value that loses its place before its last reader has it is written, and so are results.
+    """
+    room = body.rates.on_chip
+    if not room:
+        return [kernel.reads.copy() for kernel in kernels], {v for kernel in kernels for v in kernel.roots}
+    last = {v: k for k, kernel in enumerate(kernels) for v in kernel.reads}
+    held, taken = dict[int, float](), 0.0  # the most recently used at the end
+    loads, written = list[dict[int, float]](), set(results)
+    for k, kernel in enumerate(kernels):
+        loads.append({v: size for v, size in kernel.reads.items() if v not in held})
+        for v in (*kernel.reads, *kernel.roots):
+            taken -= held.pop(v, 0.0)
+            if last.get(v, -1) > k:
+                held[v] = body.sizes[v]
+                taken += held[v]
+        while taken > room:
+            v = next(iter(held))
+            taken -= held.pop(v)
+            written.add(v)
+    return loads, written

@@ -11,7 +11,7 @@ from jaxpipe.targets.building import current
 
 def default_passes(program: DecoratedProgram) -> Passes:
     """Return passes with default storage, or JAX's own where XLA keeps all that these save beside the memory."""
-    if plain_bytes(program) <= current().on_chip:
+    if plain_bytes(program) <= current().rates.on_chip:
         return CheckpointedPasses(program, (), jax.checkpoint_policies.everything_saveable)
     return StoredPasses(program.default, labelled=True)
 

@@ -19,9 +19,11 @@ class Rates:
       element_flops: operations of everything else, and of products whose precision is ``HIGHEST``; left out, as
         ``flops``.
       kernel_seconds: from the end of one kernel to the work of the next. What XLA fuses is one kernel.
+      on_chip: bytes, beside the memory, in which XLA keeps temporaries that are small enough: what is there is neither
+        read from memory nor written to it. A program whose residuals fit there needs no memory for them.
 
     Raises:
-      PartitionError: if a rate is not a positive number, or ``kernel_seconds`` is negative.
+      PartitionError: if a rate is not a positive number, or one of the last two is negative.
 
     Example:
       >>> Rates(flops=1e12, bytes=1e11).half_flops
@@ -33,6 +35,7 @@ class Rates:
     half_flops: float = 0.0
     element_flops: float = 0.0
     kernel_seconds: float = 0.0
+    on_chip: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("half_flops", "element_flops"):
@@ -40,9 +43,10 @@ class Rates:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not number or value < 0 or (value == 0 and field.name != "kernel_seconds"):
+            if not number or value < 0 or (value == 0 and field.name not in ("kernel_seconds", "on_chip")):
                 raise PartitionError(
-                    f"Rates({field.name}={value!r}): it must be a finite number above zero; kernel_seconds may be zero."
+                    f"Rates({field.name}={value!r}): it must be a finite number above zero; kernel_seconds "
+                    "and on_chip may be zero."
                 )
             object.__setattr__(self, field.name, float(value))
 
@@ -58,7 +62,9 @@ PRODUCT_SHARE = 0.7
 MEMORY_SHARE = 0.9
 
 
-def attained(flops: float, half_flops: float, element_flops: float, memory: float, kernel_seconds: float) -> Rates:
+def attained(
+    flops: float, half_flops: float, element_flops: float, memory: float, kernel_seconds: float, on_chip: int = 0
+) -> Rates:
     """Return the rates that programs attain of the peaks of a data sheet.
 
     Args:
@@ -67,6 +73,7 @@ def attained(flops: float, half_flops: float, element_flops: float, memory: floa
       element_flops: of float32 outside matrix units.
       memory: bytes.
       kernel_seconds: from one kernel to the next, its first and last reads and writes included.
+      on_chip: bytes that may stay beside the memory.
     """
     return Rates(
         flops=PRODUCT_SHARE * flops,
@@ -74,6 +81,7 @@ def attained(flops: float, half_flops: float, element_flops: float, memory: floa
         half_flops=PRODUCT_SHARE * half_flops,
         element_flops=element_flops,
         kernel_seconds=kernel_seconds,
+        on_chip=on_chip,
     )
 
 

@@ -26,8 +26,6 @@ class Target:
       memory: bytes of the variant with the least; None where that is not known.
       pool_fraction: the part of them that programs may take unless a variable says otherwise.
       pool_variables: environment variables that say otherwise, the newer one first.
-      on_chip: bytes beside the memory in which XLA keeps temporaries that are small enough. A program whose residuals
-        fit there needs no memory for them.
       lowers_for: the platform that programs are written down for; left out, that of the devices.
       topology: by how many devices that are not here, the arguments of ``jax.experimental.topologies`` for them; None:
         it cannot be compiled for.
@@ -60,7 +58,6 @@ class Target:
     memory: int | None = None
     pool_fraction: float = 1.0
     pool_variables: tuple[str, ...] = ()
-    on_chip: int = 0
     lowers_for: str = ""
     topology: Callable[[int], Mapping[str, Any]] | None = None
     extra: str = ""

@@ -42,10 +42,9 @@ def _tpu(
     return Target(
         name,
         "tpu",
-        attained(flops, flops, element_flops, memory, _KERNEL_SECONDS),
+        attained(flops, flops, element_flops, memory, _KERNEL_SECONDS, on_chip << 20),
         kinds=(kind,),
         memory=int(gib * 2**30),
-        on_chip=on_chip << 20,
         extra="tpu",
         compilers=("libtpu",),
         files=("/dev/accel*", "/dev/vfio/[0-9]*"),

@@ -2,7 +2,7 @@
 
 import random
 
-from jaxpipe.graph.buffer_packing import Buffer, alive_bytes, reserved_bytes
+from jaxpipe.graph.buffer_packing import Buffer, alive_bytes, in_memory, reserved_bytes
 
 
 def test_known_places():
@@ -14,6 +14,15 @@ def test_known_places():
     assert reserved_bytes([Buffer(4, 5, 8, before=1), Buffer(2, 3, 8)]) == 8
 
     assert reserved_bytes([Buffer(0, 1, 8), Buffer(0, 9, 6), Buffer(2, 9, 9)]) == 15
+
+
+def test_what_is_needed_for_the_shortest_time_is_kept_beside_the_memory():
+    short, long, later, large = Buffer(0, 1, 8), Buffer(0, 5, 8), Buffer(3, 3, 8), Buffer(2, 2, 20)
+    buffers = [long, large, short, later]
+    assert in_memory(buffers, 0) == buffers
+    assert in_memory(buffers, 8) == [large, long]
+    assert in_memory(buffers, 16) == [large]
+    assert in_memory(buffers, 28) == []
 
 
 def test_no_less_than_is_alive():

@@ -120,7 +120,6 @@ def test_a_pipeline_is_planned_and_compiled_for_several(v5e):
     arithmetic = 4 * 3 * 2 * rows * width * 4 * width / len(devices) / 197e12
     assert arithmetic < pipeline.plan.step_seconds < 4 * arithmetic
     report = pipeline.memory_report()
-    # What XLA keeps on the chip is predicted to be in memory.
-    chip = target_named("v5e").rates.on_chip
+    # XLA decides by gains that it estimates which temporaries to keep on the chip; an array of 32 MiB differs.
     for predicted, compiled in zip(report.predicted_bytes, report.compiled_bytes, strict=True):
-        assert -0.02 * compiled < predicted - compiled <= chip
+        assert abs(predicted - compiled) <= 0.02 * compiled + 2**25

@@ -24,6 +24,24 @@ class Buffer:
     before: int = -1
 
 
+def in_memory(buffers: Sequence[Buffer], room: float) -> list[Buffer]:
+    """Return the buffers that are not kept beside the memory, where at any moment there is room for so many bytes.
+
+    Those that are needed for the shortest time are kept there first.
+    """
+    if not room:
+        return list(buffers)
+    taken = np.zeros(max((buffer.end for buffer in buffers), default=0) + 1)
+    rest = []
+    for buffer in sorted(buffers, key=lambda buffer: (buffer.end - buffer.start, buffer.bytes)):
+        time = slice(buffer.start, buffer.end + 1)
+        if buffer.bytes + taken[time].max() > room:
+            rest.append(buffer)
+        else:
+            taken[time] += buffer.bytes
+    return rest
+
+
 def alive_bytes(buffers: Sequence[Buffer]) -> int:
     """The most bytes that are needed at once."""
     if not buffers:

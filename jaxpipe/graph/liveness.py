@@ -9,7 +9,7 @@ import jax
 
 from jaxpipe import _compat
 from jaxpipe.array_types import TensorNumber
-from jaxpipe.graph.buffer_packing import Buffer, alive_bytes, reserved_bytes
+from jaxpipe.graph.buffer_packing import Buffer, alive_bytes, in_memory, reserved_bytes
 from jaxpipe.graph.graph import Graph, Operator, read_graph
 from jaxpipe.graph.op_cost import COMPUTE_AGAIN
 from jaxpipe.graph.operator_vjp import writes_zeros
@@ -66,7 +66,8 @@ def temporary_bytes(graph: Graph, donated: Sequence[TensorNumber] = ()) -> int:
         if id(buffer) not in results:
             results.add(id(buffer))
             pending += alive.below.get(id(buffer), [])
-    return reserved_bytes([buffer for buffer in alive.buffers if id(buffer) not in results])
+    temporaries = [buffer for buffer in alive.buffers if id(buffer) not in results]
+    return reserved_bytes(in_memory(temporaries, current().rates.on_chip))
 
 
 def lifetimes(graph: Graph, donated: Sequence[TensorNumber] = ()) -> list[Buffer]:

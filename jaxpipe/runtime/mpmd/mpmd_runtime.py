@@ -151,7 +151,7 @@ class MpmdRuntime:
         objective, cuts = followed_cuts(planned, objective, name)
         stages = cut_stages(objective, cuts, planned.stage_placement)
         rounds = planned.program.stage_replicas.rounds(batching.num_microbatches)
-        schedule = forward_only(before.num_devices, rounds, before.num_chunks)
+        schedule = forward_only(before.num_devices, rounds, before.num_chunks, before.stage_of)
         with self._building():
             parts = {"objective": objective, "stages": stages, "schedule": schedule}
             program = dataclasses.replace(planned.program, **parts, num_microbatches=batching.num_microbatches)

@@ -31,12 +31,11 @@ def to_csv(schedule: Schedule) -> str:
       0F0,0F1,,0B0,,0B1
       ,1F0,1B0,1F1,1B1,
     """
-    p = schedule.num_devices
-    rows: list[list[str]] = [[] for _ in range(p)]
+    rows: list[list[str]] = [[] for _ in schedule.stage_of]
     for tick in schedule.ticks:
         width = max(len(actions) for actions in tick)
         for s, actions in enumerate(tick):
-            cells = [f"{a.chunk * p + s}{a.kind.value}{a.microbatch}" for a in actions]
+            cells = [f"{schedule.stage(s, a.chunk)}{a.kind.value}{a.microbatch}" for a in actions]
             rows[s] += [*cells, *[""] * (width - len(cells))]
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(rows)

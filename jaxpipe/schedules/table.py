@@ -137,9 +137,9 @@ class Schedule:
                     ticks[device, action.kind, action.chunk][action.microbatch] = t
         return dict(ticks)
 
-    def home(self, stage: int, kind: Kind) -> tuple[DeviceNumber, Kind, int]:
-        """Device, kind and chunk of a stage's work: what ``when`` takes."""
-        return self.device(stage), kind, self.chunk(stage)
+    def stage_ticks(self, stage: int, kind: Kind) -> dict[int, int]:
+        """The tick in which a stage works on each micro-batch; none before the first stage and behind the last."""
+        return self.when(self.device(stage), kind, self.chunk(stage)) if 0 <= stage < self.total_stages else {}
 
     @cached_property
     def device_numbers(self) -> tuple[DeviceNumber, ...]:
@@ -161,10 +161,9 @@ class Schedule:
         return tuple(places[s] for s in range(self.total_stages))
 
     @cached_property
-    def _ways(self) -> tuple[tuple[int, int], ...]:
-        """The ways of messages from each stage to the next and back (``Step.needs``)."""
-        pairs = enumerate(itertools.pairwise(self._places))
-        return tuple((2 * s, 2 * s + 1) if one[0] != other[0] else (-1, -1) for s, (one, other) in pairs)
+    def apart(self) -> tuple[bool, ...]:
+        """Whether each stage and the next are on two devices, between which messages go."""
+        return tuple(one[0] != other[0] for one, other in itertools.pairwise(self._places))
 
     def stage(self, device: int, chunk: int) -> StageNumber:
         """Return the stage that is a chunk of a device."""
@@ -271,13 +270,13 @@ class Schedule:
         stage, m = self.stage_of[device][chunk], self.num_microbatches
         work = len(KINDS) * stage + KINDS.index(kind)
         if kind is Kind.FORWARD:
-            needs = (((work - len(KINDS)) * m + j, self._ways[stage - 1][0]),) if stage else ()
+            needs = (((work - len(KINDS)) * m + j, 2 * stage - 2 if self.apart[stage - 1] else -1),) if stage else ()
         elif kind is Kind.BACKWARD_WEIGHT:
             needs = (((work - 1) * m + j, -1),)
         else:
             needs = (((len(KINDS) * stage) * m + j, -1),)
             if stage + 1 < self.total_stages:
-                needs += (((work + len(KINDS)) * m + j, self._ways[stage][1]),)
+                needs += (((work + len(KINDS)) * m + j, 2 * stage + 1 if self.apart[stage] else -1),)
         return Step(device, action, work, work * m + j, needs)
 
     @property
@@ -407,7 +406,7 @@ class Schedule:
     def _check(self, kind: Kind, stage: int, needed: Kind, source: int) -> None:
         """A stage's work of one kind comes after another stage's of another kind."""
         if 0 <= source < self.total_stages:
-            later, earlier = (self._ticks_of.get(self.home(*x), {}) for x in ((stage, kind), (source, needed)))
+            later, earlier = self.stage_ticks(stage, kind), self.stage_ticks(source, needed)
             what, needs = f"{kind.value} of stage {stage}", f"{needed.value} of stage {source}"
             self._check_order(later, earlier, int(self.device(stage) != self.device(source)), what, needs)
 

@@ -227,7 +227,8 @@ def searched_candidates(candidates: Sequence[Candidate], sources: Sequence[Candi
                 continue
             if any((1 - SHORTER) * x.seconds <= least and x.waiting_bytes <= waiting for x in best):
                 continue
-            tell(f"Searching for a schedule of {fixed.schedule.total_stages} stages with {list(limits)} stashes in flight")
+            count = fixed.schedule.total_stages
+            tell(f"Searching for a schedule of {count} stages with {list(limits)} stashes in flight")
             maker = functools.partial(list_schedule, **arguments)
             schedule = schedule_makers.check_schedule(maker(*size), *size)
             candidate = build_candidate(fixed.cut, schedule, maker)

@@ -1,10 +1,10 @@
 """The device of every stage: in turn, in a V, or any other map of one's own.
 
-    4 devices, 2 stages on each    in turn       in a V
-    device 0                       0  4          0  7
-    device 1                       1  5          1  6
-    device 2                       2  6          2  5
-    device 3                       3  7          3  4
+4 devices, 2 stages on each    in turn       in a V
+device 0                       0  4          0  7
+device 1                       1  5          1  6
+device 2                       2  6          2  5
+device 3                       3  7          3  4
 """
 
 import itertools

@@ -7,8 +7,6 @@ device 2                       2  6          2  5
 device 3                       3  7          3  4
 """
 
-import itertools
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from jaxpipe.errors import ScheduleError
@@ -50,19 +48,25 @@ def stage_map(name: str, stage_of: StageMapLike, num_devices: int, num_chunks: i
         stages = tuple(tuple(stage_of(d, c) for c in range(num_chunks)) for d in range(num_devices))
     else:
         stages = tuple(map(tuple, stage_of))
-    if [len(row) for row in stages] != [num_chunks] * num_devices:
+    lengths = [len(row) for row in stages]
+    if lengths != [num_chunks] * num_devices:
         raise ScheduleError(
-            f"{name}: stage_of={stages} has rows of {[len(row) for row in stages]} stages; there must be a row of "
-            f"{num_chunks} for each of {num_devices} devices."
+            f"{name}: stage_of= has {_listed(lengths)} stages on its devices; there must be {num_chunks} on each of "
+            f"{num_devices}."
         )
-    counts, every = Counter(itertools.chain.from_iterable(stages)), range(num_devices * num_chunks)
-    wrong = [
-        *(f"stage {s} {n} times" for s, n in counts.items() if n > 1),
-        *(f"{s!r}, which is no stage" for s in counts if s not in every),
-        *(f"stage {s} not at all" for s in every if s not in counts),
-    ]
+    devices: dict[int, list[int]] = {s: [] for s in range(num_devices * num_chunks)}
+    for d, s in ((d, s) for d, row in enumerate(stages) for s in row):
+        if s not in devices:
+            raise ScheduleError(f"{name}: stage_of= has {s!r} on device {d}; stages are 0..{len(devices) - 1}.")
+        devices[s].append(d)
+    wrong = [f"stage {s} on {_listed(rows, ' and ') or 'none'}" for s, rows in devices.items() if len(rows) != 1]
     if wrong:
         raise ScheduleError(
-            f"{name}: stage_of={stages} has {', '.join(wrong)}; each of the stages 0..{every[-1]} must be in it once."
+            f"{name}: stage_of=, by device, has {_listed(wrong)}; each of the stages 0..{len(devices) - 1} must be on "
+            "one device."
         )
     return stages
+
+
+def _listed(values: Sequence[object], between: str = ", ") -> str:
+    return between.join([*map(str, values[:4]), *["..."] * (len(values) > 4)])

@@ -170,6 +170,11 @@ class Schedule:
         return StageNumber(self.stage_of[device][chunk])
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether stage ``s`` is on device ``s % num_devices``."""
+        return self.stage_of == stage_map(self.name, None, self.num_devices, self.num_chunks)
+
+    @property
     def total_stages(self) -> int:
         """Stages on all devices."""
         return self.num_devices * self.num_chunks

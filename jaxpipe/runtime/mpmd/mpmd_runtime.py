@@ -82,7 +82,7 @@ class MpmdRuntime:
         mesh, groups = self.planned.mesh, self.planned.program.stage_replicas.groups
         grid = mesh.devices[..., None] if DATA not in mesh.axis_names else mesh.devices
         grid = np.moveaxis(grid, mesh.axis_names.index(STAGE), 0).reshape(sum(map(len, groups)), -1)
-        rows = [tuple(grid[list(groups[s % len(groups)])].T.flat) for s in self.places]
+        rows = [tuple(grid[list(groups[self.planned.program.device(s)])].T.flat) for s in self.places]
         return StageDevices(tuple(rows), grid.shape[1], self.planned.shardings.submesh)
 
     def devices_of(self, place: int) -> list[Device]:

@@ -357,7 +357,7 @@ def test_a_plan_counts_both_stages_of_a_device(key):
     memory = plan.stage_memory
     assert memory[0] == memory[3] and memory[1] == memory[2] and memory[0]["parameters"] >= parameters[0]
     assert jaxpipe.Plan.from_json(plan.to_json()) == plan
-    assert 0 <= plan.schedule_gap < 1 and pipeline.timeline().makespan == plan.step_seconds
+    assert plan.schedule_gap >= 0 and pipeline.timeline().makespan == plan.step_seconds
 
 
 def test_one_program_refuses_a_v():

@@ -32,8 +32,9 @@ def zero_bubble_v(num_devices: int, num_microbatches: int) -> Schedule:
 
     Example:
       >>> print(zero_bubble_v(2, 2))
-      tick      0   1   2   3   4   5   6   7   8   9   10  11  12
-      device 0  F0  F1      F0'1
+      tick      0    1    2    3    4    5    6    7    8    9    10   11   12
+      device 0  F0   F1        F0'1 I0'1 W0'1 F1'1 I1'1 W1'1 I0   W0   I1   W1
+      device 1       F0   F0'1 F1   F1'1 I0'1 W0'1 I0   I1'1 I1   W0   W1'1 W1
     """
     check_size(num_devices, num_microbatches)
     p, m = num_devices, num_microbatches
@@ -105,7 +106,7 @@ def v_half(num_devices: int, num_microbatches: int) -> Schedule:
 
     Passes of a micro-batch go down the V two slots apart and up one apart, forward and backward, and every device
     repeats its slots every six. A device holds at most ``p + 1`` stashes of stages half as long, ``p + 3`` if ``p`` is
-    even. A step takes at most ``6 m + 3 (p - 1)`` of their passes where F, I and W take as long and ``m >= 2 p``. After
+    even. A step takes about ``6 m + 3 (p - 1)`` of their passes where F, I and W take as long and ``m >= 2 p``. After
     P. Qi et al., "Pipeline parallelism with controllable memory", NeurIPS 2024, arXiv 2405.15362.
 
     Args:

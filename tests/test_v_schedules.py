@@ -209,11 +209,11 @@ def test_the_turn_of_a_v_sends_nothing():
 
 def test_a_map_is_given_as_rows_or_as_a_function():
     orders = [[*order] for order in (zero_bubble_v(2, 3).order(0), zero_bubble_v(2, 3).order(1))]
-    made = [
+    tables = [
         from_orders("zero-bubble-v", orders, 3, 2, stage_of)
         for stage_of in ([[0, 3], [1, 2]], v_shape(2), lambda d, c: d if not c else 3 - d)
     ]
-    assert made[0] == made[1] == made[2] == zero_bubble_v(2, 3)
+    assert tables == [zero_bubble_v(2, 3)] * 3
     contiguous = list_schedule(2, 4, **UNIT, num_chunks=2, stage_of=lambda device, chunk: 2 * device + chunk)
     assert contiguous.stage_of == ((0, 1), (2, 3)) and contiguous.name == "list-schedule-2"
     contiguous.validate()

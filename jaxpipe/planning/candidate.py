@@ -128,7 +128,7 @@ class Candidate:
         ]
         for t, s in zip(update.state, update.state_stage, strict=True):
             if s is not None:
-                held[program.device(s)] += update.graph.tensors[t].bytes
+                held[program.schedule.device(s)] += update.graph.tensors[t].bytes
         batch = sum(map(array_bytes, self.traced.local))
         for s, stage in zip(program.stage_numbers, program.stages, strict=True):
             d = program.device(s)

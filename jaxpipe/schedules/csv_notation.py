@@ -99,7 +99,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
 
 
 class _Work(NamedTuple):
-    """What a cell says."""
+    """The work of a cell."""
 
     stage: int
     kind: Kind

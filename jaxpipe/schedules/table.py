@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, NewType
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedules.stage_map import StageMap, StageMapLike, stage_map
+from jaxpipe.schedules.stage_map import StageMap, stage_map
 from jaxpipe.text.html_table import html_table
 from jaxpipe.text.plain_table import PlainTable
 from jaxpipe.text.units import whole_number
@@ -162,8 +162,8 @@ class Schedule:
 
     @cached_property
     def apart(self) -> tuple[bool, ...]:
-        """Whether each stage and the next are on two devices, between which messages go."""
-        return tuple(one[0] != other[0] for one, other in itertools.pairwise(self._places))
+        """By stage but the last, True if the next one is on another device, so that messages go between them."""
+        return tuple(before != after for (before, _), (after, _) in itertools.pairwise(self._places))
 
     def stage(self, device: int, chunk: int) -> StageNumber:
         """Return the stage that is a chunk of a device."""
@@ -171,7 +171,7 @@ class Schedule:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether stage ``s`` is on device ``s % num_devices``."""
+        """True if stage ``s`` is on device ``s % num_devices``."""
         return self.stage_of == stage_map(self.name, None, self.num_devices, self.num_chunks)
 
     @property
@@ -480,7 +480,7 @@ def table(
     num_microbatches: int,
     work: dict[tuple[int, int], list[Action]],
     num_chunks: int = 1,
-    stage_of: StageMapLike = None,
+    stage_of: StageMap = (),
 ) -> Schedule:
     """A schedule from the actions of each ``(tick, stage)``, forward before backward."""
     length = 1 + max(t for t, _ in work)
@@ -489,8 +489,7 @@ def table(
         tuple(tuple(sorted(work.get((t, s), []), key=lambda a: KINDS.index(a.kind))) for s in range(num_devices))
         for t in range(length)
     )
-    stages = stage_map(name, stage_of, num_devices, num_chunks)
-    return Schedule(name, num_devices, num_microbatches, ticks, num_chunks, stage_of=stages)
+    return Schedule(name, num_devices, num_microbatches, ticks, num_chunks, stage_of=stage_of)
 
 
 def check_cells(name: str, num_devices: int, num_ticks: int) -> None:

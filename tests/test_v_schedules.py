@@ -64,7 +64,7 @@ def makespan(schedule: Schedule, forward=1.0, backward_input=1.0, backward_weigh
 
 
 def test_literal_tables():
-    # By hand after figure 5 of arXiv 2401.10241: device 0 has the stages 0 and 3, device 1 has 1 and 2.
+    # By hand, F, I and W of both stages in turn: device 0 has the stages 0 and 3, device 1 has 1 and 2.
     assert to_csv(zero_bubble_v(2, 3)) == (
         "0F0,0F1,0F2,3F0,3I0,3W0,3F1,3I1,3W1,0I0,0W0,3F2,3I2,3W2,0I1,0W1,0I2,0W2,\n"
         ",1F0,2F0,1F1,2F1,2I0,2W0,1F2,1I0,1W0,2F2,2I1,2W1,1I1,2I2,1I2,1W1,2W2,1W2\n"

@@ -100,12 +100,12 @@ def make_replicated_schedules(
             f"{stage_replicas.round_size}, the least common multiple of these numbers; so "
             f"num_microbatches={num_microbatches} are {rounds} for it."
         ) from None
-    runs = [schedule for schedule in schedules if schedule.num_chunks == 1 and schedule.versions is None]
+    runs = [x for x in schedules if x.num_chunks == 1 and x.takes_turns and x.versions is None]
     if not runs:
         how = "updates weights within a step" if schedules[0].versions is not None else "has several stages on a device"
         raise PartitionError(
             f"schedule= gave {schedules[0].name}, which {how}; with stages on {widths} devices (devices_per_stage=) a "
-            "schedule must have one stage for each of them, and update at the end of a step. Use 'auto', "
+            "schedule must have one stage for each of them, in order, and update at the end of a step. Use 'auto', "
             "'one_f_one_b', 'gpipe' or 'zero_bubble'."
         )
     return runs

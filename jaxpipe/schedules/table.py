@@ -380,9 +380,10 @@ class Schedule:
 
     def _check_versions(self, versions: Sequence[Sequence[int]]) -> None:
         """Weights exist when they are used, and updates follow the order of the micro-batches."""
-        if self.num_chunks > 1 or self.splits_backward or not self.has_backward:
+        if self.num_chunks > 1 or not self.takes_turns or self.splits_backward or not self.has_backward:
             raise ScheduleError(
-                f"{self.name}: asynchronous updates need one stage on each device and backward work that is not split."
+                f"{self.name}: asynchronous updates need one stage on each device and backward work that is not split, "
+                "with stage s on device s."
             )
         if self.group < 1 or self.num_microbatches % self.group:
             raise ScheduleError(f"{self.name}: group={self.group} does not divide {self.num_microbatches}.")

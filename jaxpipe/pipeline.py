@@ -132,7 +132,7 @@ class Pipeline:
             from jaxpipe.visualize.measured_timeline import measure_timeline
 
             return measure_timeline(planned.program, self.mesh, lockstep=planned.plan.runtime == "spmd")
-        processes = processes_of(self._mesh, planned.partition, self.schedule.num_devices)
+        processes = processes_of(self._mesh, planned.partition, self.schedule)
         return plan_timeline(planned.plan, self.schedule, stage_speeds(planned.partition), processes)
 
     @outside_mesh()

@@ -327,7 +327,7 @@ def test_a_deadlock_names_who_waits():
         ("", "there are no rows"),
         (",,\n", "all cells are empty"),
         ("0F0,0X0", "row 0 has '0X0'; a cell is a stage"),
-        ("0F0,0B0\n0F0,0B0", "row 1 has 0F0; with 2 rows, stage 0 belongs to row 0"),
+        ("0F0,0B0\n0F0,0B0", "stage 0 on 0 and 1, stage 1 on none; each of the stages 0..1 must be on one device"),
         ("0F0,0B0,0F9,0B9", "4 actions cannot be all work of 10 micro-batches"),
         ("0F0,0F1,0B0", r"device 0 does B of micro-batches \[0\]"),
         ("0F0,0I0", r"device 0 does W of micro-batches \[\]"),

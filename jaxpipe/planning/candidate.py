@@ -113,8 +113,7 @@ class Candidate:
         """Bytes of stashes on the device that keeps most."""
         held = [0] * self.program.num_devices
         for s, stage in zip(self.program.stage_numbers, self.program.stages, strict=True):
-            d = self.program.device(s)
-            held[d] += self.program.in_flight(d, s // self.program.num_devices) * _stash_bytes(self.program, stage)
+            held[self.program.device(s)] += self.program.in_flight(s) * _stash_bytes(self.program, stage)
         return max(held)
 
     @cached_property
@@ -129,11 +128,11 @@ class Candidate:
         ]
         for t, s in zip(update.state, update.state_stage, strict=True):
             if s is not None:
-                held[s % program.num_devices] += update.graph.tensors[t].bytes
+                held[program.schedule.device(s)] += update.graph.tensors[t].bytes
         batch = sum(map(array_bytes, self.traced.local))
         for s, stage in zip(program.stage_numbers, program.stages, strict=True):
             d = program.device(s)
-            held[d] += program.schedule.waiting(d, s // program.num_devices) * program.bytes_of(stage.saved)
+            held[d] += program.schedule.waiting(d, program.schedule.chunk(s)) * program.bytes_of(stage.saved)
         users = {program.device(s) for s, x in zip(program.stage_numbers, program.stages, strict=True) if x.used}
         return [n + batch if d in users else n for d, n in zip(program.device_numbers, held, strict=True)]
 
@@ -142,7 +141,7 @@ class Candidate:
         """The devices in the order in which stages use them."""
         request, placed = self.traced.request, self.partition
         links = request.network or slowest_used(placed.network, request.mesh)
-        return arrange(request.mesh, [placed.stages[d].devices for d in range(self.program.num_devices)], links)
+        return arrange(request.mesh, [placed.stages[row[0]].devices for row in self.schedule.stage_of], links)
 
     @property
     def placement(self) -> Placement[int]:
@@ -257,7 +256,7 @@ def build_candidate(cut: Cut, schedule: Schedule, maker: schedule_makers.Schedul
         schedule=without_backward(schedule, cut.num_frozen),
         stage_replicas=StageReplicas(cut.replicas.per_stage[: schedule.num_devices]),
         num_microbatches=traced.batching.num_microbatches,
-        placement=cut.placement.on_devices(schedule.num_devices),
+        placement=cut.placement.on_devices(schedule),
         replicated=DATA in request.mesh.axis_names,
         gradient_dtype=request.gradient_dtype,
         specs=traced.shardings.specs(traced.objective),

@@ -51,6 +51,11 @@ def _only_in_stage_programs(request: Request, schedules: Sequence[Schedule]) -> 
         for schedule in schedules
         if schedule.versions is not None
     }
+    features |= {
+        f"schedule={schedule.name}": "the devices of one program pass messages around a ring, where they take turns"
+        for schedule in schedules
+        if not schedule.takes_turns
+    }
     if request.devices_per_stage:
         features[f"devices_per_stage={request.devices_per_stage}"] = (
             "in one program each stage of a pipeline is on one device"

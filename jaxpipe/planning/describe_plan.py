@@ -79,7 +79,7 @@ def program_timeline(
     work, rate = seconds_on_devices(seconds, stage_speeds(partition)), rates_in(partition.profile).bytes
     if request.runtime == "spmd":
         return lockstep_timeline(program, work, functools.partial(_slowest_message, partition), rate)
-    processes = processes_of(request.mesh, partition, program.num_devices)
+    processes = processes_of(request.mesh, partition, program.schedule)
     dispatching = Dispatching(message_seconds(program, partition), processes, program.stage_replicas)
     return dispatched_timeline(program.schedule, *work, dispatching)
 
@@ -139,10 +139,11 @@ def _pairs(source: Sequence[int], target: Sequence[int]) -> Iterable[tuple[int, 
     return zip(source, target, strict=True) if len(source) == len(target) else itertools.product(source, target)
 
 
-def processes_of(mesh: Mesh, partition: Partition, num_devices: int) -> list[tuple[int, ...]]:
+def processes_of(mesh: Mesh, partition: Partition, schedule: Schedule) -> list[tuple[int, ...]]:
     """The process of each replica, by device along the stage axis."""
     devices = mesh.devices.flatten().tolist()
-    return [tuple(devices[d].process_index for d in stage.devices) for stage in partition.stages[:num_devices]]
+    placed = (partition.stages[row[0]] for row in schedule.stage_of)
+    return [tuple(devices[d].process_index for d in stage.devices) for stage in placed]
 
 
 def describe(
@@ -222,7 +223,7 @@ def _describe_stage(
         slices=stage.slices,
         parameter_bytes=program.bytes_of(stage.parameters),
         stash_bytes=program.stash_bytes(stage),
-        in_flight=program.in_flight(program.device(s), s // program.num_devices),
+        in_flight=program.in_flight(s),
         **_away(program, partition, s),
         sent_bytes=program.bytes_of(stage.leaving),
         message_seconds=messages,

@@ -11,6 +11,7 @@ from typing import TypedDict
 from jaxpipe.schedules import Kind, Schedule, Timeline, simulate
 from jaxpipe.schedules.joined_work import program_kinds
 from jaxpipe.schedules.replicas import StageReplicas
+from jaxpipe.schedules.stage_map import StageMap
 from jaxpipe.schedules.table import KINDS
 
 
@@ -65,12 +66,10 @@ def dispatched_timeline(
 
 def _links(schedule: Schedule, dispatching: Dispatching) -> list[tuple[float, float]]:
     """Return the seconds of the messages between each stage and the next, forward and back."""
-    if schedule.num_devices == 1:
-        return [(0.0, 0.0)] * (schedule.total_stages - 1)
     messages, rounds = dispatching.messages, dispatching.stage_replicas.most_per_device
-    boundaries = range(schedule.total_stages - 1)
-    ahead = [rounds * (messages[s][0] + SEND_SECONDS) for s in boundaries]
-    back = [rounds * (messages[s + 1][1] + SEND_SECONDS) * (s >= schedule.frozen) for s in boundaries]
+    sends = list(enumerate(rounds * apart for apart in schedule.apart))
+    ahead = [n * (messages[s][0] + SEND_SECONDS) for s, n in sends]
+    back = [n * (messages[s + 1][1] + SEND_SECONDS) * (s >= schedule.frozen) for s, n in sends]
     return list(zip(ahead, back, strict=True))
 
 
@@ -84,6 +83,7 @@ class SearchArguments(TypedDict):
     communication: list[tuple[float, float]]
     in_flight: list[int]
     num_chunks: int
+    stage_of: StageMap
 
 
 def search_arguments(
@@ -112,6 +112,7 @@ def search_arguments(
         communication=_links(schedule, dispatching),
         in_flight=[most if schedule.frozen else schedule.in_flight(d) for d in range(schedule.num_devices)],
         num_chunks=schedule.num_chunks,
+        stage_of=schedule.stage_of,
     )
 
 
@@ -125,7 +126,8 @@ def _calls(schedule: Schedule, processes: Sequence[Sequence[int]], round_size: i
 
     What goes on in a program that was called before is left out.
     """
-    p, count, m = schedule.num_devices, schedule.total_stages, schedule.num_microbatches
+    count, m = schedule.total_stages, schedule.num_microbatches
+    apart = (*schedule.apart, False)  # behind the last stage, and before the first
     first = [{kinds[0] for kinds in program_kinds(schedule, s)} for s in range(count)]
     now = {process: 0.0 for row in processes for process in row}
     called: dict[int, float] = {}
@@ -133,12 +135,12 @@ def _calls(schedule: Schedule, processes: Sequence[Sequence[int]], round_size: i
         for device, actions in enumerate(tick):
             here = processes[device]
             for kind, j, chunk in actions:
-                s = chunk * p + device
+                s = schedule.stage(device, chunk)
                 seconds = 0.0
                 if kind in first[s]:
                     called[(len(KINDS) * s + KINDS.index(kind)) * m + j] = max([now[process] for process in here])
                     seconds = CALL_SECONDS
-                if p > 1 and (s + 1 < count if kind is Kind.FORWARD else s > 0 and kind is not Kind.BACKWARD_WEIGHT):
+                if kind is not Kind.BACKWARD_WEIGHT and apart[s if kind is Kind.FORWARD else s - 1]:
                     seconds += SEND_SECONDS
                 for process in here:
                     now[process] += round_size * seconds

@@ -21,6 +21,7 @@ from jaxpipe.planning.place_stages import best_placed, place_stages
 from jaxpipe.planning.trace_request import Traced
 from jaxpipe.schedules import Schedule, list_schedule, makespan_bound, schedule_makers
 from jaxpipe.schedules.replicas import StageReplicas
+from jaxpipe.schedules.stage_map import StageMap
 from jaxpipe.schedules.table import without_backward
 from jaxpipe.sharding.mesh_axes import STAGE
 from jaxpipe.sharding.submesh import Submesh
@@ -89,7 +90,8 @@ def on_fewer_devices(candidates: Sequence[Candidate]) -> list[Candidate]:
     loose = {s for s, stage in enumerate(plan.stages) if named and not stage.parameter_bytes and not stage.modules}
     seconds = [stage.forward_seconds + stage.backward_seconds for stage in plan.stages]
     loose |= {s for s, work in enumerate(seconds) if work < LITTLE * max(seconds)}
-    busy = sorted({s % count for s in range(len(plan.stages)) if s not in loose.union(idle_stages(plan.stages))})
+    idle = loose.union(idle_stages(plan.stages))
+    busy = sorted({best.program.device(s) for s in best.program.stage_numbers if s not in idle})
     if len(busy) in (0, count) or not plan.stage_replicas.is_single or jax.process_count() > 1:
         return []
     request, given = traced.request, best.mesh
@@ -114,7 +116,7 @@ def cut_again(candidate: Candidate, charged: Profile) -> Candidate:
     """Return a candidate with the same schedule and another cut, for a profile with what storage adds."""
     counts, traced = candidate.program.stage_replicas, candidate.traced
     replicate = False if counts.is_single else counts.per_stage
-    partitions = place_stages(traced, charged, replicate, candidate.schedule.num_chunks)
+    partitions = place_stages(traced, charged, replicate, candidate.schedule.stage_of)
     partition = partitions[best_placed(candidate.schedule, partitions)]
     bound = candidate.partition.lower_bound_seconds
     partition = replace(partition, profile=traced.profile, lower_bound_seconds=bound)
@@ -126,22 +128,22 @@ def _candidates(traced: Traced, replicate: bool | tuple[int, ...]) -> list[Candi
     request, m = traced.request, traced.batching.num_microbatches
 
     @functools.cache
-    def cuts(num_chunks: int) -> tuple[Cut, ...]:
-        straight = None if replicate or num_chunks == 1 else cuts(1)[0].partition
-        partitions = place_stages(traced, traced.profile, replicate, num_chunks, straight)
+    def cuts(stage_of: StageMap = ()) -> tuple[Cut, ...]:
+        straight = cuts()[0].partition if stage_of else None
+        partitions = place_stages(traced, traced.profile, replicate, stage_of, straight)
         return tuple(Cut(traced, partition) for partition in partitions)
 
     def cut(schedule: Schedule) -> Cut:
-        ways = cuts(schedule.num_chunks)
+        ways = cuts(schedule.stage_of if schedule.num_chunks > 1 else ())
         return ways[best_placed(schedule, [way.partition for way in ways])]
 
     made: list[Schedule] = []
     if not replicate:
         schedules = schedule_makers.make_schedules(request.schedules, request.num_devices, m)
-    elif cuts(1)[0].replicas.is_single:
+    elif cuts()[0].replicas.is_single:
         return []
     else:
-        schedules = iter(schedule_makers.make_replicated_schedules(request.schedules, cuts(1)[0].replicas, m))
+        schedules = iter(schedule_makers.make_replicated_schedules(request.schedules, cuts()[0].replicas, m))
     candidates = _of_schedules(traced, _noted(schedules, made), cut)
     if request.schedules is not schedule_makers.AUTO or request.num_devices == 1 or replicate:
         return candidates
@@ -208,11 +210,11 @@ SHORTER = 0.01
 def searched_candidates(candidates: Sequence[Candidate], sources: Sequence[Candidate]) -> list[Candidate]:
     """Return stage programs with searched schedules that are shorter than others, or hold fewer bytes of stashes.
 
-    Of ``sources`` the fastest for each number of stages on a device gives cuts and seconds.
+    Of ``sources`` the fastest for each map from devices to stages gives cuts and seconds.
     """
     best = list(candidates)
-    for chunks in sorted({source.schedule.num_chunks for source in sources}):
-        alike = sorted((x for x in sources if x.schedule.num_chunks == chunks), key=lambda x: x.seconds)
+    for stages in sorted({source.schedule.stage_of for source in sources}, key=lambda stages: len(stages[0])):
+        alike = sorted((x for x in sources if x.schedule.stage_of == stages), key=lambda x: x.seconds)
         fixed = alike[0]
         size = fixed.schedule.num_devices, fixed.schedule.num_microbatches
         arguments = stage_search_arguments(fixed.program, fixed.partition)
@@ -225,7 +227,8 @@ def searched_candidates(candidates: Sequence[Candidate], sources: Sequence[Candi
                 continue
             if any((1 - SHORTER) * x.seconds <= least and x.waiting_bytes <= waiting for x in best):
                 continue
-            tell(f"Searching for a schedule of {size[0] * chunks} stages with {list(limits)} stashes in flight")
+            count = fixed.schedule.total_stages
+            tell(f"Searching for a schedule of {count} stages with {list(limits)} stashes in flight")
             maker = functools.partial(list_schedule, **arguments)
             schedule = schedule_makers.check_schedule(maker(*size), *size)
             candidate = build_candidate(fixed.cut, schedule, maker)

@@ -20,6 +20,7 @@ from jaxpipe.planning.trace_request import Traced
 from jaxpipe.runtime.stages import places_to_cut, variable_spans
 from jaxpipe.schedules import Schedule
 from jaxpipe.schedules.replicas import StageReplicas
+from jaxpipe.schedules.stage_map import StageMap
 from jaxpipe.text.progress import phase
 
 
@@ -38,10 +39,10 @@ def place_stages(
     traced: Traced,
     profile: Profile,
     replicate: bool | tuple[int, ...],
-    num_chunks: int,
+    stage_of: StageMap = (),
     straight: Partition | None = None,
 ) -> tuple[Partition, ...]:
-    """Return stages, ``num_chunks`` on each device, and their devices: several for a stage if ``replicate`` says so.
+    """Return stages, those of ``stage_of`` on each device, and their devices: several if ``replicate`` says so.
 
     With one device for each stage there may be a second answer, balanced whatever the step's beginning and end take.
     For one program, whose devices walk in step, it is the only one. Several stages on a device follow the devices of
@@ -52,6 +53,7 @@ def place_stages(
     spans = itertools.chain.from_iterable(variable_spans(objective).values())
     profile = replace(profile, together=tuple(dict.fromkeys((*profile.together, *spans))))
     places = sum(places_to_cut(objective)[1:-1])
+    num_chunks = len(stage_of[0]) if stage_of else 1
     stages = len(replicate) if isinstance(replicate, tuple) else 1 if replicate else request.num_devices * num_chunks
     if stages > places + 1:
         raise PartitionError(
@@ -72,7 +74,7 @@ def place_stages(
         if request.network is None:
             straight = replace(stay(straight, request.mesh), network=traced.links)
     if num_chunks > 1:
-        return (_interleaved(straight, num_chunks, **asked),)
+        return (_several_on_each(straight, stage_of, **asked),)
     even = balanced(straight)
     return (even,) if request.runtime == "spmd" else tuple(dict.fromkeys((straight, even)))
 
@@ -101,20 +103,21 @@ def best_placed(schedule: Schedule, partitions: Sequence[Partition]) -> int:
     return int(second < (1 - SHORTER) * first)
 
 
-def _interleaved(whole: Partition, num_chunks: int, **asked: Any) -> Partition:
-    """Stages for ``num_chunks`` rounds over the devices of a partition: stage ``s`` of ``p`` is where its ``s % p`` is.
+def _several_on_each(whole: Partition, stage_of: StageMap, **asked: Any) -> Partition:
+    """Return stages as ``stage_of`` puts them on the devices of a partition, several on each.
 
     Cuts are those for devices that are all alike, as every device has stages from each part of the program.
     """
-    p, network = len(whole.stages), whole.network
-    count = p * num_chunks
+    network = whole.network
+    device_of = {s: d for d, row in enumerate(stage_of) for s in row}
+    count = len(device_of)
     rates = network.bandwidth[np.isfinite(network.bandwidth) & (network.bandwidth > 0)]
     copies = Network.uniform(count * len(whole.stages[0].devices), float(rates.min()) if rates.size else NO_LINK)
     chunks = partition_layers(whole.profile, copies, num_stages=count, **asked)
-    groups, speeds = [stage.devices for stage in whole.stages] * num_chunks, stage_speeds(whole) * num_chunks
+    speeds = stage_speeds(whole)
     stages = [
-        replace(stage, devices=devices, compute_seconds=stage.compute_seconds / speed)
-        for stage, devices, speed in zip(chunks.stages, groups, speeds, strict=True)
+        replace(stage, devices=whole.stages[d].devices, compute_seconds=stage.compute_seconds / speeds[d])
+        for stage, d in zip(chunks.stages, map(device_of.__getitem__, range(count)), strict=True)
     ]
     return replace(chunks, stages=tuple(stages), network=network)
 

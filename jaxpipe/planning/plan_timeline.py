@@ -45,7 +45,7 @@ def plan_timeline(
     check_size(plan, schedule)
     work = seconds_on_devices(plan.stages, tuple(speed) or (1.0,) * len(plan.stages))
     if plan.runtime == "mpmd":
-        devices = processes or [(0,) * len(stage.devices) for stage in plan.stages[: schedule.num_devices]]
+        devices = processes or [(0,) * len(plan.stages[row[0]].devices) for row in schedule.stage_of]
         stage_replicas = StageReplicas(plan.stage_replicas.per_stage[: schedule.num_devices])
         messages = [stage.message_seconds for stage in plan.stages]
         return dispatched_timeline(schedule, *work, Dispatching(messages, devices, stage_replicas))

@@ -57,7 +57,8 @@ class StageLists:
     def needs(self, planned: ExecutablePlan, program: Program) -> list[int]:
         """Return the predicted bytes of each device along the stage axis, for a plan with another program."""
         runtime, peaks = self._peaks(replace(planned, program=program))
-        return [max(peaks[x].total for x in row) for row in runtime.devices.rows[: program.num_devices]]
+        rows = (runtime.devices.rows[stages[0]] for stages in program.schedule.stage_of)
+        return [max(peaks[x].total for x in row) for row in rows]
 
 
 def with_compiled_bytes(plan: Plan, runtime: MpmdRuntime, peaks: Mapping[Device, Peak]) -> Plan:

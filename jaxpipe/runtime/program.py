@@ -21,7 +21,7 @@ from jaxpipe.sharding.partition_specs import Specs
 class Program:
     """Stages, a schedule, and where variables live: all that a runtime needs.
 
-    Stage ``s`` is on device ``s % schedule.num_devices``. Stage programs (``jaxpipe.runtime.mpmd``) may have several
+    ``schedule.stage_of`` has the stages of every device. Stage programs (``jaxpipe.runtime.mpmd``) may have several
     devices in a stage: a device of the schedule then stands for all of them, and a micro-batch for a round
     (``jaxpipe.schedules.replicas``).
     """
@@ -86,9 +86,10 @@ class Program:
         """Bytes of the sums of gradients of some parameters."""
         return sum(sum_dtype(a.dtype, self.gradient_dtype).itemsize * a.size for a in self.avals(numbers))
 
-    def in_flight(self, device: DeviceNumber, chunk: int | None = None) -> int:
-        """The most stashes that a device holds at the same time, of all its stages or of one."""
-        return self.schedule.in_flight(device, chunk) * self.stage_replicas.per_device(device)
+    def in_flight(self, stage: StageNumber) -> int:
+        """The most stashes of a stage that its device holds at the same time."""
+        device = self.device(stage)
+        return self.schedule.in_flight(device, self.schedule.chunk(stage)) * self.stage_replicas.per_device(device)
 
     def stash_avals(self, stage: Stage) -> list[jax.ShapeDtypeStruct]:
         """Shapes of what one micro-batch of a stage keeps for its backward pass."""

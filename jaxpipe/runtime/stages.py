@@ -15,7 +15,7 @@ from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.runtime.fold_state import Fold
 from jaxpipe.runtime.stash_swap import StashSwap
-from jaxpipe.schedules.table import DeviceNumber, Kind, StageNumber
+from jaxpipe.schedules.table import DeviceNumber, Kind, Schedule, StageNumber
 
 
 #: Where a variable is: the number of a stage, or of a device.
@@ -69,12 +69,9 @@ class Placement(Generic[PlaceNumber]):
     parameters: tuple[PlaceNumber, ...]
     state: tuple[PlaceNumber, ...]
 
-    def on_devices(self, num_devices: int) -> "Placement[DeviceNumber]":
-        """The device of every variable, from the stage: stage ``s`` is on device ``s % num_devices``."""
-        parameters, state = (
-            tuple(DeviceNumber(s % num_devices) for s in stages) for stages in (self.parameters, self.state)
-        )
-        return Placement(parameters, state)
+    def on_devices(self, schedule: Schedule) -> "Placement[DeviceNumber]":
+        """The device of every variable, from the stage."""
+        return Placement(tuple(map(schedule.device, self.parameters)), tuple(map(schedule.device, self.state)))
 
     def held_by(self, place: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Positions of the parameters and of the state variables in a stage, or on a device."""

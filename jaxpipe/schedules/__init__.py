@@ -19,7 +19,11 @@ from jaxpipe.schedules.replicas import StageReplicas as StageReplicas
 from jaxpipe.schedules.schedule_makers import BY_NAME as BY_NAME
 from jaxpipe.schedules.simulate import Timeline as Timeline
 from jaxpipe.schedules.simulate import simulate as simulate
+from jaxpipe.schedules.stage_map import v_shape as v_shape
 from jaxpipe.schedules.table import Action as Action
 from jaxpipe.schedules.table import Kind as Kind
 from jaxpipe.schedules.table import Schedule as Schedule
+from jaxpipe.schedules.v_shaped import dual_pipe_v as dual_pipe_v
+from jaxpipe.schedules.v_shaped import v_half as v_half
+from jaxpipe.schedules.v_shaped import zero_bubble_v as zero_bubble_v
 from jaxpipe.schedules.zero_bubble import zero_bubble as zero_bubble

@@ -3,12 +3,14 @@
     0F0,0F1,,0B0,,0B1
     ,1F0,1B0,1F1,1B1,
 
-A tick with several actions takes as many columns.
+A tick with several actions takes as many columns. Stages may be on any device: the stages of a row are its chunks. Of
+torch's DualPipeV a cell ``(0F7;7B3)OVERLAP_F_B`` is read as two, one after the other.
 """
 
 import csv
 import io
 import re
+from typing import NamedTuple
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedules.ordered import from_orders
@@ -19,7 +21,9 @@ from jaxpipe.schedules.table import Action, Kind, Schedule
 LARGEST_TEXT, LARGEST_DEVICES, LARGEST_NUMBER = 2**20, 2**12, 2**20
 
 _CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
+_OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 _KINDS = {kind.value: kind for kind in Kind}
+_PARTS = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -31,12 +35,11 @@ def to_csv(schedule: Schedule) -> str:
       0F0,0F1,,0B0,,0B1
       ,1F0,1B0,1F1,1B1,
     """
-    p = schedule.num_devices
-    rows: list[list[str]] = [[] for _ in range(p)]
+    rows: list[list[str]] = [[] for _ in schedule.stage_of]
     for tick in schedule.ticks:
         width = max(len(actions) for actions in tick)
         for s, actions in enumerate(tick):
-            cells = [f"{a.chunk * p + s}{a.kind.value}{a.microbatch}" for a in actions]
+            cells = [f"{schedule.stage(s, a.chunk)}{a.kind.value}{a.microbatch}" for a in actions]
             rows[s] += [*cells, *[""] * (width - len(cells))]
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(rows)
@@ -46,7 +49,8 @@ def to_csv(schedule: Schedule) -> str:
 def from_csv(text: str, name: str = "csv") -> Schedule:
     """A schedule from the order of the cells in each row; where a row has gaps does not matter.
 
-    Stage ``s`` must be in row ``s`` modulo the number of rows.
+    The stages of a row are the chunks of a device, in their order. Where some backward passes come in two parts and
+    others as a whole, as in torch's zero-bubble and DualPipeV, the whole ones are read as two parts.
 
     Raises:
       ScheduleError: if a cell cannot be read, or the schedule breaks a rule; with the row and the cell.
@@ -69,31 +73,52 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
         raise ScheduleError(f"{name}: this is no CSV: {error}.") from error
     if not rows:
         raise ScheduleError(f"{name}: there are no rows; each device has one.")
-    orders = [[_action(name, d, len(rows), cell) for cell in row] for d, row in enumerate(rows)]
-    actions = [a for order in orders for a in order]
-    if not actions:
+    cells = [[_work(name, d, part) for cell in row for part in _parts(cell)] for d, row in enumerate(rows)]
+    works = [work for row in cells for work in row]
+    if not works:
         raise ScheduleError(f"{name}: all cells are empty.")
-    size = 1 + max(a.microbatch for a in actions), 1 + max(a.chunk for a in actions)
-    if size[0] * size[1] > len(actions):
+    stages = tuple(tuple(sorted({work.stage for work in row})) for row in cells)
+    size = 1 + max(work.microbatch for work in works), max(map(len, stages))
+    if size[0] * size[1] > len(works):
         raise ScheduleError(
-            f"{name}: {len(actions)} actions cannot be all work of {size[0]} micro-batches in {size[1]} stages of a "
+            f"{name}: {len(works)} actions cannot be all work of {size[0]} micro-batches in {size[1]} stages of a "
             "device."
         )
-    schedule = from_orders(name, orders, *size)
+    splits = any(work.kind is Kind.BACKWARD_INPUT for work in works)
+    orders = [
+        [
+            Action(kind, work.microbatch, row.index(work.stage))
+            for work in order
+            for kind in (_PARTS if splits and work.kind is Kind.BACKWARD else (work.kind,))
+        ]
+        for order, row in zip(cells, stages, strict=True)
+    ]
+    schedule = from_orders(name, orders, *size, stages)
     schedule.validate()
     return schedule
 
 
-def _action(name: str, device: int, devices: int, cell: str) -> Action:
+class _Work(NamedTuple):
+    """The work of a cell."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+
+def _parts(cell: str) -> tuple[str, ...]:
+    """Return a cell, or the two that overlap in it."""
+    match = _OVERLAP.fullmatch(cell)
+    return match.groups() if match else (cell,)
+
+
+def _work(name: str, row: int, cell: str) -> _Work:
     match = _CELL.fullmatch(cell)
     if not match:
         raise ScheduleError(
-            f"{name}: row {device} has {cell[:60]!r}; a cell is a stage, one of F, B, I, W, and a micro-batch: 0F0."
+            f"{name}: row {row} has {cell[:60]!r}; a cell is a stage, one of F, B, I, W, and a micro-batch: 0F0."
         )
-    stage, microbatch = int(match[1]), int(match[3])
-    if stage % devices != device or max(stage, microbatch) > LARGEST_NUMBER:
-        raise ScheduleError(
-            f"{name}: row {device} has {cell}; with {devices} rows, stage {stage} belongs to row {stage % devices}, "
-            f"and numbers are at most {LARGEST_NUMBER}."
-        )
-    return Action(_KINDS[match[2]], microbatch, stage // devices)
+    work = _Work(int(match[1]), _KINDS[match[2]], int(match[3]))
+    if max(work.stage, work.microbatch) > LARGEST_NUMBER:
+        raise ScheduleError(f"{name}: row {row} has {cell}; numbers are at most {LARGEST_NUMBER}.")
+    return work

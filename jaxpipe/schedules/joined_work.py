@@ -13,8 +13,7 @@ def program_kinds(schedule: Schedule, s: int) -> list[Kinds]:
     The last stage goes on with the backward pass at once where its device does nothing in between: its stash then
     never leaves the program.
     """
-    chunk, device = divmod(s, schedule.num_devices)
-    order = list(schedule.order(device))
+    chunk, order = schedule.chunk(s), list(schedule.order(schedule.device(s)))
     actions = [(k, action) for k, action in enumerate(order) if action.chunk == chunk]
     kinds = list(dict.fromkeys(action.kind for _, action in actions))
     back = schedule.backward_kind

@@ -19,7 +19,9 @@ from jaxpipe.schedules.interleaved import interleaved
 from jaxpipe.schedules.one_f_one_b import one_f_one_b
 from jaxpipe.schedules.ordered import from_orders
 from jaxpipe.schedules.simulate import Seconds, simulate
+from jaxpipe.schedules.stage_map import StageMap, StageMapLike, stage_map, v_shape
 from jaxpipe.schedules.table import Kind, Schedule, check_size
+from jaxpipe.schedules.v_shaped import dual_pipe_v, v_half, zero_bubble_v
 from jaxpipe.schedules.work_graph import Operation, Ranks, Sequenced, WorkGraph, list_scheduled
 from jaxpipe.schedules.zero_bubble import zero_bubble
 from jaxpipe.text.units import whole_number
@@ -55,13 +57,14 @@ def list_schedule(
     communication: float | Sequence[tuple[float, float]] = 0.0,
     in_flight: int | Sequence[int] | None = None,
     num_chunks: int = 1,
+    stage_of: StageMapLike = None,
 ) -> Schedule:
     """Search for the order of work with the shortest step, for devices that run free.
 
     Every device runs the micro-batches of a stage in order, forward, backward and for weights, and holds at most
     ``in_flight`` stashes. The backward pass is tried as a whole and in two parts. The result is at least as short as
-    GPipe, textbook 1F1B and zero-bubble H1 (or interleaved 1F1B) where these keep the limits; it is such a table if
-    none shorter comes up. Equal arguments give equal tables.
+    GPipe, textbook 1F1B and zero-bubble H1 (or interleaved 1F1B, or the tables for a V) where these keep the limits;
+    it is such a table if none shorter comes up. Equal arguments give equal tables.
 
     List scheduling with priority rules, then forward-backward improvement: K. Y. Li and R. J. Willis, "An iterative
     scheduling technique for resource-constrained project scheduling", EJOR 1992. P. Qi et al.
@@ -75,7 +78,8 @@ def list_schedule(
       communication: seconds of a message; or a pair for each stage and the next, forward and back.
       in_flight: most stashes of a device, for all or by device; left out: ``num_devices * num_chunks``, as many bytes
         as ``num_devices`` micro-batches have on a device.
-      num_chunks: stages on each device.
+      num_chunks: stages on each device; left out with rows in ``stage_of``: as many as these have.
+      stage_of: the stage of each device and chunk, as ``from_orders`` takes it: ``v_shape(num_devices)`` for a V.
 
     Raises:
       ScheduleError: if a size is below 1, numbers do not fit the stages, or a limit leaves no room for a micro-batch.
@@ -86,7 +90,8 @@ def list_schedule(
       33.0
     """
     times = forward, backward_input, backward_weight, backward
-    problem = _problem(num_devices, num_microbatches, num_chunks, times, communication, in_flight)
+    stages = _stages(num_devices, num_chunks, stage_of)
+    problem = _problem(stages, num_microbatches, times, communication, in_flight)
     fixed = [(problem.makespan(table), table) for table in _fixed_tables(problem)]
     best, seconds = None, min((makespan for makespan, _ in fixed), default=math.inf)
     for splits in (True, False) if any(problem.backward_weight) else (False,):
@@ -98,12 +103,13 @@ def list_schedule(
         if ordered is not None and ordered.makespan < seconds * (1 - ROUNDING):
             best, seconds = ordered.orders(graph), ordered.makespan
     if best is not None:
-        name = "list-schedule" if num_chunks == 1 else f"list-schedule-{num_chunks}"
-        return from_orders(name, best, num_microbatches, num_chunks)
+        chunks = problem.num_chunks
+        name = "list-schedule" if chunks == 1 else f"list-schedule-{'v' if _is_v(stages) else chunks}"
+        return from_orders(name, best, num_microbatches, chunks, stages)
     if not fixed:
         raise ScheduleError(
             f"in_flight={list(problem.in_flight)}: the search found no order of {num_microbatches} micro-batches on "
-            f"{num_devices} devices with num_chunks={num_chunks} that keeps these limits. Raise them."
+            f"{num_devices} devices with {problem.num_chunks} stage(s) on each that keeps these limits. Raise them."
         )
     return min(fixed, key=lambda pair: pair[0])[1]
 
@@ -119,6 +125,7 @@ def makespan_bound(
     communication: float | Sequence[tuple[float, float]] = 0.0,
     in_flight: int | Sequence[int] | None = None,
     num_chunks: int = 1,
+    stage_of: StageMapLike = None,
 ) -> float:
     """Return a lower bound of the seconds of a step, for every order of work with or without a split backward pass.
 
@@ -127,7 +134,7 @@ def makespan_bound(
     trip of its micro-batch, so that few stashes make for few micro-batches in that time.
 
     Args:
-      num_devices, num_microbatches, num_chunks: the size.
+      num_devices, num_microbatches, num_chunks, stage_of: the size, and which stage is where.
       forward, backward_input, backward_weight, backward, communication, in_flight: as ``list_schedule`` takes them.
 
     Raises:
@@ -138,7 +145,8 @@ def makespan_bound(
       55.0
     """
     times = forward, backward_input, backward_weight, backward
-    problem = _problem(num_devices, num_microbatches, num_chunks, times, communication, in_flight)
+    stages = _stages(num_devices, num_chunks, stage_of)
+    problem = _problem(stages, num_microbatches, times, communication, in_flight)
     return min(_bound(problem), _bound(problem.whole))
 
 
@@ -146,15 +154,24 @@ def makespan_bound(
 class _Problem:
     """Checked arguments; seconds by stage, limits by device."""
 
-    num_devices: int
+    stages: StageMap
     num_microbatches: int
-    num_chunks: int
     forward: tuple[float, ...]
     backward_input: tuple[float, ...]
     backward_weight: tuple[float, ...]
     backward: tuple[float, ...]
     links: tuple[tuple[float, float], ...]
     in_flight: tuple[int, ...]
+
+    @property
+    def num_devices(self) -> int:
+        """Devices."""
+        return len(self.stages)
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages on each device."""
+        return len(self.stages[0])
 
     @property
     def whole(self) -> "_Problem":
@@ -179,32 +196,46 @@ class _Problem:
 _Times = tuple[Seconds, Seconds, Seconds, Seconds | None]
 
 
+def _stages(num_devices: int, num_chunks: int, stage_of: StageMapLike) -> StageMap:
+    """Return the stages of each device, checked."""
+    check_size(num_devices, 1)
+    chunks = whole_number(num_chunks, "num_chunks", ScheduleError)
+    if chunks < 1:
+        raise ScheduleError(f"num_chunks={chunks}; a device has at least 1 stage.")
+    if isinstance(stage_of, Sequence) and stage_of and chunks == 1:
+        chunks = len(stage_of[0])
+    return stage_map("list-schedule", stage_of, num_devices, chunks)
+
+
+def _is_v(stages: StageMap) -> bool:
+    return stages == v_shape(len(stages)) and len(stages) > 1
+
+
 def _problem(
-    num_devices: int,
+    stages: StageMap,
     num_microbatches: int,
-    num_chunks: int,
     times: _Times,
     communication: float | Sequence[tuple[float, float]],
     in_flight: int | Sequence[int] | None,
 ) -> _Problem:
+    num_devices, chunks = len(stages), len(stages[0])
     check_size(num_devices, num_microbatches)
-    chunks = whole_number(num_chunks, "num_chunks", ScheduleError)
-    if chunks < 1:
-        raise ScheduleError(f"num_chunks={chunks}; a device has at least 1 stage.")
     count = num_devices * chunks
-    links = _links(communication, count)
+    device_of = {s: d for d, row in enumerate(stages) for s in row}
+    links = [
+        link if device_of[s] != device_of[s + 1] else (0.0, 0.0) for s, link in enumerate(_links(communication, count))
+    ]
     names = ("forward", "backward_input", "backward_weight")
     forward, first, second = (_by_stage(name, x, count) for name, x in zip(names, times[:3], strict=True))
     both = tuple(i + w for i, w in zip(first, second, strict=True))
     return _Problem(
-        num_devices,
+        stages,
         num_microbatches,
-        chunks,
         forward,
         first,
         second,
         both if times[3] is None else _by_stage("backward", times[3], count),
-        links if num_devices > 1 else ((0.0, 0.0),) * (count - 1),
+        tuple(links),
         _limits(in_flight, num_devices, num_microbatches, chunks),
     )
 
@@ -260,11 +291,13 @@ def _fixed_tables(problem: _Problem) -> Iterator[Schedule]:
     size = problem.num_devices, problem.num_microbatches
     makers = [one_f_one_b, zero_bubble, gpipe]
     if problem.num_chunks > 1:
-        makers = [functools.partial(interleaved, num_chunks=problem.num_chunks)]
+        chunked = functools.partial(interleaved, num_chunks=problem.num_chunks)
+        makers = [zero_bubble_v, v_half, dual_pipe_v] if _is_v(problem.stages) else [chunked]
     for maker in makers:
-        with contextlib.suppress(ScheduleError):  # interleaved 1F1B has no table of some sizes
+        with contextlib.suppress(ScheduleError):  # some have no table of some sizes
             table = maker(*size)
-            if all(table.in_flight(d) <= limit for d, limit in enumerate(problem.in_flight)):
+            held = zip(table.most_in_flight, problem.in_flight, strict=True)
+            if table.stage_of == problem.stages and all(most <= limit for most, limit in held):
                 yield table
 
 
@@ -272,20 +305,19 @@ def _graph(problem: _Problem, splits: bool) -> WorkGraph:
     """Return the work of a step, the backward pass in two parts or whole."""
     p, count, parts = problem.num_devices, len(problem.forward), 3 if splits else 2
     operations = []
-    for s in range(count):
-        chunk, d = divmod(s, p)
-        # A stash stays free for each later chunk, so that micro-batches that have begun can always go on.
-        room = problem.in_flight[d] - (problem.num_chunks - 1 - chunk)
+    for s, d, chunk in sorted((s, d, chunk) for d, row in enumerate(problem.stages) for chunk, s in enumerate(row)):
+        # A stash stays free for each later stage, so that micro-batches that have begun can always go on.
+        room = problem.in_flight[d] - sum(later > s for later in problem.stages[d])
         arrives = ((parts * (s - 1), problem.links[s - 1][0]),) if s else ()
-        operations.append(Operation(Kind.FORWARD, s, d, problem.forward[s], arrives, 1, room))
+        operations.append(Operation(Kind.FORWARD, s, d, chunk, problem.forward[s], arrives, 1, room))
         returns = ((parts * (s + 1) + 1, problem.links[s][1]),) if s + 1 < count else ()
         needs = ((parts * s, 0.0), *returns)
         if splits:
-            operations.append(Operation(Kind.BACKWARD_INPUT, s, d, problem.backward_input[s], needs))
+            operations.append(Operation(Kind.BACKWARD_INPUT, s, d, chunk, problem.backward_input[s], needs))
             needs = ((parts * s + 1, 0.0),)
-            operations.append(Operation(Kind.BACKWARD_WEIGHT, s, d, problem.backward_weight[s], needs, -1))
+            operations.append(Operation(Kind.BACKWARD_WEIGHT, s, d, chunk, problem.backward_weight[s], needs, -1))
         else:
-            operations.append(Operation(Kind.BACKWARD, s, d, problem.backward[s], needs, -1))
+            operations.append(Operation(Kind.BACKWARD, s, d, chunk, problem.backward[s], needs, -1))
     return WorkGraph(tuple(operations), p, problem.num_microbatches)
 
 
@@ -368,7 +400,7 @@ def _rank(rule: Sequence[str], operation: Operation, costliest: int) -> float:
 
 def _bound(problem: _Problem) -> float:
     """Return the largest of the bounds of all devices."""
-    p, m, count = problem.num_devices, problem.num_microbatches, len(problem.forward)
+    m, count = problem.num_microbatches, len(problem.forward)
     ahead, back = zip(*problem.links, strict=True) if problem.links else ((), ())
     # By stage: when its first message may be there, when its first cotangent, and what follows its backward work.
     first = list(itertools.accumulate(map(sum, zip(problem.forward, ahead, strict=False)), initial=0.0))
@@ -381,20 +413,21 @@ def _bound(problem: _Problem) -> float:
     )
     bounds = [0.0]
     for d, limit in enumerate(problem.in_flight):
-        stages = range(d, count, p)
+        stages = sorted(problem.stages[d])
         forward, backward, weight = (
             m * sum(seconds[s] for s in stages)
             for seconds in (problem.forward, problem.backward_input, problem.backward_weight)
         )
         early = min(forward, limit * max(problem.forward[s] for s in stages))
         late = min(weight, limit * max(problem.backward_weight[s] for s in stages))
-        begins, follows = max(first[d] + early, returned[stages[-1]]), max(late, after[d])
+        begins, follows = max(first[stages[0]] + early, returned[stages[-1]]), max(late, after[stages[0]])
         bounds.append(begins + (forward - early) + backward + (weight - late) + follows)
         if problem.num_chunks == 1:
             # A device's micro-batch number limit + 1 begins after the round trip of the first, and so on.
-            trip = returned[d] - first[d] + inputs[d]
+            s = stages[0]
+            trip = returned[s] - first[s] + inputs[s]
             rounds, rest = divmod(m - 1, limit)
-            stays = trip + problem.backward_weight[d]
-            begins = first[d] + rounds * stays + rest * problem.forward[d]
-            bounds.append(begins + max(trip + after[d], stays))
+            stays = trip + problem.backward_weight[s]
+            begins = first[s] + rounds * stays + rest * problem.forward[s]
+            bounds.append(begins + max(trip + after[s], stays))
     return max(bounds)

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from jaxpipe.errors import PartitionError, ScheduleError
 from jaxpipe.schedules.asynchronous import double_buffered, pipedream
@@ -12,36 +13,40 @@ from jaxpipe.schedules.interleaved import interleaved
 from jaxpipe.schedules.one_f_one_b import one_f_one_b
 from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.table import Schedule
+from jaxpipe.schedules.v_shaped import dual_pipe_v, v_half, zero_bubble_v
 from jaxpipe.schedules.zero_bubble import zero_bubble
 
 
 #: ``(num_devices, num_microbatches) -> Schedule``.
 ScheduleMaker = Callable[[int, int], Schedule]
 
-#: Schedules by name, each made by ``(num_devices, num_microbatches)``.
-BY_NAME: dict[str, ScheduleMaker] = {
-    "one_f_one_b": one_f_one_b,
-    "gpipe": gpipe,
-    "interleaved": interleaved,
-    "zero_bubble": zero_bubble,
-    "pipedream": pipedream,
-    "double_buffered": double_buffered,
+
+class BuiltIn(NamedTuple):
+    """A built-in schedule: its function, further names in any spelling, and whether ``schedule="auto"`` compares it."""
+
+    maker: ScheduleMaker
+    names: tuple[str, ...] = ()
+    in_auto: bool = False
+
+
+#: Built-in schedules by name, a line for each; of those that are as fast, "auto" takes the first.
+BUILT_IN: dict[str, BuiltIn] = {
+    "one_f_one_b": BuiltIn(one_f_one_b, ("1f1b", "1f1b-textbook"), in_auto=True),
+    "zero_bubble": BuiltIn(zero_bubble, ("zb", "zb-h1", "zero-bubble-h1"), in_auto=True),
+    "interleaved": BuiltIn(interleaved, ("interleaved-1f1b",), in_auto=True),
+    "gpipe": BuiltIn(gpipe, in_auto=True),
+    "zero_bubble_v": BuiltIn(zero_bubble_v, ("zbv", "zb-v", "zbv-zero-bubble")),
+    "dual_pipe_v": BuiltIn(dual_pipe_v),
+    "v_half": BuiltIn(v_half),
+    "pipedream": BuiltIn(pipedream),
+    "double_buffered": BuiltIn(double_buffered, ("2bw", "pipedream-2bw")),
 }
 
-#: Other names of schedules, in small letters and without ``-``, ``_`` and blanks.
-_ALIASES: dict[str, ScheduleMaker] = {
-    "1f1b": one_f_one_b,
-    "1f1btextbook": one_f_one_b,
-    "interleaved1f1b": interleaved,
-    "zb": zero_bubble,
-    "zbh1": zero_bubble,
-    "zerobubbleh1": zero_bubble,
-    "2bw": double_buffered,
-    "pipedream2bw": double_buffered,
-}
+#: Their functions by name.
+BY_NAME: dict[str, ScheduleMaker] = {name: schedule.maker for name, schedule in BUILT_IN.items()}
 
-#: The tables that ``schedule="auto"`` chooses from; of two that are as fast, the first.
-AUTO: tuple[ScheduleMaker, ...] = (one_f_one_b, zero_bubble, interleaved, gpipe)
+#: Those that ``schedule="auto"`` chooses from.
+AUTO: tuple[ScheduleMaker, ...] = tuple(schedule.maker for schedule in BUILT_IN.values() if schedule.in_auto)
 
 
 def plain_name(name: str) -> str:
@@ -57,13 +62,14 @@ def plain_name(name: str) -> str:
 def schedule_named(name: str) -> ScheduleMaker | None:
     """Return the function that makes the schedule of a name, in any spelling; None if no schedule is called so.
 
-    A name is one of ``BY_NAME``, a common alias such as ``"1f1b"`` or ``"zb"``, or one that a plan prints.
+    A name is one of ``BUILT_IN``, a common one such as ``"1f1b"`` or ``"zb"``, or one that a plan prints.
     """
     plain = plain_name(name)
     chunks = re.fullmatch(r"interleaved(\d{1,3})", plain)
     if chunks:
         return functools.partial(interleaved, num_chunks=int(chunks[1]))
-    return {**_ALIASES, **{plain_name(name): maker for name, maker in BY_NAME.items()}}.get(plain)
+    named = ((known, x.maker) for name, x in BUILT_IN.items() for known in (name, *x.names))
+    return next((maker for known, maker in named if plain_name(known) == plain), None)
 
 
 def make_schedules(
@@ -94,12 +100,12 @@ def make_replicated_schedules(
             f"{stage_replicas.round_size}, the least common multiple of these numbers; so "
             f"num_microbatches={num_microbatches} are {rounds} for it."
         ) from None
-    runs = [schedule for schedule in schedules if schedule.num_chunks == 1 and schedule.versions is None]
+    runs = [x for x in schedules if x.num_chunks == 1 and x.takes_turns and x.versions is None]
     if not runs:
         how = "updates weights within a step" if schedules[0].versions is not None else "has several stages on a device"
         raise PartitionError(
             f"schedule= gave {schedules[0].name}, which {how}; with stages on {widths} devices (devices_per_stage=) a "
-            "schedule must have one stage for each of them, and update at the end of a step. Use 'auto', "
+            "schedule must have one stage for each of them, in order, and update at the end of a step. Use 'auto', "
             "'one_f_one_b', 'gpipe' or 'zero_bubble'."
         )
     return runs

@@ -109,7 +109,7 @@ def _seconds(
     schedule: Schedule, forward: Seconds, backward: Seconds | None, first: Seconds | None, second: Seconds | None
 ) -> Costs:
     """Seconds of each kind by stage, chunk after chunk."""
-    count = schedule.num_devices * schedule.num_chunks
+    count = schedule.total_stages
 
     def by_stage(name: str, cost: Seconds) -> tuple[float, ...]:
         seconds = tuple(cost) if isinstance(cost, Sequence) else (float(cost),) * count

@@ -41,8 +41,7 @@ def swap_points(schedule: Schedule, stage: int) -> SwapPoints:
       >>> points.leaves[1], points.returns[1], points.home, points.away
       (1, 5, 2, 3)
     """
-    chunk, device = divmod(stage, schedule.num_devices)
-    order = list(schedule.order(device))
+    chunk, order = schedule.chunk(stage), list(schedule.order(schedule.device(stage)))
     first: dict[int, int] = {}
     backward: dict[int, int] = {}
     last: dict[int, int] = {}

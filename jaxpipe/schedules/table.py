@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, NewType
 
 from jaxpipe.errors import ScheduleError
+from jaxpipe.schedules.stage_map import StageMap, stage_map
 from jaxpipe.text.html_table import html_table
 from jaxpipe.text.plain_table import PlainTable
 from jaxpipe.text.units import whole_number
@@ -45,7 +46,7 @@ MOST_CELLS = 2**21
 
 
 class Action(NamedTuple):
-    """One piece of work. The chunks of device ``d`` of ``p`` are the stages ``d``, ``p + d``, ``2 p + d``, ..."""
+    """One piece of work. The stages of a device are its chunks, as ``Schedule.stage_of`` lists them."""
 
     kind: Kind
     microbatch: int
@@ -94,6 +95,11 @@ class Schedule:
       group: micro-batches per update, if updates are asynchronous.
       frozen: so many stages, the first ones, only work forward: nothing in them is trained, and they keep no stash. A
         device then goes on from forward to backward work in a tick without waiting for others.
+      stage_of: ``stage_of[d][c]`` is the stage that is chunk ``c`` of device ``d``; left out: ``c * num_devices + d``.
+        Between consecutive stages of one device nothing is sent.
+
+    Raises:
+      ScheduleError: if ``stage_of`` does not have every stage once.
 
     Example:
       >>> from jaxpipe.schedules import one_f_one_b
@@ -111,6 +117,11 @@ class Schedule:
     versions: tuple[tuple[int, ...], ...] | None = None
     group: int = 1
     frozen: int = 0
+    stage_of: StageMap = ()
+
+    def __post_init__(self) -> None:
+        stages = stage_map(self.name, self.stage_of, self.num_devices, self.num_chunks)
+        object.__setattr__(self, "stage_of", stages)
 
     def when(self, stage: int, kind: Kind, chunk: int = 0) -> dict[int, int]:
         """The tick in which a device works on each micro-batch of a chunk."""
@@ -126,9 +137,9 @@ class Schedule:
                     ticks[device, action.kind, action.chunk][action.microbatch] = t
         return dict(ticks)
 
-    def home(self, stage: int, kind: Kind) -> tuple[DeviceNumber, Kind, int]:
-        """Device, kind and chunk of a stage's work: what ``when`` takes."""
-        return self.device(stage), kind, stage // self.num_devices
+    def stage_ticks(self, stage: int, kind: Kind) -> dict[int, int]:
+        """The tick in which a stage works on each micro-batch; none before the first stage and behind the last."""
+        return self.when(self.device(stage), kind, self.chunk(stage)) if 0 <= stage < self.total_stages else {}
 
     @cached_property
     def device_numbers(self) -> tuple[DeviceNumber, ...]:
@@ -137,11 +148,31 @@ class Schedule:
 
     def device(self, stage: int) -> DeviceNumber:
         """Return the device of a stage."""
-        return DeviceNumber(stage % self.num_devices)
+        return self._places[stage][0]
+
+    def chunk(self, stage: int) -> int:
+        """Return which chunk of its device a stage is."""
+        return self._places[stage][1]
+
+    @cached_property
+    def _places(self) -> tuple[tuple[DeviceNumber, int], ...]:
+        """Device and chunk of every stage."""
+        places = {s: (DeviceNumber(d), c) for d, row in enumerate(self.stage_of) for c, s in enumerate(row)}
+        return tuple(places[s] for s in range(self.total_stages))
+
+    @cached_property
+    def apart(self) -> tuple[bool, ...]:
+        """By stage but the last, True if the next one is on another device, so that messages go between them."""
+        return tuple(before != after for (before, _), (after, _) in itertools.pairwise(self._places))
 
     def stage(self, device: int, chunk: int) -> StageNumber:
         """Return the stage that is a chunk of a device."""
-        return StageNumber(chunk * self.num_devices + device)
+        return StageNumber(self.stage_of[device][chunk])
+
+    @property
+    def takes_turns(self) -> bool:
+        """True if stage ``s`` is on device ``s % num_devices``."""
+        return self.stage_of == stage_map(self.name, None, self.num_devices, self.num_chunks)
 
     @property
     def total_stages(self) -> int:
@@ -241,17 +272,16 @@ class Schedule:
 
     def _step(self, device: int, action: Action) -> Step:
         kind, j, chunk = action
-        stage, m = chunk * self.num_devices + device, self.num_microbatches
+        stage, m = self.stage_of[device][chunk], self.num_microbatches
         work = len(KINDS) * stage + KINDS.index(kind)
-        apart = -1 if self.num_devices == 1 else 2 * stage
         if kind is Kind.FORWARD:
-            needs = (((work - len(KINDS)) * m + j, apart - 2 if apart > 0 else -1),) if stage else ()
+            needs = (((work - len(KINDS)) * m + j, 2 * stage - 2 if self.apart[stage - 1] else -1),) if stage else ()
         elif kind is Kind.BACKWARD_WEIGHT:
             needs = (((work - 1) * m + j, -1),)
         else:
             needs = (((len(KINDS) * stage) * m + j, -1),)
             if stage + 1 < self.total_stages:
-                needs += (((work + len(KINDS)) * m + j, apart + 1 if apart >= 0 else -1),)
+                needs += (((work + len(KINDS)) * m + j, 2 * stage + 1 if self.apart[stage] else -1),)
         return Step(device, action, work, work * m + j, needs)
 
     @property
@@ -350,9 +380,10 @@ class Schedule:
 
     def _check_versions(self, versions: Sequence[Sequence[int]]) -> None:
         """Weights exist when they are used, and updates follow the order of the micro-batches."""
-        if self.num_chunks > 1 or self.splits_backward or not self.has_backward:
+        if self.num_chunks > 1 or not self.takes_turns or self.splits_backward or not self.has_backward:
             raise ScheduleError(
-                f"{self.name}: asynchronous updates need one stage on each device and backward work that is not split."
+                f"{self.name}: asynchronous updates need one stage on each device and backward work that is not split, "
+                "with stage s on device s."
             )
         if self.group < 1 or self.num_microbatches % self.group:
             raise ScheduleError(f"{self.name}: group={self.group} does not divide {self.num_microbatches}.")
@@ -381,10 +412,9 @@ class Schedule:
     def _check(self, kind: Kind, stage: int, needed: Kind, source: int) -> None:
         """A stage's work of one kind comes after another stage's of another kind."""
         if 0 <= source < self.total_stages:
-            (chunk, device), (other_chunk, other) = (divmod(s, self.num_devices) for s in (stage, source))
-            later, earlier = (self._ticks_of.get(k, {}) for k in ((device, kind, chunk), (other, needed, other_chunk)))
+            later, earlier = self.stage_ticks(stage, kind), self.stage_ticks(source, needed)
             what, needs = f"{kind.value} of stage {stage}", f"{needed.value} of stage {source}"
-            self._check_order(later, earlier, 0 if device == other else 1, what, needs)
+            self._check_order(later, earlier, int(self.device(stage) != self.device(source)), what, needs)
 
     def _check_order(self, later: dict[int, int], earlier: dict[int, int], gap: int, what: str, needs: str) -> None:
         for j, tick in later.items():
@@ -451,6 +481,7 @@ def table(
     num_microbatches: int,
     work: dict[tuple[int, int], list[Action]],
     num_chunks: int = 1,
+    stage_of: StageMap = (),
 ) -> Schedule:
     """A schedule from the actions of each ``(tick, stage)``, forward before backward."""
     length = 1 + max(t for t, _ in work)
@@ -459,7 +490,7 @@ def table(
         tuple(tuple(sorted(work.get((t, s), []), key=lambda a: KINDS.index(a.kind))) for s in range(num_devices))
         for t in range(length)
     )
-    return Schedule(name, num_devices, num_microbatches, ticks, num_chunks)
+    return Schedule(name, num_devices, num_microbatches, ticks, num_chunks, stage_of=stage_of)
 
 
 def check_cells(name: str, num_devices: int, num_ticks: int) -> None:

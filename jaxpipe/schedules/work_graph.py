@@ -24,6 +24,7 @@ class Operation:
     kind: Kind
     stage: int
     device: int
+    chunk: int
     seconds: float  # of one micro-batch
     needs: tuple[tuple[int, float], ...]  # operations of the same micro-batch, with seconds of the message from each
     takes: int = 0  # stashes that it adds to those of its device; -1 where it frees one
@@ -78,7 +79,7 @@ class Sequenced:
         orders: list[list[Action]] = [[] for _ in range(graph.num_devices)]
         for o, j in self.log:
             operation = graph.operations[o]
-            orders[operation.device].append(Action(operation.kind, j, operation.stage // graph.num_devices))
+            orders[operation.device].append(Action(operation.kind, j, operation.chunk))
         return orders
 
 

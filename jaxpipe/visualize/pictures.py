@@ -220,10 +220,10 @@ def _text_points(text: str, share: float) -> float:
 
 def _row_label(plan: Plan, schedule: Schedule, device: int) -> str:
     """The stage of a device with its modules, without the path that all share, or the numbers of its stages."""
-    stages = range(device, schedule.total_stages, schedule.num_devices)
+    stages = schedule.stage_of[device]
     name, text = f"device {device}", f"stages {', '.join(map(str, stages))}"
-    if schedule.num_chunks == 1:
-        name, text = f"stage {device}", shorten(short_modules(plan)[1][device], 3)
+    if len(stages) == 1:
+        name, text = f"stage {stages[0]}", shorten(short_modules(plan)[1][stages[0]], 3)
     return "\n".join([name, *textwrap.wrap(text, 32)[:2]])
 
 
@@ -312,13 +312,13 @@ def _away(schedule: Schedule, stage: int) -> list[int]:
 
 
 def _stash_title(plan: Plan, schedule: Schedule, device: int) -> str:
-    stages = range(device, schedule.total_stages, schedule.num_devices)
+    stages = schedule.stage_of[device]
     parts = [f"{plan.stages[s].in_flight} x {bytes_text(plan.stages[s].stash_bytes)}" for s in stages]
     if len(parts) > 1:
         return f"device {device}: {' + '.join(parts)}"
-    whole = plan.stages[device].in_flight * plan.stages[device].stash_bytes
-    away = f", {plan.stages[device].away} of them elsewhere" if plan.stages[device].away else ""
-    return f"stage {device}: {parts[0]} = {bytes_text(whole)}{away}"
+    stage = plan.stages[stages[0]]
+    away = f", {stage.away} of them elsewhere" if stage.away else ""
+    return f"stage {stages[0]}: {parts[0]} = {bytes_text(stage.in_flight * stage.stash_bytes)}{away}"
 
 
 def _held(schedule: Schedule, device: int, chunk: int) -> list[int]:

@@ -43,6 +43,7 @@ CASES = {
         {"gradient_exchange": jaxpipe.gradients.block_sparse(k=2), "optimizer": optax.sgd(0.1, momentum=0.9)},
     ),
     "skip": (((4,), ("stage",)), {"options": jaxpipe.PlanOptions(on_nonfinite="skip"), "schedule": "zero_bubble"}),
+    "v": (((4,), ("stage",)), {"schedule": "zbv"}),
     "pipedream": (
         ((4,), ("stage",)),
         {"schedule": "pipedream", "optimizer": optax.sgd(0.01, momentum=0.9)},

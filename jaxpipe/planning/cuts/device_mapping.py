@@ -96,7 +96,8 @@ def best_mapping(
     Up to ``MOST_DEVICES`` devices every mapping is looked at, those that differ in exchanges of like devices once;
     with more devices, pairs are exchanged as long as that helps. ``Partition.searched`` names the search.
     """
-    if schedule.num_devices == 1 or schedule.num_chunks > 1 or not schedule.has_backward:
+    straight = schedule.num_chunks == 1 and schedule.takes_turns
+    if schedule.num_devices == 1 or not straight or not schedule.has_backward:
         return partition
     wanted = demand(schedule, stash_bytes, period)
     if not wanted.excess.any():

@@ -241,7 +241,7 @@ class StageLevels:
     def _front(self, s: StageNumber) -> Front:
         program = self.program
         stays_apart = len(program_kinds(program.schedule, s)[0]) == 1  # its stash leaves its forward program
-        held = program.in_flight(program.device(s), s // program.num_devices)
+        held = program.in_flight(s)
         return Front(
             ways=self._ways(s),
             items_of=functools.partial(self._items, program.stages[s]),

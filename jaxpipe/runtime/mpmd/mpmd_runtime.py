@@ -82,7 +82,7 @@ class MpmdRuntime:
         mesh, groups = self.planned.mesh, self.planned.program.stage_replicas.groups
         grid = mesh.devices[..., None] if DATA not in mesh.axis_names else mesh.devices
         grid = np.moveaxis(grid, mesh.axis_names.index(STAGE), 0).reshape(sum(map(len, groups)), -1)
-        rows = [tuple(grid[list(groups[s % len(groups)])].T.flat) for s in self.places]
+        rows = [tuple(grid[list(groups[self.planned.program.device(s)])].T.flat) for s in self.places]
         return StageDevices(tuple(rows), grid.shape[1], self.planned.shardings.submesh)
 
     def devices_of(self, place: int) -> list[Device]:
@@ -151,7 +151,7 @@ class MpmdRuntime:
         objective, cuts = followed_cuts(planned, objective, name)
         stages = cut_stages(objective, cuts, planned.stage_placement)
         rounds = planned.program.stage_replicas.rounds(batching.num_microbatches)
-        schedule = forward_only(before.num_devices, rounds, before.num_chunks)
+        schedule = forward_only(before.num_devices, rounds, before.num_chunks, before.stage_of)
         with self._building():
             parts = {"objective": objective, "stages": stages, "schedule": schedule}
             program = dataclasses.replace(planned.program, **parts, num_microbatches=batching.num_microbatches)

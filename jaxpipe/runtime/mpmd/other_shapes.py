@@ -78,7 +78,7 @@ def _schedule(planned: ExecutablePlan, m: int) -> Schedule:
     for maker in (*planned.schedules, *schedule_makers.AUTO):
         with contextlib.suppress(ScheduleError):
             tables.append(schedule_makers.check_schedule(maker(before.num_devices, m), before.num_devices, m))
-    fitting = [table for table in tables if table.num_chunks == before.num_chunks]
+    fitting = [table for table in tables if table.stage_of == before.stage_of]
     if fitting:  # another kind only if this one has none
         return min(fitting, key=lambda table: table.name != before.name)
     raise ScheduleError(

@@ -47,10 +47,10 @@ def tick_table(schedule: Schedule, pages: Sequence[Sequence[int]]) -> TickTable:
     windows, most = np.max(pages, axis=0), 0
     for device in schedule.device_numbers:
         page = 0
-        for s in range(device, schedule.total_stages, schedule.num_devices):
-            forward, backward, weight = (schedule.when(*schedule.home(s, kind)) for kind in kinds)
+        for s in schedule.stage_of[device]:
+            forward, backward, weight = (schedule.stage_ticks(s, kind) for kind in kinds)
             arrived, returned = (
-                {j: t + 1 for j, t in schedule.when(*schedule.home(source, kind)).items()}
+                {j: t + 1 for j, t in schedule.stage_ticks(source, kind).items()}
                 for source, kind in ((s - 1, kinds[0]), (s + 1, kinds[1]))
             )
             last = weight if schedule.splits_backward else backward

@@ -25,6 +25,8 @@ from jaxpipe.graph.graph import (
     live,
     ordered,
 )
+from jaxpipe.graph.primitives import CHECKPOINTS, CONTROL, SHARDS
+from jaxpipe.graph.save_policy import SavePolicy
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +80,9 @@ def differentiate(
     evaluate = _compat.evaluate_equation
     if shape is not None:
         evaluate = functools.partial(sharding_annotations.evaluate, shape=shape)
+    run = functools.partial(evaluate, equation)
+    if (saves := policy_within(op)) is not None:
+        run = jax.checkpoint(run, policy=saves)
     operands, cotangents = list(avals), tangents
     if traced_in.explicit:  # a stage's own axes are automatic
         operands, cotangents = (list(map(sharding_annotations.without_mesh, x)) for x in (avals, tangents))
@@ -88,7 +93,7 @@ def differentiate(
             values = list(inputs)
             for k, value in zip(varied, operands, strict=True):
                 values[k] = value
-            outputs = evaluate(equation, values)
+            outputs = run(values)
             return [outputs[k] for k in carried], outputs
 
         nonlocal pullback
@@ -122,6 +127,12 @@ def differentiate(
     terms = {t: part for part in builder.operators if id(part.equation) in sums for t in part.outputs}
     apart = [(k, t) for k, g in gradients for t in _summands(g, terms)]
     return _split(builder, inputs, outputs, seeds, apart, late)
+
+
+def policy_within(op: Operator) -> SavePolicy | None:
+    """Return the save policy by which the program of a loop, a branch or a checkpoint stores some of what it makes."""
+    inside = op.saved and op.policy is not None and op.name in {**CHECKPOINTS, **CONTROL, **SHARDS}
+    return op.policy.saves if inside else None
 
 
 def _summands(gradient: TensorNumber, sums: Mapping[TensorNumber, Operator]) -> list[TensorNumber]:

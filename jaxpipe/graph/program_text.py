@@ -31,5 +31,6 @@ def digests_by(graph: Graph, place_of: Callable[[Operator], str]) -> dict[str, s
 
 
 def _operator_text(op: Operator, write: Callable[[object], str]) -> str:
-    context, policy = None if op.equation is None else op.equation.ctx, "" if op.policy is None else op.policy.name
+    context = None if op.equation is None else op.equation.ctx
+    policy = "" if op.policy is None else f"{op.policy.codecs_name} {op.saved}"
     return f"{op.name} {write(op.params)} {write(op.literals)} {op.path} {write(context)} {policy}"

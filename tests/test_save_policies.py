@@ -88,8 +88,8 @@ def products(function, *args):
 def bytes_by_jax(function, *args):
     """Bytes of what JAX keeps of a function beside its arguments."""
     kept = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(function, *args)[1]))(*args).jaxpr
-    own = {v for v in kept.outvars if v not in kept.invars and not hasattr(v, "val")}
-    return sum(v.aval.size * v.aval.dtype.itemsize for v in own)
+    computed = {v for v in kept.outvars if v not in kept.invars and not hasattr(v, "val")}
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in computed)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -30,7 +30,7 @@ Codecs = str | Iterable[str] | Mapping[str, str | Iterable[str]]
 
 @dataclass(frozen=True)
 class Policy:
-    """What a decoration lets its program store.
+    """The storage that a decoration allows its program.
 
     Attributes:
       rules: pairs of a pattern (``fits``) and codecs; the first pattern that fits a module path decides.

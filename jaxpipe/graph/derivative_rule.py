@@ -17,7 +17,7 @@ from jaxpipe.graph.operator_vjp import Cut, from_rule
 
 @dataclass(frozen=True)
 class DerivativeRule:
-    """What the backward pass of an operator needs in place of what JAX keeps, and what it does with it.
+    """A derivative of an operator: what its backward pass needs in place of what JAX keeps, and does with it.
 
     Attributes:
       keep: ``(equation, operands, results) -> arrays``: what the backward pass needs. What is an operand or a result is
@@ -121,18 +121,18 @@ def by_rule(
 ) -> Cut:
     """Return the cut of an operator by a rule; arguments as ``differentiate`` has them."""
     equation = _compat.without_scope(op.equation)
-    is_array = [not _compat.is_literal(atom) for atom in equation.invars]
+    numbers = [atom.val if _compat.is_literal(atom) else None for atom in equation.invars]
 
     def forward(*operands: Array) -> tuple[Sequence[Array], Sequence[Array]]:
         given = iter(operands)
-        values = [next(given) if array else a.val for a, array in zip(equation.invars, is_array, strict=True)]
+        values = [next(given) if number is None else number for number in numbers]
         results = _compat.evaluate_equation(equation, operands)
         return results, _list(equation, "keep", rule.keep(equation, values, results))
 
     def backward(kept: Sequence[Array], cotangents: Sequence[Array | None]) -> list[Array | None]:
         gradients = _list(equation, "backward", rule.backward(equation, kept, cotangents))
         _check(equation, gradients)
-        return [g for g, array in zip(gradients, is_array, strict=True) if array]
+        return [g for g, number in zip(gradients, numbers, strict=True) if number is None]
 
     return from_rule(forward, backward, avals, varied, useful, traced_in=traced_in)
 
@@ -156,7 +156,7 @@ def _check(equation: Equation, gradients: Sequence[Array | None]) -> None:
     for k, (gradient, aval) in enumerate(zip(gradients, avals, strict=True)):
         if gradient is None or _compat.is_literal(equation.invars[k]):
             continue
-        found = jax.typeof(gradient)
-        if not is_differentiable(aval) or (found.shape, found.dtype) != (aval.shape, aval.dtype):
+        given = jax.typeof(gradient)
+        if not is_differentiable(aval) or (given.shape, given.dtype) != (aval.shape, aval.dtype):
             expected = aval.str_short() if is_differentiable(aval) else f"{aval.str_short()}, whose cotangent is None"
-            raise ModelError(f"{head} returned {found.str_short()} as the cotangent of operand {k}, {expected}.")
+            raise ModelError(f"{head} returned {given.str_short()} as the cotangent of operand {k}, {expected}.")

@@ -118,9 +118,10 @@ class Operator:
 
     @functools.cached_property
     def saved(self) -> bool | None:
-        """Whether the save policy around it keeps its results or lets it run again; None without a save policy."""
-        saves = None if self.policy is None or self.equation is None else self.policy.saves
-        return None if saves is None else is_saved(saves, self.equation)
+        """The answer of the save policy around it: its results are kept, or it may run again; None without a policy."""
+        if self.policy is None or self.policy.saves is None or self.equation is None:
+            return None
+        return is_saved(self.policy.saves, self.equation)
 
     @functools.cached_property
     def program(self) -> Jaxpr:

@@ -131,8 +131,9 @@ def differentiate(
 
 def policy_within(op: Operator) -> SavePolicy | None:
     """Return the save policy by which the program of a loop, a branch or a checkpoint stores some of what it makes."""
-    inside = op.saved and op.policy is not None and op.name in {**CHECKPOINTS, **CONTROL, **SHARDS}
-    return op.policy.saves if inside else None
+    if op.policy is None or op.name not in {**CHECKPOINTS, **CONTROL, **SHARDS}:
+        return None
+    return op.policy.saves if op.saved else None
 
 
 def _summands(gradient: TensorNumber, sums: Mapping[TensorNumber, Operator]) -> list[TensorNumber]:
@@ -176,8 +177,8 @@ def from_rule(
         return [g for k in given if (g := gradients[k]) is not None]
 
     plain = sharding_annotations.without_mesh if traced_in.explicit else (lambda aval: aval)
-    made = builder.read(_compat.trace_without_scope(both, *map(plain, avals)), operands)
-    results, residuals = made[:count], made[count:]
+    outputs = builder.read(_compat.trace_without_scope(both, *map(plain, avals)), operands)
+    results, residuals = outputs[:count], outputs[count:]
     for t, width in zip(residuals, bits, strict=False):
         builder.tensors[t] = replace(builder.tensors[t], bits=width)
     tangents = {k: builder.tensors[results[k]].aval.to_tangent_aval() for k in useful}

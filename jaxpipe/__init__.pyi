@@ -2,6 +2,7 @@
 
 from . import checkpoint as checkpoint
 from . import gradients as gradients
+from . import graph as graph
 from . import planning as planning
 from . import schedules as schedules
 from .checkpoint import Checkpointer as Checkpointer

@@ -13,7 +13,14 @@ import jaxpipe.errors
 
 
 #: Packages whose every name is public, and modules of which those that are made in them are.
-PUBLIC = ("jaxpipe", "jaxpipe.checkpoint", "jaxpipe.gradients", "jaxpipe.planning", "jaxpipe.schedules")
+PUBLIC = (
+    "jaxpipe",
+    "jaxpipe.checkpoint",
+    "jaxpipe.gradients",
+    "jaxpipe.graph",
+    "jaxpipe.planning",
+    "jaxpipe.schedules",
+)
 MODULES = ("jaxpipe.costs.topology", "jaxpipe.visualize.traces")
 
 

@@ -3,3 +3,7 @@
 In: a function, traced by JAX.
 Out: its operators and tensors in order, their VJPs and costs, the bytes that live at once, scans split into layers.
 """
+
+from jaxpipe.graph.derivative_rule import DerivativeRule as DerivativeRule
+from jaxpipe.graph.derivative_rule import register_rule as register_rule
+from jaxpipe.graph.derivative_rule import unregister_rule as unregister_rule

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from jaxpipe.errors import CodecWarning, ModelError, warn
+from jaxpipe.graph.save_policy import SavePolicy, check_policy
 
 
 #: Codec names, and what each lets a plan do.
@@ -29,9 +30,15 @@ Codecs = str | Iterable[str] | Mapping[str, str | Iterable[str]]
 
 @dataclass(frozen=True)
 class Policy:
-    """Pairs of a pattern (``fits``) and codecs; the first pattern that fits a module path decides."""
+    """The storage that a decoration allows its program.
+
+    Attributes:
+      rules: pairs of a pattern (``fits``) and codecs; the first pattern that fits a module path decides.
+      saves: what stays stored, and what may be computed again, as ``jax.checkpoint`` takes it.
+    """
 
     rules: tuple[tuple[str, frozenset[str]], ...]
+    saves: SavePolicy | None = None
 
     def at(self, path: str) -> frozenset[str]:
         """The codecs that may be used for what is made at a module path."""
@@ -39,7 +46,13 @@ class Policy:
 
     @property
     def name(self) -> str:
-        """A word for the policy, legal in an identifier; equal for equal policies."""
+        """A word for the policy, legal in an identifier; equal for equal policies of this process."""
+        number = "" if self.saves is None else f"_saves_{_numbers.setdefault(self.saves, len(_numbers))}"
+        return self.codecs_name + number
+
+    @property
+    def codecs_name(self) -> str:
+        """A word for the codecs, equal in all processes."""
         if len(self.rules) == 1 and self.rules[0][0] == "*":
             return "_".join(sorted(self.rules[0][1]))
         text = repr([(pattern, sorted(codecs)) for pattern, codecs in self.rules])
@@ -76,12 +89,11 @@ def warn_unused(policy: Policy, paths: Iterable[str], argument: str) -> None:
             )
 
 
-def parse(codecs: Codecs, argument: str = "codecs") -> Policy:
-    """Return the policy that an argument, called ``codecs`` or ``argument``, means."""
-    if isinstance(codecs, Mapping):
-        policy = Policy(tuple((str(pattern), codec_set(chosen, argument)) for pattern, chosen in codecs.items()))
-    else:
-        policy = Policy((("*", codec_set(codecs, argument)),))
+def parse(codecs: Codecs, argument: str = "codecs", saves: SavePolicy | None = None) -> Policy:
+    """Return the policy that an argument, called ``codecs`` or ``argument``, means, with what is saved besides."""
+    check_policy(saves)
+    rules = codecs if isinstance(codecs, Mapping) else {"*": codecs}
+    policy = Policy(tuple((str(pattern), codec_set(chosen, argument)) for pattern, chosen in rules.items()), saves)
     _named[policy.name] = policy
     return policy
 
@@ -92,6 +104,7 @@ def by_name(name: str) -> Policy:
 
 
 _named: dict[str, Policy] = {}
+_numbers: dict[SavePolicy, int] = {}
 
 
 def codec_set(codecs: str | Iterable[str], argument: str = "codecs") -> frozenset[str]:

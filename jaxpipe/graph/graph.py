@@ -23,6 +23,7 @@ from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Atom, DType, Equ
 from jaxpipe.graph.allowed_codecs import Policy, by_name
 from jaxpipe.graph.axis_names import NO_AXES, TracedIn
 from jaxpipe.graph.primitives import CALLS, FUNCTIONS, SHARDS
+from jaxpipe.graph.save_policy import is_saved
 
 
 #: A ``jit`` of this name is the body of a ``memory_encoded`` call; its suffix names the policy.
@@ -85,9 +86,9 @@ class Operator:
 
     @property
     def label(self) -> str:
-        """A name that a person recognizes: ``relu`` rather than ``custom_jvp_call``."""
-        if self.origin:
-            return self.origin
+        """A name that a person recognizes: ``relu`` rather than ``custom_jvp_call``; what ``checkpoint_name`` gave."""
+        if self.origin or self.name == "name":
+            return self.origin or self.params["name"]
         named = self.name in FUNCTIONS
         return (_compat.function_name(self.equation) if named else None) or self.name
 
@@ -114,6 +115,13 @@ class Operator:
     def has_effects(self) -> bool:
         """Return whether running it does more than compute."""
         return self.equation is not None and bool(self.equation.effects)
+
+    @functools.cached_property
+    def saved(self) -> bool | None:
+        """The answer of the save policy around it: its results are kept, or it may run again; None without a policy."""
+        if self.policy is None or self.policy.saves is None or self.equation is None:
+            return None
+        return is_saved(self.policy.saves, self.equation)
 
     @functools.cached_property
     def program(self) -> Jaxpr:
@@ -391,12 +399,12 @@ def trace(function: Callable[..., PyTree], *avals: Shaped) -> Graph:
     return read_graph(jax.make_jaxpr(function)(*avals))
 
 
-def read_graph(closed: AnyJaxpr, inline_shards: bool = False) -> Graph:
-    """Read a traced program as a graph; wrappers inlined, dead operators dropped."""
+def read_graph(closed: AnyJaxpr, inline_shards: bool = False, policy: Policy | None = None) -> Graph:
+    """Read a traced program, of a decoration with a policy, as a graph; wrappers inlined, dead operators dropped."""
     jaxpr, _ = _compat.open_jaxpr(closed)
     builder = GraphBuilder(inline_shards=inline_shards)
     inputs = [builder.tensor(var.aval) for var in jaxpr.invars]
-    return builder.build(inputs, builder.read(closed, inputs, boundaries=True))
+    return builder.build(inputs, builder.read(closed, inputs, boundaries=True, policy=policy))
 
 
 def live(operators: Sequence[Operator], wanted: Iterable[TensorNumber]) -> tuple[Operator, ...]:

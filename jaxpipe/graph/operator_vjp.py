@@ -25,6 +25,8 @@ from jaxpipe.graph.graph import (
     live,
     ordered,
 )
+from jaxpipe.graph.primitives import CHECKPOINTS, CONTROL, SHARDS
+from jaxpipe.graph.save_policy import SavePolicy
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +80,9 @@ def differentiate(
     evaluate = _compat.evaluate_equation
     if shape is not None:
         evaluate = functools.partial(sharding_annotations.evaluate, shape=shape)
+    run = functools.partial(evaluate, equation)
+    if (saves := policy_within(op)) is not None:
+        run = jax.checkpoint(run, policy=saves)
     operands, cotangents = list(avals), tangents
     if traced_in.explicit:  # a stage's own axes are automatic
         operands, cotangents = (list(map(sharding_annotations.without_mesh, x)) for x in (avals, tangents))
@@ -88,7 +93,7 @@ def differentiate(
             values = list(inputs)
             for k, value in zip(varied, operands, strict=True):
                 values[k] = value
-            outputs = evaluate(equation, values)
+            outputs = run(values)
             return [outputs[k] for k in carried], outputs
 
         nonlocal pullback
@@ -124,6 +129,13 @@ def differentiate(
     return _split(builder, inputs, outputs, seeds, apart, late)
 
 
+def policy_within(op: Operator) -> SavePolicy | None:
+    """Return the save policy by which the program of a loop, a branch or a checkpoint stores some of what it makes."""
+    if op.policy is None or op.name not in {**CHECKPOINTS, **CONTROL, **SHARDS}:
+        return None
+    return op.policy.saves if op.saved else None
+
+
 def _summands(gradient: TensorNumber, sums: Mapping[TensorNumber, Operator]) -> list[TensorNumber]:
     """The terms of a gradient, which JAX adds one by one to whatever cotangent the operand has already."""
     if gradient not in sums:
@@ -133,32 +145,51 @@ def _summands(gradient: TensorNumber, sums: Mapping[TensorNumber, Operator]) -> 
 
 
 def from_rule(
-    forward: Callable[..., tuple[Array, Sequence[Array]]],
-    backward: Callable[[Sequence[Array], Array], Array],
-    aval: AbstractArray,
-    bits: Sequence[int],
+    forward: Callable[..., tuple[Sequence[Array], Sequence[Array]]],
+    backward: Callable[[Sequence[Array], Sequence[Array | None]], Sequence[Array | None]],
+    avals: Sequence[AbstractArray],
+    varied: Sequence[int] = (0,),
+    useful: Sequence[int] = (0,),
+    bits: Sequence[int] = (),
+    traced_in: TracedIn = NO_AXES,
 ) -> Cut:
-    """A cut made of a hand-written pair, for an operator with one operand and one result.
+    """A cut made of a hand-written pair; arguments as ``differentiate`` has them.
 
     Args:
-      forward: ``operand -> (result, residuals)``.
-      backward: ``(residuals, cotangent) -> operand cotangent``.
-      bits: bits that an element of each residual needs.
+      forward: ``operands -> (results, residuals)``.
+      backward: ``(residuals, cotangents of results) -> cotangents of operands``; None for one that is zero.
+      bits: bits that an element of each residual needs; left out: those of its type.
     """
     builder = GraphBuilder()
-    operand = builder.tensor(aval)
-    result, *residuals = builder.read(_compat.trace_without_scope(forward, aval), [operand])
-    for t, width in zip(residuals, bits, strict=True):
+    operands = [builder.tensor(aval) for aval in avals]
+    count, given = 0, list[int]()
+
+    def both(*values: Array) -> list[Array]:
+        nonlocal count
+        results, kept = forward(*values)
+        count = len(results)
+        return [*results, *kept]
+
+    def gradients_of(kept: Sequence[Array], received: Sequence[Array]) -> list[Array]:
+        cotangents = dict(zip(seeds, received, strict=True))
+        gradients = backward(kept, [cotangents.get(k) for k in range(count)])
+        given.extend(k for k in varied if gradients[k] is not None)
+        return [g for k in given if (g := gradients[k]) is not None]
+
+    plain = sharding_annotations.without_mesh if traced_in.explicit else (lambda aval: aval)
+    outputs = builder.read(_compat.trace_without_scope(both, *map(plain, avals)), operands)
+    results, residuals = outputs[:count], outputs[count:]
+    for t, width in zip(residuals, bits, strict=False):
         builder.tensors[t] = replace(builder.tensors[t], bits=width)
-    seed = builder.tensor(builder.tensors[result].aval.to_tangent_aval())
-    closed = _compat.trace_without_scope(
-        backward, [builder.tensors[t].aval for t in residuals], builder.tensors[seed].aval
-    )
+    tangents = {k: builder.tensors[results[k]].aval.to_tangent_aval() for k in useful}
+    seeds = {k: builder.tensor(aval) for k, aval in tangents.items() if is_differentiable(aval)}
+    kept, received = ([plain(builder.tensors[t].aval) for t in ts] for ts in (residuals, seeds.values()))
+    closed = _compat.trace_without_scope(gradients_of, kept, received)
     start = len(builder.operators)
-    gradient = builder.read(closed, [*residuals, seed])
-    # What the rule does in its backward pass is meant to be done there, with or without the cotangent.
-    late = [t for op in builder.operators[start:] for t in op.outputs]
-    return _split(builder, [operand], [result], {0: seed}, [(0, gradient[0])], late)
+    gradients = builder.read(closed, [*residuals, *seeds.values()])
+    # What the rule does in its backward pass is meant to be done there, with or without the cotangent; but constants.
+    late = [t for op in builder.operators[start:] if op.inputs for t in op.outputs]
+    return _split(builder, operands, results, seeds, list(zip(given, gradients, strict=True)), late)
 
 
 def _split(

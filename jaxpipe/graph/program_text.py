@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable
 
+from jaxpipe.graph.derivative_rule import rule_name
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.text.stable_text import digest, writer
 
@@ -31,5 +32,7 @@ def digests_by(graph: Graph, place_of: Callable[[Operator], str]) -> dict[str, s
 
 
 def _operator_text(op: Operator, write: Callable[[object], str]) -> str:
-    context, policy = None if op.equation is None else op.equation.ctx, "" if op.policy is None else op.policy.name
-    return f"{op.name} {write(op.params)} {write(op.literals)} {op.path} {write(context)} {policy}"
+    context = None if op.equation is None else op.equation.ctx
+    rule = "" if op.equation is None else rule_name(op.equation.primitive)
+    policy = "" if op.policy is None else f"{op.policy.codecs_name} {op.saved}"
+    return f"{op.name} {write(op.params)} {write(op.literals)} {op.path} {write(context)} {policy} {rule}"

@@ -8,6 +8,7 @@ from jaxpipe.planning.budget_search import BudgetSearch
 from jaxpipe.planning.candidate import PlannedStep
 from jaxpipe.planning.lower_bound import lower_bound
 from jaxpipe.planning.storage.storage_items import tensor_text
+from jaxpipe.residuals.choose_formats import KEPT_BY_POLICIES, kept_by_policies
 from jaxpipe.residuals.stored_formats import stored_bytes
 from jaxpipe.text.units import asked_bytes, bytes_text, seconds_text
 
@@ -30,8 +31,10 @@ def refusal(search: BudgetSearch, budget: int, smallest: PlannedStep) -> MemoryB
         if smallest.compiled is None
         else f"which XLA reserves for its compiled step ({bytes_text(predicted)} predicted)"
     )
+    kept = kept_by_policies(smallest.program.objective.graph)
     largest = largest_stored(smallest)
     stored = f" Largest tensors stored at that budget: {', '.join(largest)}." if largest else ""
+    stored += KEPT_BY_POLICIES if kept else ""
     bound = lower_bound(smallest)
     over = ", which alone is over this budget" if bound.bytes > budget else ""
     more = None if over else search.more_microbatches(budget)

@@ -9,7 +9,7 @@ For every operator on a path from a differentiated input to an output, its own V
 Whatever does not depend on a cotangent joins the forward graph; ``needs`` are the tensors that cross the cut.
 ReLU then needs a boolean tensor, ``exp`` its output, a convolution the values of its input, ``reshape`` nothing:
 nobody lists these demands by name, they are what is left of the derivative that JAX itself would run. A few
-operators have a cheaper derivative than JAX's own; they are in ``jaxpipe/rules``.
+operators have a cheaper derivative than JAX's own (``jaxpipe/graph/rules``, and those that users register).
 """
 
 from collections import Counter
@@ -20,8 +20,9 @@ from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, Array, TensorNumber
 from jaxpipe.graph import rules
 from jaxpipe.graph.allowed_codecs import FAST, Policy
+from jaxpipe.graph.derivative_rule import registered
 from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, behind_rules, is_differentiable, live, ordered
-from jaxpipe.graph.operator_vjp import Cut, writes_zeros
+from jaxpipe.graph.operator_vjp import Cut, policy_within, writes_zeros
 from jaxpipe.graph.program_form import bits_of
 from jaxpipe.targets.building import current
 
@@ -128,7 +129,12 @@ def _operator_vjps(
     covered = {op for match in matches.values() for op in match.covers}
     varied_tensors, useful_tensors = set(wrt), _useful(graph, seeds)
     ruled = graph.ruled | behind_rules(graph.operators)
-    context = None if graph.stage_shape is None else tuple(graph.stage_shape.items()), graph.traced_in, current()
+    context = (
+        None if graph.stage_shape is None else tuple(graph.stage_shape.items()),
+        graph.traced_in,
+        current(),
+        registered(),
+    )
     cuts: dict[Hashable, Cut] = graph.derived.setdefault(context, {})  # by operator, and by what operators compute
     for op in [op for op in graph.operators if op in matches or op not in covered]:
         match, cut = matches.get(op), None
@@ -142,7 +148,7 @@ def _operator_vjps(
             behind = tuple(k for k in varied if inputs[k] in ruled)
             here = op, None if match is None else match.name, varied, useful, behind
             if here not in cuts:
-                key = equality_key(op, avals, varied, useful, match), behind
+                key = equality_key(op, avals, varied, useful, match), behind, policy_within(op)
                 if key not in cuts:
                     derived = match is None
                     axes = graph.stage_shape, graph.traced_in, behind

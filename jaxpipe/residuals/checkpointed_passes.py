@@ -63,10 +63,11 @@ class CheckpointedPasses:
 def checkpointed_blocks(program: DecoratedProgram, family: str | None, every: int) -> list[tuple[int, int]] | None:
     """Return the ranges of equations of every n-th module of a family, or of the whole program without one.
 
-    None if no such ranges are apart from each other, or if decorated functions are within the program.
+    None if no such ranges are apart from each other, if decorated functions are within the program, or if it has a save
+    policy of its own.
     """
     equations = _compat.open_jaxpr(program.jaxpr)[0].eqns
-    if any(encoded_policy(equation) is not None for equation in equations):
+    if program.policy.saves is not None or any(encoded_policy(equation) is not None for equation in equations):
         return None
     if family is None:
         return [(0, len(equations))]

@@ -47,6 +47,9 @@ WORTH_PACKING = 0.8
 #: And it must save at least this fraction of the bytes of the whole stash, or compiling it is not worth it.
 WORTH_A_KERNEL = 0.01
 
+#: Why a budget cannot be kept where there are such operators.
+KEPT_BY_POLICIES = " What a save policy (policy=) saves is never computed again; one that saves less needs less."
+
 #: A tensor is stored in a sparse format only if, should it not fit, at most this many expensive operators give it back.
 FALLBACK_LIMIT = 4
 
@@ -431,6 +434,9 @@ def _cheap_derivations(
     behind_product: set[TensorNumber] = set()
     on_cpu = current().runs_early
     for op, cost in costs.items():
+        if op.saved is not None:  # whatever it takes
+            derivation.update((t, op) for t in op.outputs if t not in available)
+            continue
         sources = _sources(op, available)
         after_product = not behind_product.isdisjoint(sources)
         if is_product(op) and (op not in products or (on_cpu and after_product)):
@@ -451,14 +457,28 @@ def _cheap_derivations(
 
 
 def _rerun_costs(graph: Graph, codecs: Mapping[TensorNumber, frozenset[str]]) -> dict[Operator, int]:
-    """Return the work of the operators that may run again."""
-    on_cpu = current().runs_early
+    """Return the work of the operators that may run again; by a save policy whatever it takes."""
+    on_cpu, kept = current().runs_early, kept_by_policies(graph)
     allowed = (
         op
         for op in graph.operators
-        if not op.has_effects and ("alias" if op.name in VIEWS else "recompute") in codecs[op.outputs[0]]
+        if not op.has_effects
+        and op not in kept
+        and (op.saved is not None or ("alias" if op.name in VIEWS else "recompute") in codecs[op.outputs[0]])
     )
-    return {op: cost for op in allowed if (cost := _rerun_cost(graph, op, on_cpu)) is not None}
+    costs = ((op, _rerun_cost(graph, op, on_cpu) if op.saved is None else 0) for op in allowed)
+    return {op: cost for op, cost in costs if cost is not None}
+
+
+def kept_by_policies(graph: Graph) -> set[Operator]:
+    """Return the operators that save policies keep from running again: all that they save, but views of such."""
+    again, kept = set[TensorNumber](), set[Operator]()
+    for op in graph.operators:
+        if op.saved and (op.name not in VIEWS or not again.isdisjoint(op.inputs)):
+            kept.add(op)
+        elif not op.saved:
+            again.update(op.outputs)
+    return kept
 
 
 def _rerun_cost(graph: Graph, op: Operator, on_cpu: bool) -> int | None:

@@ -47,7 +47,7 @@ class DecoratedProgram:
     @cached_property
     def key(self) -> str:
         """A word that equal programs share, in all processes."""
-        settings = self.wrt, self.policy.name, sorted(self.held)
+        settings = self.wrt, self.policy.codecs_name, sorted(self.held)
         return digest(f"{settings} {program_text(self.graph)}")
 
     @cached_property

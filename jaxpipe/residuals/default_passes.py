@@ -3,6 +3,7 @@
 import jax
 
 from jaxpipe.graph.graph import Graph
+from jaxpipe.graph.rules import differs_from_jax
 from jaxpipe.residuals.checkpointed_passes import CheckpointedPasses
 from jaxpipe.residuals.chosen_storage import DecoratedProgram, Passes
 from jaxpipe.residuals.stored_passes import StoredPasses
@@ -11,7 +12,8 @@ from jaxpipe.targets.building import current
 
 def default_passes(program: DecoratedProgram) -> Passes:
     """Return passes with default storage, or JAX's own where XLA keeps all that these save beside the memory."""
-    if plain_bytes(program) <= current().rates.on_chip:
+    by_jax = not any(map(differs_from_jax, program.graph.operators))
+    if by_jax and plain_bytes(program) <= current().rates.on_chip:
         return CheckpointedPasses(program, (), jax.checkpoint_policies.everything_saveable)
     return StoredPasses(program.default, labelled=True)
 

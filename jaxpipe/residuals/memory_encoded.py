@@ -18,6 +18,7 @@ from jaxpipe.array_types import Array, PyTree, TensorNumber
 from jaxpipe.errors import DifferentiationError, ModelError
 from jaxpipe.graph.allowed_codecs import Codecs, Policy, parse, warn_unused
 from jaxpipe.graph.graph import ENCODED_MARK, Graph, read_graph
+from jaxpipe.graph.save_policy import SavePolicy
 from jaxpipe.models import purify_linen
 from jaxpipe.models.decorated_class import twin_class
 from jaxpipe.models.purify_nnx import PureCall, purify, root_scope
@@ -47,14 +48,16 @@ def is_enabled() -> bool:
 
 
 @overload
-def memory_encoded(target: None = None, *, codecs: Codecs = "fast") -> Callable[[T], T]: ...
+def memory_encoded(
+    target: None = None, *, codecs: Codecs = "fast", policy: SavePolicy | None = None
+) -> Callable[[T], T]: ...
 
 
 @overload
-def memory_encoded(target: T, *, codecs: Codecs = "fast") -> T: ...
+def memory_encoded(target: T, *, codecs: Codecs = "fast", policy: SavePolicy | None = None) -> T: ...
 
 
-def memory_encoded(target: object = None, *, codecs: Codecs = "fast") -> object:
+def memory_encoded(target: object = None, *, codecs: Codecs = "fast", policy: SavePolicy | None = None) -> object:
     """Keep less for the backward pass, with the same gradients.
 
     Between its forward and its backward pass the decorated module or function keeps 1-bit masks, pooling positions
@@ -74,6 +77,13 @@ def memory_encoded(target: object = None, *, codecs: Codecs = "fast") -> object:
         ``"csr"`` (maps with many zeros without the zeros; see ``with_density``). Or a mapping from patterns of module
         paths to any of these: the first that fits decides, ``{"Encoder_*": "smallest", "Head": {"mask"}}``; what none
         fits is ``"fast"``. A pattern that fits no module gives a ``CodecWarning``. All are lossless.
+      policy: what is saved, as ``jax.checkpoint`` takes it: one of ``jax.checkpoint_policies``, or a function of a
+        primitive, the shapes of its operands and its parameters. What it saves is not computed again: it is stored,
+        encoded if a codec allows, if the backward pass needs it. All else may be computed again, matrix products too,
+        where that saves bytes. Names are those of ``jax.ad_checkpoint.checkpoint_name``. What it offloads is stored on
+        the device, with a ``CodecWarning``. Decorated parts inside follow their own policies. A tensor that does not
+        fit the room of ``"bitmap"`` or ``"csr"`` is computed again whatever the policy says. Left out: cheap operators
+        run again, as ``codecs`` allows.
 
     Returns:
       A class or function to be used in place of ``target``. A class is ``target`` in all but what its methods store:
@@ -81,7 +91,8 @@ def memory_encoded(target: object = None, *, codecs: Codecs = "fast") -> object:
       left them. Methods that Linen does not wrap (``nn.nowrap``) stay as they are.
 
     Raises:
-      ModelError: if ``target`` is neither a module class nor a function, or a codec name is unknown.
+      ModelError: if ``target`` is neither a module class nor a function, a codec name is unknown, or ``policy`` is no
+        function or returns neither a boolean nor a mark of ``jax.ad_checkpoint``.
       DifferentiationError: on ``jax.jvp``, ``jax.hessian`` and other derivatives than the first in reverse mode.
 
     The method: feature-map encoding, after A. Jain et al., "Gist: Efficient data encoding for deep neural network
@@ -98,14 +109,14 @@ def memory_encoded(target: object = None, *, codecs: Codecs = "fast") -> object:
       >>> variables = net.init(jax.random.key(0), x)
       >>> grads = jax.jit(jax.grad(lambda v: net.apply(v, x).sum()))(variables)
     """
-    policy = parse(codecs)
+    parsed = parse(codecs, saves=policy)
     if target is None:
-        return functools.partial(memory_encoded, codecs=codecs)
-    run = functools.partial(run_encoded, policy=policy)
+        return functools.partial(memory_encoded, codecs=codecs, policy=policy)
+    run = functools.partial(run_encoded, policy=parsed)
     if inspect.isclass(target) and issubclass(target, nn.Module):
         return purify_linen.transform_class(target, run, is_enabled)
     if inspect.isclass(target) and issubclass(target, nnx.Module):
-        return _encode_nnx_class(target, policy)
+        return _encode_nnx_class(target, parsed)
     if isinstance(target, (nn.Module, nnx.Module)):
         raise ModelError(
             f"memory_encoded was given an instance of {type(target).__name__}; it decorates classes and functions. "
@@ -120,7 +131,7 @@ def memory_encoded(target: object = None, *, codecs: Codecs = "fast") -> object:
             f"memory_encoded was given {what}; it decorates a flax.linen.Module class, a flax.nnx.Module class or a "
             f"function. {fix}"
         )
-    return _encode_function(target, policy)
+    return _encode_function(target, parsed)
 
 
 def _encode_function(function: Callable[..., PyTree], policy: Policy) -> Callable[..., PyTree]:
@@ -160,7 +171,7 @@ def run_encoded(call: PureCall, *, policy: Policy) -> PyTree:
     program, consts = _compat.hoist_constants(closed)
     if any(_compat.is_forward_mode(value) for value in consts):
         raise DifferentiationError(_FORWARD_MODE)
-    graph = read_graph(program).with_parameters([False] * len(consts) + list(call.parameters))
+    graph = read_graph(program, policy=policy).with_parameters([False] * len(consts) + list(call.parameters))
     held = [True] * len(consts) + list(call.held)
     encoded = _encoded_function(program, graph, held, policy, target_of_values([*consts, *call.leaves]))
     outputs = encoded(*consts, *call.leaves)

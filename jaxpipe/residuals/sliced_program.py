@@ -8,6 +8,7 @@ from jaxpipe.graph.allowed_codecs import FAST, Policy
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.row_slices import slice_rows
 from jaxpipe.residuals import vjp_program
+from jaxpipe.residuals.choose_formats import kept_by_policies
 from jaxpipe.residuals.vjp_program import VJPProgram
 
 
@@ -34,6 +35,8 @@ def in_slices(
 ) -> SlicedProgram | None:
     """Return the programs of a graph with its largest product in slices; None if what follows that is not row-wise.
 
+    None as well if a save policy keeps something of it: slices are computed again.
+
     A slice is no larger than the largest of the tensors that are less than half of the product, or than a 32nd of it.
     Arguments as ``vjp_program.build`` has them.
     """
@@ -41,7 +44,7 @@ def in_slices(
     largest = max((graph.tensors[op.outputs[0]].bytes for op in graph.operators if op.name == "dot_general"), default=0)
     others = max((size for size in sizes if 2 * size < largest), default=0)
     sliced = slice_rows(graph, max(others, largest // MOST_SLICES))
-    if sliced is None:
+    if sliced is None or not kept_by_policies(graph).isdisjoint(sliced.operators):
         return None
     built = vjp_program.build(sliced.graph, wrt, policy=policy, held=held, seeds=seeds)
     return SlicedProgram(built, sliced.operators, sliced.count)

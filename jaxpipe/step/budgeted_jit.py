@@ -15,6 +15,7 @@ from jaxpipe import multihost
 from jaxpipe.array_types import Device, PyTree
 from jaxpipe.costs.device_memory import pool_bytes, pool_fraction
 from jaxpipe.errors import MemoryBudgetError, ModelError
+from jaxpipe.residuals.choose_formats import KEPT_BY_POLICIES, kept_by_policies
 from jaxpipe.step.fit_step import fitting_level, smallest
 from jaxpipe.step.step_arguments import Call, Compared, jitter, split_arguments, split_static, without_values
 from jaxpipe.step.step_front import PLAIN
@@ -190,9 +191,11 @@ class BudgetedFunction:
         donates = (
             "" if sizes.alias_size_in_bytes else " Nothing is donated: donate_argnums=0 saves a copy of the state."
         )
+        kept = any(kept_by_policies(program.graph) for program in variants.programs.values())
+        policy = KEPT_BY_POLICIES if kept else ""
         return MemoryBudgetError(
             f"{head}, {decorated} as decorated, and {least} ({bytes_text(least)}) with the least "
-            f"storage that was found, of which arguments and results are {bytes_text(state)}.{donates} Pass "
+            f"storage that was found, of which arguments and results are {bytes_text(state)}.{donates}{policy} Pass "
             f"memory={least} or more, a smaller batch, or decorate more of the step (the loss as well as the model); "
             "of blocks in a scan or under nn.remat, decorate the block."
             f"\n    memory={least}",

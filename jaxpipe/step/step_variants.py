@@ -81,13 +81,15 @@ class StepVariants:
         self.plain = self.variant(PLAIN)
         self._path = self._kept_path()
         assumed = {} if like is None else dict(like.known)
-        self._needs: dict[str, Needs] = assumed | multihost.from_first(lambda: _needs_of(read_kept(self._path)))
+        self._kept: dict[str, dict[str, Needs]] = multihost.from_first(lambda: _kept_needs(read_kept(self._path)))
+        self._needs: dict[str, Needs] = assumed | self._kept.get("", {})
 
     @cached_property
     def programs(self) -> Mapping[str, DecoratedProgram]:
         """The decorated programs that are differentiated, by key."""
         if self._template is None:
             self.variant(DEFAULT)
+        self._needs |= self._kept.get(_digest(self._met), {})
         return self._met
 
     @cached_property
@@ -118,7 +120,8 @@ class StepVariants:
         self.seconds += time.perf_counter() - start
         self._needs[level] = Needs(size, count_products(variant.jaxpr)[0])
         tell(f"Step with {level} storage: XLA reserves {bytes_text(size)}")
-        multihost.from_first(lambda: keep(self._path, self._needs))
+        self._kept.setdefault("" if level == PLAIN else _digest(self.programs), {})[level] = self._needs[level]
+        multihost.from_first(lambda: keep(self._path, self._kept))
         return self._needs[level]
 
     def variant(self, level: str) -> Variant:
@@ -155,7 +158,7 @@ class StepVariants:
         return Variant(jitted, jitted.trace(*call.args, **call.kwargs))
 
     def _kept_path(self) -> Path:
-        """Return the file of what is known of this step, on its device and with these versions."""
+        """Return the file of what is known of this step, on its device and with these versions, by its decorations."""
         call = self._call
         shardings = [str(getattr(leaf, "sharding", None)) for leaf in split_arguments((call.args, call.kwargs))[1]]
         settings = [*_compat.versions(), call.device.device_kind, call.options, shardings]
@@ -165,6 +168,14 @@ class StepVariants:
 
 def _by_default(program: DecoratedProgram) -> StoredPasses:
     return StoredPasses(program.default)
+
+
+def _digest(programs: Mapping[str, DecoratedProgram]) -> str:
+    return digest(" ".join(sorted(programs)))
+
+
+def _kept_needs(kept: Any) -> dict[str, dict[str, Needs]]:
+    return {key: _needs_of(rows) for key, rows in kept.items()} if isinstance(kept, dict) else {}
 
 
 def _needs_of(kept: Any) -> dict[str, Needs]:

@@ -1,18 +1,20 @@
 """Derivatives that need less than JAX's own, one file per operator family.
 
 Each rule gives the same cotangents, bit for bit, from smaller residuals. Everything without a rule here uses the
-VJP that JAX has for it.
+VJP that JAX has for it. All but max-pooling, which may take in the ReLU before it, are registered as those of users.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+from jax.extend.core.primitives import custom_jvp_call_p, gather_p
+
 from jaxpipe.array_types import AbstractArray, TensorNumber
 from jaxpipe.graph.axis_names import NO_AXES, TracedIn
+from jaxpipe.graph.derivative_rule import by_rule, register_rule, rule_of
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.operator_vjp import Cut, differentiate
 from jaxpipe.graph.rules import max_pool, pick, relu
-from jaxpipe.targets.building import current
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ def find(graph: Graph, allowed: Callable[[Operator], bool]) -> Mapping[Operator,
         readers[t] = readers.get(t, 0) + 1
     matches = {}
     for op in graph.operators:
-        if not max_pool.applies(op) or not allowed(op):
+        if not max_pool.applies(op) or not allowed(op) or rule_of(op) is not None:
             continue
         before = producers.get(op.inputs[0])
         if before is None or readers[op.inputs[0]] > 1 or not relu.applies(before):
@@ -64,11 +66,17 @@ def derive(
     traced_in: TracedIn = NO_AXES,
     ruled: Sequence[int] = (),
 ) -> Cut:
-    """The cut of any other operator: JAX's VJP, but for a ReLU's predicate, and on GPUs for picks of one element a row.
+    """The cut of any other operator: by its rule, or else JAX's VJP."""
+    rule = rule_of(op)
+    if rule is not None:
+        return by_rule(rule, op, avals, varied, useful, traced_in)
+    return differentiate(op, avals, varied, useful, shape, traced_in, ruled)
 
-    XLA:CPU adds up the rows of what is fused with a comparison in another order.
-    """
-    cut = differentiate(op, avals, varied, useful, shape, traced_in, ruled)
-    if pick.applies(op) and not current().runs_early:
-        return pick.as_comparison(op, cut)
-    return relu.from_output(cut) if relu.applies(op) else cut
+
+def differs_from_jax(op: Operator) -> bool:
+    """Return whether a rule of a user's holds for an operator."""
+    return rule_of(op) not in (None, relu.RULE, pick.RULE)
+
+
+register_rule(custom_jvp_call_p, relu.RULE)
+register_rule(gather_p, pick.RULE)

@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -76,13 +77,14 @@ def rule(pool: Operator, relu: Operator | None) -> Callable[[AbstractArray], Cut
     )
 
     def cut(aval: AbstractArray) -> Cut:
-        def forward(operand: Array) -> tuple[Array, list[Array]]:
+        def forward(operand: Array) -> tuple[list[Array], list[Array]]:
             (values,) = (operand,) if relu is None else relu.evaluate(operand)
             result, position, selected = find_maxima(values, windows)
-            return result, [position] if relu is None else [position, selected > 0]
+            return [result], [position] if relu is None else [position, selected > 0]
 
-        def backward(residuals: Sequence[Array], cotangent: Array) -> Array:
+        def backward(residuals: Sequence[Array], cotangents: Sequence[Any]) -> list[Array]:
             position, *positive = residuals
+            (cotangent,) = cotangents
             size = math.prod(windows.shape)
             position = position.astype(jnp.uint8 if size < 255 else jnp.int32)
             if positive:
@@ -90,10 +92,10 @@ def rule(pool: Operator, relu: Operator | None) -> Callable[[AbstractArray], Cut
             # Each position is read by every element of its window: decode it once.
             position = _compat.materialize(position, cotangent)
             # XLA would add a bias's cotangents up along the dimensions inside, and so in another order than JAX's.
-            return lax.optimization_barrier(scatter_to_maxima(cotangent, position, aval.shape, windows))
+            return [lax.optimization_barrier(scatter_to_maxima(cotangent, position, aval.shape, windows))]
 
         bits = [position_bits(windows.shape)] + ([] if relu is None else [1])
-        return from_rule(forward, backward, aval, bits)
+        return from_rule(forward, backward, [aval], bits=bits)
 
     return cut
 

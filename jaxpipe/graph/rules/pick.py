@@ -5,16 +5,17 @@ that nothing can be fused with. Comparing every position of a row with the row's
 fuses with whatever reads it: the gradient of a cross entropy is then written over the logits.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.array_types import Array
-from jaxpipe.graph.graph import Operator, trace
-from jaxpipe.graph.operator_vjp import Cut
+from jaxpipe.array_types import Array, Equation
+from jaxpipe.graph.derivative_rule import DerivativeRule
+from jaxpipe.graph.graph import Operator
+from jaxpipe.targets.building import current
 
 
 def applies(op: Operator) -> bool:
@@ -37,16 +38,6 @@ def applies(op: Operator) -> bool:
     )
 
 
-def as_comparison(op: Operator, cut: Cut) -> Cut:
-    """Return the cut of a pick with a backward program that compares positions."""
-    operand, indices = (atom.aval for atom in op.equation.invars)
-    (result,) = (var.aval for var in op.equation.outvars)
-    if cut.inputs[1] not in cut.needs or cut.cotangents_in != (0,) or cut.cotangents_out != (0,):
-        return cut
-    backward = _comparison(op, operand.shape)
-    return replace(cut, needs=(cut.inputs[1],), program=trace(backward, indices, result.to_tangent_aval()))
-
-
 def run(op: Operator, operand: Array, indices: Array) -> Array:
     """Run a pick on some of its rows; its VJP compares positions."""
 
@@ -57,14 +48,14 @@ def run(op: Operator, operand: Array, indices: Array) -> Array:
     shape = operand.shape
     picked.defvjp(
         lambda operand, indices: (picked(operand, indices), indices),
-        lambda indices, cotangent: (_comparison(op, shape)(indices, cotangent), None),
+        lambda indices, cotangent: (_comparison(op.equation, shape)(indices, cotangent), None),
     )
     return picked(operand, indices)
 
 
-def _comparison(op: Operator, shape: tuple[int, ...]) -> Callable[[Array, Array], Array]:
+def _comparison(equation: Equation, shape: tuple[int, ...]) -> Callable[[Array, Array], Array]:
     """Return the backward program of a pick from an operand of some shape, given indices and a cotangent."""
-    numbers = op.params["dimension_numbers"]
+    numbers = equation.params["dimension_numbers"]
     (axis,) = numbers.start_index_map
     # Dimensions of the indices and of the result that stand for the operand's rows, in the operand's order.
     pairs = sorted(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
@@ -85,3 +76,15 @@ def _comparison(op: Operator, shape: tuple[int, ...]) -> Callable[[Array, Array]
         return lax.select(position == spread(index), cotangents, jnp.zeros(shape, cotangent.dtype))
 
     return backward
+
+
+def _backward(equation: Equation, kept: Sequence[Array], cotangents: Sequence[Any]) -> list[Array | None]:
+    return [_comparison(equation, equation.invars[0].aval.shape)(*kept, *cotangents), None]
+
+
+#: On GPUs the indices. XLA:CPU adds up the rows of what is fused with a comparison in another order.
+RULE = DerivativeRule(
+    lambda equation, operands, results: [operands[1]],
+    _backward,
+    lambda op: applies(op) and not current().runs_early,
+)

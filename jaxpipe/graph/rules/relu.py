@@ -4,12 +4,16 @@
 output instead lets a ReLU whose output is kept anyway (a convolution needs it) store nothing at all.
 """
 
-from dataclasses import replace
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from jax import lax
 
+from jaxpipe.array_types import Array, Equation
+from jaxpipe.graph.derivative_rule import DerivativeRule
 from jaxpipe.graph.graph import GraphBuilder, Operator
-from jaxpipe.graph.operator_vjp import Cut, differentiate, writes_zeros
+from jaxpipe.graph.operator_vjp import differentiate, writes_zeros
 
 
 def applies(op: Operator) -> bool:
@@ -46,15 +50,15 @@ def rectifies(op: Operator) -> bool:
     return first is not None and not others and outputs == list(first.outputs) and rectifies(first)
 
 
-def from_output(cut: Cut) -> Cut:
-    """Let the predicate read the ReLU's output."""
-    primal = tuple(
-        replace(part, inputs=cut.outputs) if part.name == "gt" and part.inputs == cut.inputs else part
-        for part in cut.primal
-    )
-    return replace(cut, primal=primal)
+def _backward(equation: Equation, kept: Sequence[Array], cotangents: Sequence[Any]) -> list[Array]:
+    (positive,), (cotangent,) = kept, cotangents
+    return [lax.select(positive, cotangent, lax.full_like(cotangent, 0))]
 
 
 def _is_zero(op: Operator) -> bool:
     """Return whether the operator's literal operand is zero."""
     return len(op.literals) == 1 and not np.any(op.literals[0])
+
+
+#: The predicate, of the ReLU's output.
+RULE = DerivativeRule(lambda equation, operands, results: [results[0] > 0], _backward, applies)

@@ -8,10 +8,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import jax
+
 from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.op_cost import is_product
 from jaxpipe.graph.repeated_modules import modules_by_family
+from jaxpipe.graph.save_policy import is_saved
 from jaxpipe.planning.storage.storage_items import Items
 from jaxpipe.planning.storage.storage_problem import NOT_STORED
 
@@ -59,18 +62,10 @@ def hand_placed(items: Items) -> dict[Placement, tuple[int, ...]]:
             block_of = {op: k for op, k in blocks.items() if k % every == 0}
             inner = set(_inner_tensors(graph, block_of))
             for saved in POLICIES:
-                kept = {t for op in block_of if _is_saved(op, saved) for t in op.outputs}
+                policy = getattr(jax.checkpoint_policies, POLICIES[saved])
+                kept = {t for op in block_of if is_product(op) and is_saved(policy, op.equation) for t in op.outputs}
                 choices.setdefault(_choice(items, inner - kept, products), Placement(family, every, saved))
     return {placement: choice for choice, placement in choices.items() if choice != items.default}
-
-
-def _is_saved(op: Operator, saved: str) -> bool:
-    """Return whether a checkpoint saves what an operator makes."""
-    if not saved or not is_product(op):
-        return False
-    if "without batch" not in saved:
-        return True
-    return op.name == "dot_general" and not any(op.params["dimension_numbers"][1])
 
 
 def _families(graph: Graph) -> Mapping[str | None, dict[Operator, int]]:

@@ -23,6 +23,7 @@ from jaxpipe.residuals.choose_formats import (
     Derivations,
     ResidualPlan,
     derived_from,
+    kept_by_policies,
     missing_inputs,
     sums_of_branches,
     with_fallbacks,
@@ -93,7 +94,7 @@ def stage_items(
     everything = ResidualPlan({**chosen, **{t: SavedFormat(Format.KEEP) for t in held}})
     derivations = Derivations(graph)
     events, base = _events(backward_graph, derivations, everything, available, position, released)
-    items, formats = [], []
+    items, formats, stuck = [], [], kept_by_policies(graph) | {op for op in graph.operators if op.has_effects}
     for t in tensors:
         options = [chosen[t]]
         if chosen[t].format.is_sparse:
@@ -103,7 +104,7 @@ def stage_items(
         if producer is not None:
             program, leaves = derivations.of(producer.inputs, everything, available)
             program = [*program, producer]
-            if not missing_inputs(program, {*leaves, *available}) and not any(op.has_effects for op in program):
+            if not missing_inputs(program, {*leaves, *available}) and stuck.isdisjoint(program):
                 again = sum(map(seconds, program))
                 sources = tuple(sorted(position[u] for u in leaves if u in position))
         tensor = graph.tensors[t]

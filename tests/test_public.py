@@ -14,7 +14,7 @@ import jaxpipe.errors
 
 #: Packages whose every name is public, and modules of which those that are made in them are.
 PUBLIC = ("jaxpipe", "jaxpipe.checkpoint", "jaxpipe.gradients", "jaxpipe.planning", "jaxpipe.schedules")
-MODULES = ("jaxpipe.costs.topology", "jaxpipe.visualize.traces")
+MODULES = ("jaxpipe.costs.topology", "jaxpipe.testing", "jaxpipe.visualize.traces")
 
 
 def public_names(module):

@@ -133,20 +133,22 @@ class Codec:
 PACKING = 2.0
 
 
-def check_own(codec: Codec, taken: Sequence[str], argument: str) -> None:
-    """Raise ``ModelError`` if a user's codec lacks a name of its own, or cannot be compared."""
-    given, name = f"{argument} has {type(codec).__qualname__}()", getattr(codec, "name", None)
+def check_own(codec: object, taken: Sequence[str], argument: str) -> None:
+    """Raise ``ModelError`` unless an object is a codec with a name of its own that can be compared."""
+    given, name = f"{argument} has {codec!r}", getattr(codec, "name", None)
+    if not isinstance(codec, Codec):
+        raise ModelError(f"{given}, which is no codec. Pass an object of a subclass of jaxpipe.Codec: MyCodec().")
     if not isinstance(name, str) or not name or name in taken:
         raise ModelError(
-            f"{given}, whose name is {name!r}. Reports and plans tell codecs by their names: give it one of its own, a "
-            f"text that is none of {', '.join(map(repr, taken))}, and no other codec's beside it."
+            f"{given}, whose name is {name!r}. Reports and plans tell codecs by their names: give it one of its own, "
+            f"other than {', '.join(map(repr, taken)) or 'an empty one'}."
         )
     try:
         hash(codec)
     except TypeError as error:
         raise ModelError(
             f"{given}, which cannot be hashed ({error}). Codecs are compared and looked up: make it a frozen dataclass "
-            "(@dataclasses.dataclass(frozen=True)) whose fields are numbers, texts and tuples."
+            "whose fields are numbers, texts and tuples."
         ) from error
 
 

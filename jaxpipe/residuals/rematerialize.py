@@ -196,9 +196,9 @@ class Rematerializer:
 
     def _restore(self, t: TensorNumber, parts: Sequence[Array]) -> Array:
         """A stored tensor from its parts; one that did not fit, from tensors that are stored whole."""
-        tensor, codec = self._graph.tensors[t], self._plan.codecs[t]
+        form, codec = self._graph.tensors[t].shape_and_type, self._plan.codecs[t]
         if not codec.may_overflow:
-            return decode(parts, tensor, codec)
+            return decode(parts, form, codec)
 
         def again() -> Array:
             program, leaves = self._derivations.fallback(t, self._plan, self._given)
@@ -207,7 +207,7 @@ class Rematerializer:
             run(program, values)
             return values[t]
 
-        return jax.lax.cond(codec.fits(parts), lambda: decode(parts, tensor, codec), again)
+        return jax.lax.cond(codec.fits(parts), lambda: decode(parts, form, codec), again)
 
 
 def is_heavy(step: BackwardOp | Operator) -> bool:

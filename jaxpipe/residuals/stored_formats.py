@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxpipe.array_types import Array
+from jaxpipe.array_types import Array, Shaped
 from jaxpipe.errors import ModelError
 from jaxpipe.graph.codec import Codec
 from jaxpipe.graph.graph import Tensor
@@ -33,21 +33,26 @@ def encode(value: Array, codec: Codec) -> tuple[Array, ...]:
     parts = codec.encode(value)
     if not isinstance(parts, tuple | list):
         raise ModelError(
-            f"The codec {codec.name!r} encoded {jax.typeof(value).str_short()} as {type(parts).__name__}. encode "
-            "returns a tuple of arrays; put a comma behind a single one."
+            f"The codec {codec.name!r} encoded {type_text(value)} as {type(parts).__name__}. encode returns a tuple of "
+            "arrays, also of a single one."
         )
     return tuple(parts)
 
 
-def decode(parts: Sequence[Array], tensor: Tensor, codec: Codec) -> Array:
+def decode(parts: Sequence[Array], shape_and_type: jax.ShapeDtypeStruct, codec: Codec) -> Array:
     """The tensor; if it does not fit its codec, something else."""
-    value = codec.decode(parts, tensor.shape_and_type)
-    if (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
+    value = codec.decode(parts, shape_and_type)
+    if (value.shape, value.dtype) != (shape_and_type.shape, shape_and_type.dtype):
         raise ModelError(
-            f"The codec {codec.name!r} decoded {tensor.aval.str_short()} as {jax.typeof(value).str_short()}. decode "
-            "returns an array of the given shape and type; jaxpipe.testing.check_codec tells where it does not."
+            f"The codec {codec.name!r} decoded {type_text(shape_and_type)} as {type_text(value)}. decode returns an "
+            "array of the shape and type that it is given; jaxpipe.testing.check_codec tries it on many."
         )
     return value
+
+
+def type_text(x: Shaped) -> str:
+    """Return element type and shape, ``float32[3,4]``."""
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
 @functools.lru_cache(maxsize=4096)  # a search for storage asks for the same shapes thousands of times

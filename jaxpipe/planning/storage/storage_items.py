@@ -81,8 +81,8 @@ def stage_items(
     """
     graph, held = backward_graph.graph, frozenset(held)
     available = graph.derived_from_parameters()
-    producers = {t: op for op in graph.operators for t in op.outputs}
-    chosen: dict[TensorNumber, Codec] = {t: codec for t, codec in plan.codecs.items() if t not in held}
+    producers = graph.producers
+    chosen = {t: codec for t, codec in plan.codecs.items() if t not in held}
     for t in _starting_points(backward_graph, available | held):
         chosen.setdefault(t, _starting_format(backward_graph, t))
     order = {t: k for k, t in enumerate([*graph.inputs, *(t for op in graph.operators for t in op.outputs)])}
@@ -138,7 +138,7 @@ def stage_items(
 def storage_plan(found: Items, choice: Sequence[int]) -> ResidualPlan:
     """The plan that a choice stands for."""
     backward_graph, graph = found.backward_graph, found.backward_graph.graph
-    producers = {t: op for op in graph.operators for t in op.outputs}
+    producers = graph.producers
     stored = dict.fromkeys(found.held, KEEP)
     for t, formats, option in zip(found.tensors, found.formats, choice, strict=True):
         if option != NOT_STORED:
@@ -177,7 +177,7 @@ def _starting_format(backward_graph: BackwardGraph, t: TensorNumber) -> Codec:
 def _starting_points(backward_graph: BackwardGraph, there: frozenset[TensorNumber]) -> list[TensorNumber]:
     """Tensors from which others can be computed again without looking further back."""
     graph = backward_graph.graph
-    producers = {t: op for op in graph.operators for t in op.outputs}
+    producers = graph.producers
     needs = frozenset(backward_graph.needs)
     needed: set[TensorNumber] = set()
     pending = list(needs)

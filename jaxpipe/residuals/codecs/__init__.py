@@ -6,8 +6,8 @@ pool_index  pooling positions in 1, 2 or 4 bits
 index       positions along an axis in 8 or 16 bits
 bitmap      for maps with many zeros: a bit for each element, and the values that are not zero
 csr         for maps of nearly all zeros: values, column numbers, row offsets
-bits        packs small integers, for masks and pooling positions
-compaction  moves what is not zero to the front, for bitmap and csr, whose base is in sparse
+bits        packs small integers, for masks and positions
+compaction  moves what is not zero to the front, for bitmap and csr
 """
 
 from collections.abc import Iterable

@@ -15,7 +15,6 @@ from jax import lax
 
 from jaxpipe.array_types import Array
 from jaxpipe.residuals.codecs import compaction
-from jaxpipe.residuals.codecs.sparse import SparseCodec
 
 
 def encode(x: Array, capacity: int) -> tuple[Array, Array, Array]:
@@ -42,7 +41,7 @@ def stored_bytes(size: int, itemsize: int, capacity: int) -> int:
 
 
 @dataclass(frozen=True)
-class Bitmap(SparseCodec):
+class Bitmap(compaction.SparseCodec):
     """Stores 1 bit for each element, and the values that are not zero."""
 
     name = "bitmap"

@@ -18,7 +18,6 @@ from jax import lax
 
 from jaxpipe.array_types import Array
 from jaxpipe.residuals.codecs import compaction
-from jaxpipe.residuals.codecs.sparse import SparseCodec
 
 
 COLUMNS = 256
@@ -63,7 +62,7 @@ def stored_bytes(size: int, itemsize: int, capacity: int) -> int:
 
 
 @dataclass(frozen=True)
-class CSR(SparseCodec):
+class CSR(compaction.SparseCodec):
     """Stores values that are not zero with their columns, and row offsets."""
 
     name = "csr"

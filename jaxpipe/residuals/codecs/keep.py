@@ -34,4 +34,4 @@ class Keep(Codec):
         return shape_and_type.size * itemsize(shape_and_type.dtype)
 
 
-KEEP = Keep()
+KEEP: Codec = Keep()

@@ -83,12 +83,12 @@ def _values(tensor: SavedTensor) -> np.ndarray:
     rng, dtype = np.random.default_rng(0), tensor.dtype
     words = np.dtype(f"uint{8 * dtype.itemsize}")
     highest = 2**tensor.bits - 1
-    rare = [0, 1, highest, highest // 2]
+    rare = [highest, 0, 1, highest // 2]
     if jnp.issubdtype(dtype, jnp.floating):
         mantissa, sign = jnp.finfo(dtype).nmant, 1 << (tensor.bits - 1)
         infinity, quiet = (sign - 1) >> mantissa << mantissa, 1 << (mantissa - 1)
-        rare += [sign, infinity, sign | infinity, infinity | quiet, infinity | quiet | 5, infinity | 1]
-        rare += [sign | infinity | quiet | 3, quiet, infinity - 1, infinity >> 1]  # subnormal, largest, about 1
+        special = [sign, infinity | quiet | 5, infinity | quiet, infinity | 1, sign | infinity | quiet | 3]  # -0.0, NaN
+        rare = [*special, infinity, sign | infinity, quiet, infinity - 1, infinity >> 1, *rare]
     pieces = [np.full(tensor.shape, word, words) for word in rare]
     for word in rare:
         few = np.zeros(math.prod(tensor.shape), words)

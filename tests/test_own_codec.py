@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -131,12 +132,14 @@ def test_equal_codecs_make_equal_policies_and_others_do_not():
 
 def test_codecs_see_what_the_backward_pass_needs():
     def function(x, w):
-        return jnp.where(x @ w > 1, jax.nn.relu(x), jnp.sort(jnp.exp(x))).sum()
+        return (
+            jnp.where(x @ w > 1, jax.nn.relu(x), jnp.exp(x)).sum()
+            + nn.max_pool(x[None, ..., None], (2, 2), (2, 2)).sum()
+        )
 
     graph = vjp_program.build(trace(function, *[jnp.ones((8, 8))] * 2), range(2)).backward_graph
     seen = [saved_tensor(graph.graph, t) for t in graph.needs]
-    assert {(x.demand, str(x.dtype)) for x in seen} >= {("sign", "bool"), ("predicate", "bool"), ("index", "int32")}
-    assert {x.operator for x in seen if x.demand == "value"} <= {"exp", ""}
+    assert {x.demand for x in seen} == {"sign", "predicate", "window index", "value"}
 
 
 def test_a_budget_for_a_step_may_use_a_codec():
@@ -172,11 +175,12 @@ def plan_bytes(stage, in_flight):
 @pytest.mark.parametrize("runtime", ["auto", "spmd"])
 def test_pipelines_use_a_codec_and_count_what_did_not_fit(runtime):
     x, ws = data(rows=256)
+    model = jax.tree_util.Partial(lambda ws, x: network(x, ws), ws)
     mesh = jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2])
     results = []
     for storage in ("fast", ["fast", Short()]):
         pipeline = jaxpipe.partition(
-            jax.tree_util.Partial(lambda ws, x: network(x, ws), ws),
+            model,
             mesh,
             x,
             loss=lambda model, batch: model(batch) / 2.0**20,
@@ -188,12 +192,12 @@ def test_pipelines_use_a_codec_and_count_what_did_not_fit(runtime):
         )
         state, metrics = pipeline.step(pipeline.init(jax.random.key(0)), x)
         overflows = int(metrics.get("overflows", 0))
-        _, metrics = pipeline.step(state, x + 0.3)
+        state, metrics = pipeline.step(state, x + 0.3)
         results.append((pipeline.parameters(state), overflows, int(metrics.get("overflows", 0)), pipeline.plan))
     (plain, *_), (parameters, fitting, others, plan) = results
     assert_same_bits(parameters, plain)
     assert fitting == 0 < others
-    assert any("short" in stage.stored for stage in plan.stages) and "short" in str(plan)
+    assert any("short" in stage.stored for stage in plan.stages) and "short" in plan.to_json()
     assert jaxpipe.Plan.from_json(plan.to_json()) == plan
 
 
@@ -274,7 +278,7 @@ class NoEmptyArrays(Copy):
 
 class NoTuple(Copy):
     def encode(self, x):
-        return x
+        return x.astype(jnp.bfloat16)
 
 
 class WrongBytes(Copy):
@@ -320,7 +324,7 @@ class NotHashable(Copy):
         (WrongBytes, r"nbytes returned 8 for float32\[\], but encode returned 4 bytes\. .* leave nbytes out"),
         (AllowsNothing, r"whose allows returned False for all that was tried"),
         (FitsNothing, r"whose fits returned False for all that was tried"),
-        (FitsByElement, r"whose fits returned bool\[7\] for float32\[7\]\. Return one boolean"),
+        (FitsByElement, r"whose fits returned bool\[0\] for float32\[0\]\. Return one boolean"),
         (Nameless, r"whose name is ''.*give it one of its own"),
         (NotHashable, r"cannot be hashed .* make it a frozen dataclass"),
     ],
@@ -341,7 +345,7 @@ def test_what_is_no_codec_is_refused_where_it_is_passed():
     ):
         with pytest.raises(jaxpipe.ModelError, match=message):
             jaxpipe.memory_encoded(network, codecs=codecs)
-    with pytest.raises(jaxpipe.ModelError, match="which is no codec. Pass an object"):
+    with pytest.raises(jaxpipe.ModelError, match=r"which is no codec\. Pass an object"):
         check_codec(Copy)
     x, ws = data()
     with pytest.raises(jaxpipe.ModelError, match="encode returns a tuple of arrays"):

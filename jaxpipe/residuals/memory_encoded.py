@@ -73,7 +73,8 @@ def memory_encoded(target: object = None, *, codecs: Codecs = "fast") -> object:
         or 16), ``"alias"`` (views of what is stored), ``"recompute"`` (cheap operators run again), ``"bitmap"`` and
         ``"csr"`` (maps with many zeros without the zeros; see ``with_density``), names of sets, and objects of
         ``jaxpipe.Codec``. Or a mapping from patterns of module paths to any of these: the first that fits decides,
-        ``{"Encoder_*": "smallest", "Head": {"mask"}}``; what none fits is ``"fast"``. A pattern that fits no module gives a ``CodecWarning``. All are lossless.
+        ``{"Encoder_*": "smallest", "Head": {"mask"}}``; what none fits is ``"fast"``. A pattern that fits no module
+        gives a ``CodecWarning``. All are lossless.
 
     Returns:
       A class or function to be used in place of ``target``. A class is ``target`` in all but what its methods store:

@@ -113,7 +113,7 @@ def _fits_some(codec: Codec, tensor: SavedTensor) -> bool:
     try:
         parts = jax.eval_shape(there, form)
         fits = jax.eval_shape(back, parts)[1]
-        counted, returned = codec.nbytes(form), sum(part.size * part.dtype.itemsize for part in parts)
+        counted, returned = codec.nbytes(form), Codec.nbytes(codec, form)
         results = {"jit": [compiled[1](compiled[0](x)) for x in values]}
         results["vmap"] = list(zip(*batched[1](batched[0](values)), strict=True))
     except ModelError:

@@ -82,7 +82,8 @@ class ResidualPlan:
 
     def without_uncertain(self) -> "ResidualPlan":
         """The stored tensors that are sure to be there."""
-        return ResidualPlan({t: fmt for t, fmt in self.formats.items() if t not in self.uncertain})
+        uncertain = set(self.uncertain)
+        return ResidualPlan({t: fmt for t, fmt in self.formats.items() if t not in uncertain})
 
     def stash_bytes(self, graph: Graph) -> int:
         """Bytes of the stash, inputs of the graph included if they are stored."""

@@ -5,6 +5,7 @@ from . import gradients as gradients
 from . import graph as graph
 from . import planning as planning
 from . import schedules as schedules
+from . import testing as testing
 from .checkpoint import Checkpointer as Checkpointer
 from .costs import topology as topology
 from .costs.network import Network as Network
@@ -25,6 +26,7 @@ from .errors import NonFiniteError as NonFiniteError
 from .errors import PartitionError as PartitionError
 from .errors import ScheduleError as ScheduleError
 from .errors import TrainingModeWarning as TrainingModeWarning
+from .graph.codec import Codec as Codec
 from .models.combine_metrics import Sum as Sum
 from .multihost import initialize_distributed as initialize_distributed
 from .options import PlanOptions as PlanOptions

@@ -338,7 +338,7 @@ class Pipeline:
     def _metrics(self, state: TrainState, batch: PyTree, results: StepResults) -> dict[str, PyTree]:
         """Return the metrics of a step that has led to a state; with ``on_nonfinite="raise"`` it may raise instead."""
         counters, planned = results.counters, self._planned
-        if not any(stage.vjp and stage.vjp.plan.sparse for stage in planned.program.stages):
+        if not any(stage.vjp and stage.vjp.plan.uncertain for stage in planned.program.stages):
             del counters["overflows"]
         if planned.update.on_nonfinite is not None:
             self._look_at_nonfinite(state, batch, results, counters)

@@ -23,7 +23,10 @@ from jaxpipe.graph.primitives import VIEWS
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.backward_graph import BackwardGraph, build_backward_graph
 from jaxpipe.residuals.choose_formats import Derivations, ResidualPlan, check_plan, smallest_format
-from jaxpipe.residuals.stored_formats import Format, SavedFormat
+from jaxpipe.residuals.codecs.bitmap import Bitmap
+from jaxpipe.residuals.codecs.csr import CSR
+from jaxpipe.residuals.codecs.keep import KEEP
+from jaxpipe.residuals.stored_formats import Derived, Format
 
 
 Array = jax.Array
@@ -288,7 +291,7 @@ class Case:
         rng, graph = np.random.default_rng(self.seed), backward_graph.graph
         producers = {t: op for op in graph.operators for t in op.outputs}
         known = always_known(graph)
-        formats: dict[int, SavedFormat] = {}
+        formats: dict[int, Format] = {}
         pending = list(backward_graph.needs)
         while pending:
             t = pending.pop()
@@ -298,21 +301,19 @@ class Case:
             if op is None or op.has_effects or rng.random() >= self.recomputed:
                 formats[t] = smallest_format(graph, t, self.codecs)
             else:
-                formats[t] = SavedFormat(Format.ALIAS if op.name in VIEWS else Format.RECOMPUTE)
+                formats[t] = Derived.ALIAS if op.name in VIEWS else Derived.RECOMPUTE
                 pending.extend(op.inputs)
-        sparse = [Format(name) for name in ("bitmap", "csr") if name in self.codecs]
-        for t in [t for t in formats if formats[t] == SavedFormat(Format.KEEP) and t in producers] if sparse else []:
+        sparse = [codec for codec in (Bitmap, CSR) if codec.name in self.codecs]
+        for t in [t for t in formats if formats[t] == KEEP and t in producers] if sparse else []:
             tensor = graph.tensors[t]
             if is_differentiable(tensor.aval) and rng.random() < 0.7:
                 # Room for everything, for nothing, or in between: what does not fit is computed again.
-                chosen = SavedFormat(
-                    sparse[rng.integers(len(sparse))], int(rng.choice([0, tensor.size // 2, tensor.size]))
-                )
+                chosen = sparse[rng.integers(len(sparse))](int(rng.choice([0, tensor.size // 2, tensor.size])))
                 formats = with_sparse(graph, formats, t, chosen)
         return ResidualPlan(formats)
 
 
-def with_sparse(graph: Graph, formats: dict[int, SavedFormat], t: int, chosen: SavedFormat) -> dict[int, SavedFormat]:
+def with_sparse(graph: Graph, formats: dict[int, Format], t: int, chosen: Format) -> dict[int, Format]:
     """The formats with a sparse one for ``t`` and the inputs of its overflow path; unchanged without such a path."""
     trial = {**formats, t: chosen}
     known = always_known(graph)
@@ -321,7 +322,7 @@ def with_sparse(graph: Graph, formats: dict[int, SavedFormat], t: int, chosen: S
     lost = {u for op in program for u in op.inputs} - written - known - set(leaves)
     if any(op.has_effects for op in program) or not lost <= set(graph.inputs):
         return formats
-    return {**trial, **dict.fromkeys(lost, SavedFormat(Format.KEEP))}
+    return {**trial, **dict.fromkeys(lost, KEEP)}
 
 
 def cases(values: Sequence[str]) -> st.SearchStrategy[Case]:
@@ -370,8 +371,7 @@ def read_in_backward(backward_graph: BackwardGraph, plan: ResidualPlan) -> set[i
     def visit(t: int) -> None:
         if t not in read and t not in known:
             read.add(t)
-            fmt = plan.formats.get(t)
-            exact = fmt is not None and fmt.format.is_stored and not fmt.format.is_sparse
+            exact = plan.is_stored(t) and t not in plan.uncertain
             for source in () if exact else producers[t].inputs:
                 visit(source)
 
@@ -461,7 +461,7 @@ def check_necessity(case: Case) -> None:
         if formats.pop(t, None) is None:
             if t in read:  # on the overflow path of a sparse tensor: storing it is legal, and shortens the path
                 continue
-            formats[t] = SavedFormat(Format.KEEP)
+            formats[t] = KEEP
         with pytest.raises(ValueError, match="storage plan"):
             check_plan(backward_graph, ResidualPlan(formats))
 

@@ -21,7 +21,7 @@ PUBLIC = (
     "jaxpipe.planning",
     "jaxpipe.schedules",
 )
-MODULES = ("jaxpipe.costs.topology", "jaxpipe.visualize.traces")
+MODULES = ("jaxpipe.costs.topology", "jaxpipe.testing", "jaxpipe.visualize.traces")
 
 
 def public_names(module):

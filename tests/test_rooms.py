@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = (
     "__main__",
     "cli",
+    "testing",
     "partition",
     "pipeline",
     "visualize",

@@ -12,7 +12,8 @@ from jaxpipe.graph.graph import trace
 from jaxpipe.graph.liveness import peak_bytes
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import ResidualPlan, derived_from
-from jaxpipe.residuals.stored_formats import Format, SavedFormat
+from jaxpipe.residuals.codecs.keep import KEEP
+from jaxpipe.residuals.codecs.mask import Mask
 from jaxpipe.targets.building import building_for
 from tests.support.compare import assert_same_bits
 from tests.support.encoded_models import LINEN
@@ -82,7 +83,7 @@ def test_on_a_gpu_blocks_that_run_again_keep_what_products_write():
     wide = 4 * 64 * 512
     with building_for("gpu"):
         built = vjp_program.build(graph, graph.inputs, held=graph.inputs)
-        held = {t: SavedFormat(Format.KEEP) for t in graph.inputs}
+        held = dict.fromkeys(graph.inputs, KEEP)
         producers = {t: op for op in built.graph.operators for t in op.outputs}
         again = vjp_program.assemble(built.backward_graph, derived_from(built.backward_graph, held, producers))
         step = functools.partial(vjp_program.backward, again)
@@ -120,7 +121,7 @@ def test_on_a_gpu_sums_of_convolutions_that_run_again_are_computed_anew():
         producers = {t: op for op in built.graph.operators for t in op.outputs}
         narrow = [op for op in built.graph.operators if op.name == "conv_general_dilated"][::2]
         stored = [graph.inputs[0], *(op.outputs[0] for op in narrow)]
-        plan = derived_from(built.backward_graph, {t: SavedFormat(Format.KEEP) for t in stored}, producers)
+        plan = derived_from(built.backward_graph, dict.fromkeys(stored, KEEP), producers)
         again = vjp_program.assemble(built.backward_graph, plan)
         with jax.disable_jit():
             _, stash = vjp_program.forward(again, leaves)
@@ -141,7 +142,7 @@ def test_on_a_gpu_a_product_waits_for_what_is_packed_before_it():
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 16), (16, 16), (8, 16))]
     graph = trace(lambda *values: [loss(*values)], *arguments).with_parameters([True, True, False])
     built = vjp_program.build(graph, graph.inputs, held=graph.inputs)
-    assert [built.plan.formats[t].format for t in built.plan.stored].count(Format.MASK) == 1
+    assert list(built.plan.codecs.values()).count(Mask()) == 1
     by_platform = {}
     for platform in ("cpu", "gpu"):
         with building_for(platform):
@@ -291,7 +292,7 @@ def test_on_a_gpu_a_mask_is_made_of_what_a_convolution_reads_as_it_was_written(p
         graph = trace(function, *arguments).with_parameters([False, True, True])
         built = vjp_program.build(graph, graph.inputs[1:], held=graph.inputs)
         (inner,) = (op.outputs[0] for op in built.graph.operators if op.name == "gt")
-        plan = ResidualPlan({**built.plan.formats, inner: SavedFormat(Format.MASK)})
+        plan = ResidualPlan({**built.plan.formats, inner: Mask()})
         built = vjp_program.assemble(built.backward_graph, plan)
         jaxpr = jax.make_jaxpr(functools.partial(vjp_program.forward, built))(arguments).jaxpr
     makers = {v: eqn.primitive.name for eqn in jaxpr.eqns for v in eqn.outvars}

@@ -13,7 +13,10 @@ from jaxpipe.graph.op_cost import is_product, rerun_work, weight
 from jaxpipe.residuals import choose_formats
 from jaxpipe.residuals.backward_graph import build_backward_graph
 from jaxpipe.residuals.choose_formats import ResidualPlan
-from jaxpipe.residuals.stored_formats import Format, SavedFormat
+from jaxpipe.residuals.codecs.keep import KEEP
+from jaxpipe.residuals.codecs.mask import Mask
+from jaxpipe.residuals.codecs.pool_index import PoolIndex
+from jaxpipe.residuals.stored_formats import Derived
 from jaxpipe.targets.building import building_for
 
 
@@ -92,7 +95,7 @@ def test_of_equal_cuts_the_one_nearest_to_the_backward_pass():
     backward_graph = backward_graph_of(lambda x: jnp.exp(jnp.sin(x) + 1), (8,), wrt=[0])
     plan = choose_formats.default_plan(backward_graph)
     (step,) = [s for s in backward_graph.steps if s.name == "exp"]
-    assert plan.formats[step.needs[0]].format in (Format.KEEP, Format.RECOMPUTE)
+    assert plan.formats[step.needs[0]] in (KEEP, Derived.RECOMPUTE)
     assert plan.stash_bytes(backward_graph.graph) == 32
 
 
@@ -120,16 +123,16 @@ def test_an_input_is_stored_rather_than_a_view_of_it():
     plan = choose_formats.default_plan(backward_graph)
     x, scale = backward_graph.graph.inputs
     assert plan.stored == (x, scale)
-    assert SavedFormat(Format.ALIAS) in plan.formats.values()
+    assert Derived.ALIAS in plan.formats.values()
 
 
 def test_held_inputs_cost_nothing():
     backward_graph = backward_graph_of(lambda x: jax.nn.relu(x), (8, 8))
     (x,) = backward_graph.graph.inputs
     bought = choose_formats.default_plan(backward_graph)
-    assert set(bought.formats.values()) == {SavedFormat(Format.MASK)}
+    assert set(bought.formats.values()) == {Mask()}
     held = choose_formats.default_plan(backward_graph, held=[x])
-    assert held.formats[x] == SavedFormat(Format.KEEP)
+    assert held.formats[x] == KEEP
 
 
 def test_recomputation_is_bounded():
@@ -154,10 +157,10 @@ def test_recomputation_is_bounded():
 @pytest.mark.parametrize(
     ("codecs", "allowed"),
     [
-        ((), {Format.KEEP}),
-        (("mask",), {Format.KEEP, Format.MASK}),
-        (("index",), {Format.KEEP, Format.POOL_INDEX}),
-        (("alias", "recompute"), {Format.KEEP, Format.ALIAS, Format.RECOMPUTE}),
+        ((), {KEEP}),
+        (("mask",), {KEEP, Mask()}),
+        (("index",), {KEEP, PoolIndex(2)}),
+        (("alias", "recompute"), {KEEP, Derived.ALIAS, Derived.RECOMPUTE}),
     ],
 )
 def test_codecs_bound_the_plan(codecs, allowed):
@@ -169,7 +172,7 @@ def test_codecs_bound_the_plan(codecs, allowed):
     backward_graph = build_backward_graph(graph, graph.inputs, policy=parse(codecs))
     plan = choose_formats.default_plan(backward_graph, parse(codecs))
     choose_formats.check_plan(backward_graph, plan)
-    assert {fmt.format for fmt in plan.formats.values()} <= allowed
+    assert set(plan.formats.values()) <= allowed
 
 
 def test_check_plan_names_what_is_wrong():
@@ -179,12 +182,12 @@ def test_check_plan_names_what_is_wrong():
     missing = ResidualPlan({t: fmt for t, fmt in plan.formats.items() if t != some})
     with pytest.raises(ValueError, match=rf"needs tensor %{some}, for which there is no choice"):
         choose_formats.check_plan(backward_graph, missing)
-    surplus = ResidualPlan({**plan.formats, 999: SavedFormat(Format.KEEP)})
+    surplus = ResidualPlan({**plan.formats, 999: KEEP})
     with pytest.raises(ValueError, match=r"nothing in the backward pass reads tensors \[999\]"):
         choose_formats.check_plan(backward_graph, surplus)
     (x,) = backward_graph.graph.inputs
     with pytest.raises(ValueError, match=rf"tensor %{x} is to be recomputed, but it is an input"):
-        choose_formats.check_plan(backward_graph, ResidualPlan({**plan.formats, x: SavedFormat(Format.RECOMPUTE)}))
+        choose_formats.check_plan(backward_graph, ResidualPlan({**plan.formats, x: Derived.RECOMPUTE}))
 
 
 def test_a_product_runs_again_only_if_it_is_cheap_and_a_small_part():
@@ -236,7 +239,7 @@ def test_on_a_gpu_products_run_again_by_what_they_free_up_to_a_quarter_of_their_
     graph = backward_graph.graph
     wide = [op.outputs[0] for op in graph.operators if is_product(op) and op.equation.outvars[0].aval.shape[1] > width]
     narrow = [op.outputs[0] for op in graph.operators if is_product(op) and op.outputs[0] not in wide]
-    again = [t for t, fmt in plan.formats.items() if fmt.format is Format.RECOMPUTE]
+    again = [t for t, fmt in plan.formats.items() if fmt is Derived.RECOMPUTE]
     # Wide results are four times the bytes for the same multiplications; 20 equal products, of which 5 are a quarter.
     assert [t for t in again if t in (*wide, *narrow)] == wide[:5]
     saved = by_default.stash_bytes(graph) - plan.stash_bytes(graph)
@@ -270,7 +273,7 @@ def test_on_a_gpu_the_mask_of_a_product_that_runs_again_is_stored():
     for codecs in ("fast", ("alias", "recompute")):
         with building_for("gpu"):
             plan = choose_formats.default_plan(backward_graph, parse(codecs), held=graph.inputs)
-        assert plan.formats[inner].format is Format.RECOMPUTE
-        masks = [fmt.format for t, fmt in plan.formats.items() if backward_graph.graph.tensors[t].bits == 1]
+        assert plan.formats[inner] is Derived.RECOMPUTE
+        masks = [fmt for t, fmt in plan.formats.items() if backward_graph.graph.tensors[t].bits == 1]
         formats[codecs] = masks[0]
-    assert formats == {"fast": Format.MASK, ("alias", "recompute"): Format.RECOMPUTE}
+    assert formats == {"fast": Mask(), ("alias", "recompute"): Derived.RECOMPUTE}

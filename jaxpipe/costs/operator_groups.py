@@ -16,7 +16,7 @@ from jaxpipe.graph.graph import Graph
 from jaxpipe.graph.op_cost import is_product, weight
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.backward_graph import BackwardGraph
-from jaxpipe.residuals.stored_formats import Format
+from jaxpipe.residuals.codecs.keep import KEEP
 from jaxpipe.residuals.vjp_program import VJPProgram
 
 
@@ -72,7 +72,7 @@ def group_programs(vjp: VJPProgram) -> Iterator[Program]:
     """
     graph, source, stored = vjp.graph, vjp.backward_graph.source, vjp.plan.stored
     boundary = {*graph.inputs, *graph.outputs}
-    written = [t not in boundary or vjp.plan.formats[t].format is not Format.KEEP for t in stored]
+    written = [t not in boundary or vjp.plan.formats[t] != KEEP for t in stored]
 
     def forward(*inputs: Array) -> tuple[list[Array], list[tuple[Array, ...]]]:
         outputs, stash = vjp_program.forward(vjp, inputs)

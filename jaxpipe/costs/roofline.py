@@ -11,7 +11,8 @@ from jaxpipe.costs.kernels import Body, operator_work, owner_seconds
 from jaxpipe.costs.profile import Edge, Profile
 from jaxpipe.residuals.backward_graph import BackwardGraph
 from jaxpipe.residuals.choose_formats import ResidualPlan, default_plan
-from jaxpipe.residuals.stored_formats import Format, stored_bytes
+from jaxpipe.residuals.codecs.keep import KEEP
+from jaxpipe.residuals.stored_formats import stored_bytes
 from jaxpipe.targets.rates import Rates
 
 
@@ -48,11 +49,10 @@ def forward_seconds(backward_graph: BackwardGraph, plan: ResidualPlan, rates: Ra
         owner = next((home[t] for t in op.outputs if t in home), owner)
         body.add(op, graph.tensors, number, owner)
     results = [body.known(t, graph.tensors, number) for t in graph.outputs]
-    for t in plan.stored:
+    for t, codec in plan.codecs.items():
         if t in number and t not in graph.inputs:
-            kept = plan.formats[t].format is Format.KEEP
-            size = stored_bytes(graph.tensors[t], plan.formats[t])
-            results.append(number[t] if kept else body.convert(number[t], size, home[t]))
+            size = stored_bytes(graph.tensors[t], codec)
+            results.append(number[t] if codec == KEEP else body.convert(number[t], size, home[t]))
     return owner_seconds(body, results, len(backward_graph.source.operators))
 
 
@@ -71,8 +71,8 @@ def backward_seconds(backward_graph: BackwardGraph, plan: ResidualPlan, rates: R
             if u in number:
                 pending.pop()
             elif plan.is_stored(u):
-                value = body.value(stored_bytes(graph.tensors[u], plan.formats[u]))
-                plain = plan.formats[u].format is Format.KEEP
+                value = body.value(stored_bytes(graph.tensors[u], plan.codecs[u]))
+                plain = plan.codecs[u] == KEEP
                 number[u] = value if plain else body.convert(value, graph.tensors[u].bytes, owner)
             elif u in producers and (missing := [v for v in producers[u].inputs if v not in number]):
                 pending += missing

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from jaxpipe.errors import CodecWarning, ModelError, warn
+from jaxpipe.graph.codec import Codec, check_own, word_for
 from jaxpipe.graph.save_policy import SavePolicy, check_policy
+from jaxpipe.text.stable_text import stable_text
 
 
 #: Codec names, and what each lets a plan do.
@@ -24,8 +26,14 @@ CODECS = {
 #: Named sets: what never slows a step, and everything.
 CODEC_SETS = {"fast": frozenset(("mask", "index", "alias", "recompute")), "smallest": frozenset(CODECS)}
 
+#: Names in reports that no codec of a user's may have.
+_TAKEN = (*CODECS, "keep", "pool index", "vjp")
+
+#: A set of codecs: by their names, by names of sets, and objects.
+CodecSet = str | Codec | Iterable[str | Codec]
+
 #: What ``memory_encoded(codecs=...)`` takes: a set of codecs, or module path patterns with a set for each.
-Codecs = str | Iterable[str] | Mapping[str, str | Iterable[str]]
+Codecs = CodecSet | Mapping[str, CodecSet]
 
 
 @dataclass(frozen=True)
@@ -37,26 +45,25 @@ class Policy:
       saves: what stays stored, and what may be computed again, as ``jax.checkpoint`` takes it.
     """
 
-    rules: tuple[tuple[str, frozenset[str]], ...]
+    rules: tuple[tuple[str, frozenset[str | Codec]], ...]
     saves: SavePolicy | None = None
 
-    def at(self, path: str) -> frozenset[str]:
+    def at(self, path: str) -> frozenset[str | Codec]:
         """The codecs that may be used for what is made at a module path."""
         return next((codecs for pattern, codecs in self.rules if fits(path, pattern)), CODEC_SETS["fast"])
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
-        """A word for the policy, legal in an identifier; equal for equal policies of this process."""
-        number = "" if self.saves is None else f"_saves_{_numbers.setdefault(self.saves, len(_numbers))}"
-        return self.codecs_name + number
+        """A word for the policy, legal in an identifier, by which ``by_word`` finds it; equal for equal policies."""
+        return word_for(self, self.codecs_name + "_saves" * (self.saves is not None))
 
-    @property
+    @functools.cached_property
     def codecs_name(self) -> str:
         """A word for the codecs, equal in all processes."""
-        if len(self.rules) == 1 and self.rules[0][0] == "*":
-            return "_".join(sorted(self.rules[0][1]))
-        text = repr([(pattern, sorted(codecs)) for pattern, codecs in self.rules])
-        return "by_path_" + hashlib.sha256(text.encode()).hexdigest()[:12]
+        words = [(pattern, sorted(map(_word, codecs))) for pattern, codecs in self.rules]
+        plain = [pattern for pattern, _ in words] == ["*"] and all(isinstance(c, str) for c in self.rules[0][1])
+        digest = hashlib.sha256(repr(words).encode()).hexdigest()[:12]
+        return "_".join(words[0][1]) if plain else f"by_path_{digest}"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -92,34 +99,30 @@ def warn_unused(policy: Policy, paths: Iterable[str], argument: str) -> None:
 def parse(codecs: Codecs, argument: str = "codecs", saves: SavePolicy | None = None) -> Policy:
     """Return the policy that an argument, called ``codecs`` or ``argument``, means, with what is saved besides."""
     check_policy(saves)
-    rules = codecs if isinstance(codecs, Mapping) else {"*": codecs}
-    policy = Policy(tuple((str(pattern), codec_set(chosen, argument)) for pattern, chosen in rules.items()), saves)
-    _named[policy.name] = policy
-    return policy
+    by_path = codecs.items() if isinstance(codecs, Mapping) else [("*", codecs)]
+    return Policy(tuple((str(pattern), codec_set(chosen, argument)) for pattern, chosen in by_path), saves)
 
 
-def by_name(name: str) -> Policy:
-    """The policy whose ``name`` this is; it was parsed in this process."""
-    return _named[name]
-
-
-_named: dict[str, Policy] = {}
-_numbers: dict[SavePolicy, int] = {}
-
-
-def codec_set(codecs: str | Iterable[str], argument: str = "codecs") -> frozenset[str]:
-    """The codecs that a name or a set of names stands for."""
-    if isinstance(codecs, str) and codecs in CODEC_SETS:
-        return CODEC_SETS[codecs]
-    names = list(codecs) if isinstance(codecs, Iterable) and not isinstance(codecs, str) else [codecs]
-    unknown = [name for name in names if not isinstance(name, str) or name not in CODECS]
+def codec_set(codecs: CodecSet, argument: str = "codecs") -> frozenset[str | Codec]:
+    """The codecs that a name, a codec, or a set of both stands for."""
+    given = list(codecs) if isinstance(codecs, Iterable) and not isinstance(codecs, str) else [codecs]
+    names = [codec for codec in given if isinstance(codec, str)]
+    own = [codec for codec in given if isinstance(codec, Codec)]
+    known = [*own, *(name for name in names if name in CODECS or name in CODEC_SETS)]
+    unknown = [codec for codec in given if not any(codec is other for other in known)]
     if unknown:
         raise ModelError(
             f"{argument}={codecs!r}: unknown codec {', '.join(sorted(map(repr, unknown)))}. Use one of the sets "
-            f"{', '.join(map(repr, CODEC_SETS))}, a set of {', '.join(map(repr, CODECS))}, or a mapping from module "
-            "path patterns to either."
+            f"{', '.join(map(repr, CODEC_SETS))}, a set of {', '.join(map(repr, CODECS))} and objects of "
+            "jaxpipe.Codec, or a mapping from module path patterns to either."
         )
-    return frozenset(names)
+    for codec in own:
+        check_own(codec, [*_TAKEN, *(getattr(other, "name", "") for other in own if other != codec)], argument)
+    return frozenset(own).union(*(CODEC_SETS.get(name, {name}) for name in names))
+
+
+def _word(codec: str | Codec) -> str:
+    return codec if isinstance(codec, str) else stable_text(codec)
 
 
 FAST = parse("fast")

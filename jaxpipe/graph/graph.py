@@ -20,8 +20,9 @@ from jax.extend.core import Jaxpr
 
 from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Atom, DType, Equation, PyTree, Shaped, TensorNumber
-from jaxpipe.graph.allowed_codecs import Policy, by_name
+from jaxpipe.graph.allowed_codecs import Policy
 from jaxpipe.graph.axis_names import NO_AXES, TracedIn
+from jaxpipe.graph.codec import by_word
 from jaxpipe.graph.primitives import CALLS, FUNCTIONS, SHARDS
 from jaxpipe.graph.save_policy import is_saved
 
@@ -56,6 +57,11 @@ class Tensor:
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def shape_and_type(self) -> jax.ShapeDtypeStruct:
+        """Shape and element type."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
 
     @functools.cached_property
     def bytes(self) -> int:
@@ -163,6 +169,11 @@ class Graph:
     traced_in: TracedIn = NO_AXES
     ruled: frozenset[TensorNumber] = frozenset()
     derived: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @functools.cached_property
+    def producers(self) -> Mapping[TensorNumber, Operator]:
+        """The operator that makes each tensor but inputs and constants."""
+        return {t: op for op in self.operators for t in op.outputs}
 
     def evaluate(self, values: Sequence[Array]) -> list[Array]:
         """Run the program."""
@@ -461,7 +472,7 @@ def encoded_policy(equation: Equation) -> Policy | None:
         return None
     body, _ = _compat.open_jaxpr(equation.params["call_jaxpr"])
     name = str(body.eqns[0].params.get("name", "")) if len(body.eqns) == 1 else ""
-    return by_name(name.removeprefix(ENCODED_MARK)) if name.startswith(ENCODED_MARK) else None
+    return by_word(name.removeprefix(ENCODED_MARK)) if name.startswith(ENCODED_MARK) else None
 
 
 def _wrapped_program(equation: Equation, calls: Mapping[str, str]) -> AnyJaxpr | None:

@@ -37,6 +37,9 @@ TRANSCENDENTAL = _names(
 #: Operators whose result has at each place what follows from the elements of their operands at the same place.
 POINTWISE = (ARITHMETIC | TRANSCENDENTAL | _names("call_boundary copy copy_p name")) - _names("concatenate pad stack")
 
+#: Tests of which of two numbers is the larger one.
+ORDERINGS = _names("ge gt le lt")
+
 #: Matrix products and convolutions.
 PRODUCTS = _names("conv_general_dilated dot_general")
 

@@ -26,7 +26,7 @@ from jaxpipe.planning.plan_timeline import StageSeconds, seconds_on_devices
 from jaxpipe.planning.storage.choose_swaps import Links
 from jaxpipe.planning.storage.stage_levels import Fitted
 from jaxpipe.planning.trace_request import Traced, rates_in
-from jaxpipe.residuals.stored_formats import Format, stored_bytes
+from jaxpipe.residuals.stored_formats import Derived, stored_bytes
 from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.gradient_precision import sum_dtype
 from jaxpipe.runtime.program import Program
@@ -297,12 +297,12 @@ def _device_ids(request: Request, devices: Sequence[int]) -> tuple[int, ...]:
 def _stored_bytes(stage: Stage) -> dict[str, dict[str, int]]:
     """Return bytes of one micro-batch's stash by kind of storage, and by the module that makes what is stored."""
     assert stage.vjp is not None
-    graph, formats = stage.vjp.graph, stage.vjp.plan.formats
+    graph, codecs = stage.vjp.graph, stage.vjp.plan.codecs
     makers = {t: op.path or "the loss" for op in stage.graph.operators for t in op.outputs}
     by_kind, by_module = Counter[str](), Counter[str]()
     for t in stage.stashed:
-        size = stored_bytes(graph.tensors[t], formats[t])
-        by_kind[formats[t].format.value] += size
+        size = stored_bytes(graph.tensors[t], codecs[t])
+        by_kind[codecs[t].name] += size
         by_module[makers.get(t, "what the stage receives")] += size
     return {"stored": dict(by_kind), "stored_modules": dict(by_module)}
 
@@ -311,7 +311,7 @@ def _recomputed(stage: Stage) -> tuple[str, ...]:
     """The operators of more than cheap arithmetic that the backward pass runs again."""
     assert stage.vjp is not None
     graph, formats = stage.vjp.graph, stage.vjp.plan.formats
-    again = {t for t, fmt in formats.items() if fmt.format is Format.RECOMPUTE}
+    again = {t for t, fmt in formats.items() if fmt is Derived.RECOMPUTE}
     return tuple(
         f"{op.path} {op.label}".strip()
         for op in graph.operators

@@ -65,10 +65,10 @@ def largest_stored(planned: PlannedStep) -> list[str]:
     stored: dict[str, int] = {}
     for stage in planned.program.stages:
         assert stage.vjp is not None
-        graph, formats = stage.vjp.graph, stage.vjp.plan.formats
+        graph, codecs = stage.vjp.graph, stage.vjp.plan.codecs
         producers_here = {**producers, **{t: op for op in graph.operators for t in op.outputs}}
         for t in stage.stashed:
             text = tensor_text(graph.tensors[t], producers_here.get(t), inputs.get(t, "an input"))
-            stored[text] = max(stored.get(text, 0), stored_bytes(graph.tensors[t], formats[t]))
+            stored[text] = max(stored.get(text, 0), stored_bytes(graph.tensors[t], codecs[t]))
     ranked = sorted(stored.items(), key=lambda entry: (-entry[1], entry[0]))[:MOST_NAMED]
     return [f"{text} ({bytes_text(size)})" for text, size in ranked if size]

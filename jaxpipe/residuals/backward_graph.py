@@ -58,12 +58,14 @@ class BackwardGraph:
       graph: the forward graph with the residual operators added; keeps the numbers of ``source``.
       steps: in forward order; the backward pass walks it in reverse.
       wrt: inputs (tensor numbers) that receive a cotangent.
+      policy: the codecs that may be used, by module path.
     """
 
     source: Graph
     graph: Graph
     steps: tuple[BackwardOp, ...]
     wrt: tuple[TensorNumber, ...]
+    policy: Policy = FAST
 
     @property
     def needs(self) -> tuple[TensorNumber, ...]:
@@ -114,7 +116,7 @@ def build_backward_graph(
         stage_shape=graph.stage_shape,
         traced_in=graph.traced_in,
     )
-    return BackwardGraph(graph, forward, steps, wrt)
+    return BackwardGraph(graph, forward, steps, wrt, policy)
 
 
 def _operator_vjps(

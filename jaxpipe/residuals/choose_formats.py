@@ -15,13 +15,16 @@ import numpy as np
 from jaxpipe import _compat
 from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.allowed_codecs import FAST, Policy
-from jaxpipe.graph.graph import Graph, Operator
+from jaxpipe.graph.codec import Codec, Demand, SavedTensor
+from jaxpipe.graph.graph import Graph, Operator, element_bits
 from jaxpipe.graph.op_cost import contraction, gpu_product_work, is_product, product_work, rerun_work
-from jaxpipe.graph.primitives import ADDITIONS, ELEMENTWISE, VIEWS
+from jaxpipe.graph.primitives import ADDITIONS, ELEMENTWISE, ORDERINGS, VIEWS
 from jaxpipe.residuals.backward_graph import BackwardGraph
+from jaxpipe.residuals.codecs import allowed
+from jaxpipe.residuals.codecs.keep import KEEP
 from jaxpipe.residuals.density import room
 from jaxpipe.residuals.minimum_cut import minimum_cut
-from jaxpipe.residuals.stored_formats import Format, SavedFormat, stored_bytes
+from jaxpipe.residuals.stored_formats import Derived, Format, stored_bytes
 from jaxpipe.targets.building import current
 
 
@@ -41,16 +44,14 @@ GPU_RERUN_SHARE = 0.26
 #: Of two ways to store as many bytes, one that writes an array more counts as larger by this power of a half.
 _ANOTHER_ARRAY = 6
 
-#: A sparse format must bring the bytes down at least to this fraction, or its arithmetic is not worth it.
-WORTH_PACKING = 0.8
-
-#: And it must save at least this fraction of the bytes of the whole stash, or compiling it is not worth it.
-WORTH_A_KERNEL = 0.01
+#: A codec that moves elements more often must save at least this fraction of the whole stash, or compiling it is not
+#: worth it.
+MANY_MOVES, WORTH_A_KERNEL = 8.0, 0.01
 
 #: Why a budget cannot be kept where there are such operators.
 KEPT_BY_POLICIES = " What a save policy (policy=) saves is never computed again; one that saves less needs less."
 
-#: A tensor is stored in a sparse format only if, should it not fit, at most this many expensive operators give it back.
+#: A tensor is stored in a form that it may not fit only if then at most this many expensive operators give it back.
 FALLBACK_LIMIT = 4
 
 
@@ -61,64 +62,75 @@ class ResidualPlan:
     Tensors that derive from parameters and constants alone need no format: they are always available.
     """
 
-    formats: Mapping[TensorNumber, SavedFormat]
+    formats: Mapping[TensorNumber, Format]
+
+    @functools.cached_property
+    def codecs(self) -> Mapping[TensorNumber, Codec]:
+        """The codecs of the tensors that make up the stash, in the order of the program."""
+        return {t: fmt for t, fmt in sorted(self.formats.items()) if isinstance(fmt, Codec)}
 
     @functools.cached_property
     def stored(self) -> tuple[TensorNumber, ...]:
         """The tensors that make up the stash, in the order of the program."""
-        return tuple(sorted(t for t, fmt in self.formats.items() if fmt.format.is_stored))
+        return tuple(self.codecs)
 
     @functools.cached_property
-    def sparse(self) -> tuple[TensorNumber, ...]:
-        """The stored tensors for which there is limited room."""
-        return tuple(t for t in self.stored if self.formats[t].format.is_sparse)
+    def uncertain(self) -> tuple[TensorNumber, ...]:
+        """The stored tensors that may not fit their codecs."""
+        return tuple(t for t, codec in self.codecs.items() if codec.may_overflow)
 
     def is_stored(self, t: TensorNumber) -> bool:
         """Return whether a tensor is part of the stash."""
-        return t in self.formats and self.formats[t].format.is_stored
+        return t in self.codecs
 
-    def without_sparse(self) -> "ResidualPlan":
+    def without_uncertain(self) -> "ResidualPlan":
         """The stored tensors that are sure to be there."""
-        return ResidualPlan({t: fmt for t, fmt in self.formats.items() if not fmt.format.is_sparse})
+        uncertain = set(self.uncertain)
+        return ResidualPlan({t: fmt for t, fmt in self.formats.items() if t not in uncertain})
 
     def stash_bytes(self, graph: Graph) -> int:
         """Bytes of the stash, inputs of the graph included if they are stored."""
-        return sum(stored_bytes(graph.tensors[t], self.formats[t]) for t in self.stored)
+        return sum(stored_bytes(graph.tensors[t], codec) for t, codec in self.codecs.items())
 
 
-def smallest_format(graph: Graph, t: TensorNumber, codecs: Iterable[str], capacity: int | None = None) -> SavedFormat:
-    """The format of fewest bytes in which the codecs let a tensor be stored.
+def smallest_format(
+    graph: Graph, t: TensorNumber, codecs: Iterable[str | Codec], capacity: int | None = None, *, certain: bool = False
+) -> Codec:
+    """The codec of fewest bytes that may store a tensor.
 
     Args:
       graph: the tensor's graph.
       t: its number.
-      codecs: names from ``jaxpipe.graph.allowed_codecs.CODECS``.
-      capacity: how many values a sparse format has room for; None if the tensor is dense.
+      codecs: names from ``jaxpipe.graph.allowed_codecs.CODECS``, and objects.
+      capacity: how many values a sparse codec has room for; None if the tensor is dense.
+      certain: whether the tensor has to fit.
     """
     tensor = graph.tensors[t]
     if any(_compat.split_dimensions(tensor.aval)[min(1, len(tensor.shape) - 1) :]):
-        return SavedFormat(Format.KEEP)  # elements that several devices hold would have to be packed together
-    if tensor.bits == 1 and tensor.dtype == np.bool_:
-        return SavedFormat(Format.MASK if "mask" in codecs else Format.KEEP)
-    packed = [SavedFormat(Format.KEEP)]
-    if tensor.bits < 8:
-        packed.append(SavedFormat(Format.POOL_INDEX))
-    if "index" in codecs and tensor.bits in (8, 16):
-        packed.append(SavedFormat(Format.INDEX))
-    if capacity is not None:
-        sparse = {"bitmap": Format.BITMAP, "csr": Format.CSR}
-        formats = [SavedFormat(sparse_format, capacity) for name, sparse_format in sparse.items() if name in codecs]
-        packed += [
-            fmt for fmt in formats if stored_bytes(tensor, fmt) <= WORTH_PACKING * stored_bytes(tensor, packed[0])
-        ]
-    return min(packed, key=lambda fmt: stored_bytes(tensor, fmt)) if len(packed) > 1 else packed[0]
+        return KEEP  # elements that several devices hold would have to be packed together
+    seen = saved_tensor(graph, t, capacity)
+    fitted = [codec for form in allowed(codecs) if (codec := form.for_tensor(seen)) is not None]
+    return min((c for c in fitted if not (certain and c.may_overflow)), key=lambda c: stored_bytes(tensor, c))
+
+
+def saved_tensor(graph: Graph, t: TensorNumber, nonzeros: int | None = None) -> SavedTensor:
+    """Return a tensor as codecs see it."""
+    tensor, producer = graph.tensors[t], graph.producers.get(t)
+    demand: Demand = "value"
+    if tensor.dtype == np.bool_:
+        literals = producer.literals if producer is not None and producer.name in ORDERINGS else []
+        demand = "sign" if literals and not np.any(literals[0]) else "predicate"
+    elif tensor.bits < element_bits(tensor.aval):
+        demand = "window index" if tensor.bits < 8 else "index"
+    path, operator = ("", "") if producer is None else (producer.path, producer.label)
+    return SavedTensor(tensor.shape, tensor.dtype, demand, path, operator, tensor.bits, nonzeros)
 
 
 class Derivations:
     """The operators that give a tensor back, from what is stored."""
 
     def __init__(self, graph: Graph):
-        self._producers = {t: op for op in graph.operators for t in op.outputs}
+        self._producers = graph.producers
         self._order = {op: k for k, op in enumerate(graph.operators)}
 
     def producer(self, t: TensorNumber) -> Operator | None:
@@ -153,9 +165,9 @@ class Derivations:
     def fallback(
         self, t: TensorNumber, plan: ResidualPlan, known: Iterable[TensorNumber]
     ) -> tuple[list[Operator], list[TensorNumber]]:
-        """Return the same for a sparse tensor that has overflowed: from tensors that cannot."""
+        """Return the same for a stored tensor that does not fit: from tensors that always do."""
         producer = self._producers[t]
-        program, leaves = self.of(producer.inputs, plan.without_sparse(), known)
+        program, leaves = self.of(producer.inputs, plan.without_uncertain(), known)
         return [*program, producer], leaves
 
 
@@ -165,7 +177,7 @@ def sums_of_branches(graph: Graph, given: Container[TensorNumber]) -> frozenset[
     What was broadcast is no branch, but a bias: whoever has the other tensor adds it again for nothing.
     """
     readers = Counter(t for op in graph.operators for t in op.inputs)
-    producers = {t: op for op in graph.operators for t in op.outputs}
+    producers = graph.producers
 
     def elements(t: TensorNumber) -> int:
         while t in producers and producers[t].name in VIEWS and len(producers[t].inputs) == 1:
@@ -190,7 +202,7 @@ def missing_inputs(program: Iterable[Operator], known: Iterable[TensorNumber]) -
 def check_plan(backward_graph: BackwardGraph, plan: ResidualPlan) -> None:
     """Raise ``ValueError`` unless the plan gives the backward pass every tensor it needs, and none besides."""
     graph = backward_graph.graph
-    producers = {t: op for op in graph.operators for t in op.outputs}
+    producers = graph.producers
     available = graph.derived_from_parameters()
     touched: set[TensorNumber] = set()
     pending = list(backward_graph.needs)
@@ -202,25 +214,24 @@ def check_plan(backward_graph: BackwardGraph, plan: ResidualPlan) -> None:
         fmt = plan.formats.get(t)
         if fmt is None:
             raise ValueError(f"storage plan: the backward pass needs tensor %{t}, for which there is no choice.")
-        if fmt.format.is_stored and not fmt.format.is_sparse:
+        if isinstance(fmt, Codec) and not fmt.may_overflow:
             continue
         producer = producers.get(t)
         if producer is None or producer.has_effects:
             raise ValueError(
-                f"storage plan: tensor %{t} is to be {'' if fmt.format.is_stored else 're'}computed, but it is "
+                f"storage plan: tensor %{t} is to be {'' if plan.is_stored(t) else 're'}computed, but it is "
                 f"{'an input' if producer is None else 'the result of an operator with side effects'}; store it."
             )
-        if not fmt.format.is_stored:
+        if not plan.is_stored(t):
             pending.extend(producer.inputs)
     derivations = Derivations(graph)
-    for t in plan.sparse:
+    for t in plan.uncertain:
         program, leaves = derivations.fallback(t, plan, available)
         lost = missing_inputs(program, {*leaves, *available})
         if lost or any(op.has_effects for op in program):
             raise ValueError(
-                f"storage plan: tensor %{t} is stored with room for {plan.formats[t].capacity} values, but should "
-                "there be more, it cannot be computed again: "
-                f"{sorted(lost) or 'an operator with side effects'} is in the way."
+                f"storage plan: tensor %{t} is stored as {plan.codecs[t]}, but should it not fit, it cannot be "
+                f"computed again: {sorted(lost) or 'an operator with side effects'} is in the way."
             )
         touched.update(leaves)
     extra = set(plan.formats) - touched
@@ -257,10 +268,11 @@ def default_plan(
     dense = set(held)
     written = (*graph.inputs, *codecs)
     while True:
-        formats = {
-            t: smallest_format(graph, t, codecs.get(t, policy.at("")), None if t in dense else capacities.get(t))
-            for t in written
-        }
+        formats = {}
+        for t in written:
+            usable = [c for c in codecs.get(t, policy.at("")) if t not in held or isinstance(c, str)]
+            certain = t in dense or t not in codecs
+            formats[t] = smallest_format(graph, t, usable, None if certain else capacities.get(t), certain=certain)
         plan = _smallest_plan(backward_graph, formats, codecs, held, products)
         unfit = _trifles(graph, plan)
         if not unfit:
@@ -272,8 +284,8 @@ def default_plan(
 
 def _smallest_plan(
     backward_graph: BackwardGraph,
-    formats: Mapping[TensorNumber, SavedFormat],
-    codecs: Mapping[TensorNumber, frozenset[str]],
+    formats: Mapping[TensorNumber, Codec],
+    codecs: Mapping[TensorNumber, frozenset[str | Codec]],
     held: frozenset[TensorNumber],
     products: Container[Operator],
 ) -> ResidualPlan:
@@ -290,7 +302,7 @@ def _smallest_plan(
     cheap = _cheap_derivations(graph, available, codecs, frozenset(), products, costs)
     while True:
         plan = _cut_plan(backward_graph, formats, cheap, held)
-        price = sum(stored_bytes(graph.tensors[t], plan.formats[t]) for t in plan.stored if t not in held)
+        price = sum(stored_bytes(graph.tensors[t], codec) for t, codec in plan.codecs.items() if t not in held)
         if price >= fewest:
             break
         before, cheap = cheap, _cheap_derivations(graph, available, codecs, frozenset(plan.stored), products, costs)
@@ -305,7 +317,7 @@ def _smallest_plan(
 
 def _cut_plan(
     backward_graph: BackwardGraph,
-    formats: Mapping[TensorNumber, SavedFormat],
+    formats: Mapping[TensorNumber, Codec],
     derivation: Mapping[TensorNumber, Operator],
     held: frozenset[TensorNumber],
 ) -> ResidualPlan:
@@ -333,7 +345,7 @@ def _behind_products(graph: Graph, available: frozenset[TensorNumber]) -> frozen
 
     That result is written to memory in any case, they are not.
     """
-    producers = {t: op for op in graph.operators for t in op.outputs}
+    producers = graph.producers
     elementwise: set[TensorNumber] = set()
     for op in graph.operators:
         if op.name not in ELEMENTWISE:
@@ -347,12 +359,12 @@ def _behind_products(graph: Graph, available: frozenset[TensorNumber]) -> frozen
 
 def derived_from(
     backward_graph: BackwardGraph,
-    stored: Mapping[TensorNumber, SavedFormat],
+    stored: Mapping[TensorNumber, Codec],
     derivation: Mapping[TensorNumber, Operator],
 ) -> ResidualPlan:
     """Return the formats given, and the rest by the operators given, as far as the backward pass needs them."""
     available = backward_graph.graph.derived_from_parameters()
-    chosen: dict[TensorNumber, SavedFormat] = {}
+    chosen: dict[TensorNumber, Format] = {}
     pending = [t for t in backward_graph.needs if t not in available]
     while pending:
         t = pending.pop()
@@ -361,7 +373,7 @@ def derived_from(
         if t in stored:
             chosen[t] = stored[t]
         else:
-            chosen[t] = SavedFormat(Format.ALIAS if derivation[t].name in VIEWS else Format.RECOMPUTE)
+            chosen[t] = Derived.ALIAS if derivation[t].name in VIEWS else Derived.RECOMPUTE
             pending.extend(_sources(derivation[t], available))
     return ResidualPlan(dict(sorted(chosen.items())))
 
@@ -377,9 +389,9 @@ def _input_seen(
 
 
 def _trifles(graph: Graph, plan: ResidualPlan) -> set[TensorNumber]:
-    """The sparse tensors that save next to nothing of the whole stash: each takes a dozen kernels."""
-    as_is = {t: stored_bytes(graph.tensors[t], SavedFormat(Format.KEEP)) for t in plan.sparse}
-    saved = {t: as_is[t] - stored_bytes(graph.tensors[t], plan.formats[t]) for t in as_is}
+    """The tensors with slow codecs that save next to nothing of the whole stash: each takes a dozen kernels."""
+    slow = {t: codec for t, codec in plan.codecs.items() if codec.moves > MANY_MOVES}
+    saved = {t: graph.tensors[t].bytes - stored_bytes(graph.tensors[t], codec) for t, codec in slow.items()}
     least = WORTH_A_KERNEL * (plan.stash_bytes(graph) + sum(saved.values()))
     return {t for t in saved if saved[t] < least}
 
@@ -394,20 +406,20 @@ def with_fallbacks(
     """
     available = graph.derived_from_parameters()
     derivations = Derivations(graph)
-    everything = ResidualPlan({**{t: SavedFormat(Format.KEEP) for t in held}, **plan.formats})
+    everything = ResidualPlan({**dict.fromkeys(held, KEEP), **plan.formats})
     used: set[TensorNumber] = set()
     hopeless: set[TensorNumber] = set()
-    sparse = frozenset(plan.sparse)
-    for t in [t for op in graph.operators for t in op.outputs if t in sparse]:
+    uncertain = frozenset(plan.uncertain)
+    for t in [t for op in graph.operators for t in op.outputs if t in uncertain]:
         program, leaves = derivations.fallback(t, everything, available)
         lost = missing_inputs(program, {*leaves, *available})
         expensive = sum(rerun_work(op) is None or is_product(op) for op in program)
         if lost or any(op.has_effects for op in program) or expensive > FALLBACK_LIMIT:
             hopeless.add(t)
-            everything = ResidualPlan({**everything.formats, t: SavedFormat(Format.KEEP)})
+            everything = ResidualPlan({**everything.formats, t: KEEP})
         else:
             used.update(u for u in leaves if u not in plan.formats)
-    return ResidualPlan({**plan.formats, **{t: SavedFormat(Format.KEEP) for t in sorted(used)}}), hopeless
+    return ResidualPlan({**plan.formats, **dict.fromkeys(sorted(used), KEEP)}), hopeless
 
 
 def _sources(op: Operator | None, available: frozenset[TensorNumber]) -> list[TensorNumber]:
@@ -418,7 +430,7 @@ def _sources(op: Operator | None, available: frozenset[TensorNumber]) -> list[Te
 def _cheap_derivations(
     graph: Graph,
     available: frozenset[TensorNumber],
-    codecs: Mapping[TensorNumber, frozenset[str]],
+    codecs: Mapping[TensorNumber, frozenset[str | Codec]],
     roots: frozenset[TensorNumber],
     products: Container[Operator],
     costs: Mapping[Operator, int],
@@ -456,7 +468,7 @@ def _cheap_derivations(
     return derivation
 
 
-def _rerun_costs(graph: Graph, codecs: Mapping[TensorNumber, frozenset[str]]) -> dict[Operator, int]:
+def _rerun_costs(graph: Graph, codecs: Mapping[TensorNumber, frozenset[str | Codec]]) -> dict[Operator, int]:
     """Return the work of the operators that may run again; by a save policy whatever it takes."""
     on_cpu, kept = current().runs_early, kept_by_policies(graph)
     allowed = (

@@ -74,9 +74,10 @@ def memory_encoded(target: object = None, *, codecs: Codecs = "fast", policy: Sa
         products run again), ``"smallest"`` (everything there is), or an explicit set of names from ``"mask"`` (booleans
         in 1 bit), ``"index"`` (positions of maxima in their pooling windows in 1, 2 or 4 bits, of sorted elements in 8
         or 16), ``"alias"`` (views of what is stored), ``"recompute"`` (cheap operators run again), ``"bitmap"`` and
-        ``"csr"`` (maps with many zeros without the zeros; see ``with_density``). Or a mapping from patterns of module
-        paths to any of these: the first that fits decides, ``{"Encoder_*": "smallest", "Head": {"mask"}}``; what none
-        fits is ``"fast"``. A pattern that fits no module gives a ``CodecWarning``. All are lossless.
+        ``"csr"`` (maps with many zeros without the zeros; see ``with_density``), names of sets, and objects of
+        ``jaxpipe.Codec``. Or a mapping from patterns of module paths to any of these: the first that fits decides,
+        ``{"Encoder_*": "smallest", "Head": {"mask"}}``; what none fits is ``"fast"``. A pattern that fits no module
+        gives a ``CodecWarning``. All are lossless.
       policy: what is saved, as ``jax.checkpoint`` takes it: one of ``jax.checkpoint_policies``, or a function of a
         primitive, the shapes of its operands and its parameters. What it saves is not computed again: it is stored,
         encoded if a codec allows, if the backward pass needs it. All else may be computed again, matrix products too,

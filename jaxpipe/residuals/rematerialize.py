@@ -20,7 +20,8 @@ from jaxpipe.graph.op_cost import is_product, weight
 from jaxpipe.graph.primitives import COSTLY, ELEMENTWISE, LOOPS, PRODUCTS
 from jaxpipe.residuals.backward_graph import BackwardOp, restricted
 from jaxpipe.residuals.choose_formats import Derivations, ResidualPlan, sums_of_branches
-from jaxpipe.residuals.stored_formats import Format, decode, has_overflowed
+from jaxpipe.residuals.codecs.keep import KEEP
+from jaxpipe.residuals.stored_formats import decode
 from jaxpipe.targets.building import current
 
 
@@ -81,9 +82,8 @@ class Rematerializer:
 
         A tensor that XLA would compute again for each reader is rematerialized again; a plain one needs no copy.
         """
-        fmt = self._plan.formats.get(t)
-        if fmt is not None and fmt.format.is_stored:
-            return fmt.format.is_sparse
+        if self._plan.is_stored(t):
+            return not self._plan.codecs[t].fuses
         producer = self._derivations.producer(t)
         return producer is not None and (producer.name in COSTLY or producer.name not in ELEMENTWISE)
 
@@ -100,7 +100,7 @@ class Rematerializer:
             for t in loads:
                 hidden = parts[t] if self.uses_barriers else [_compat.disguise(part, after) for part in parts[t]]
                 self.values[t] = self._restore(t, hidden)
-                if self._plan.formats[t].format is Format.KEEP:
+                if self._plan.formats[t] == KEEP:
                     (self._loaded[t],) = parts[t]
             run(program, self.values)
         # What does not fuse with its operands would have to copy a disguised one.
@@ -172,9 +172,8 @@ class Rematerializer:
 
     def _is_whole(self, t: TensorNumber, op: Operator) -> bool:
         """Return whether a tensor is stored as it is, and not broadcast by an operator that reads it."""
-        fmt, tensors = self._plan.formats.get(t), self._graph.tensors
-        as_it_is = fmt is not None and fmt.format is Format.KEEP
-        return as_it_is and tensors[t].size >= max(tensors[u].size for u in op.outputs)
+        tensors = self._graph.tensors
+        return self._plan.formats.get(t) == KEEP and tensors[t].size >= max(tensors[u].size for u in op.outputs)
 
     def _as_written(self, t: TensorNumber, part: Array) -> Sequence[int]:
         """Return the shape in which a GPU's matrix product writes a part of a stored tensor.
@@ -197,9 +196,9 @@ class Rematerializer:
 
     def _restore(self, t: TensorNumber, parts: Sequence[Array]) -> Array:
         """A stored tensor from its parts; one that did not fit, from tensors that are stored whole."""
-        tensor, fmt = self._graph.tensors[t], self._plan.formats[t]
-        if not fmt.format.is_sparse:
-            return decode(parts, tensor, fmt)
+        form, codec = self._graph.tensors[t].shape_and_type, self._plan.codecs[t]
+        if not codec.may_overflow:
+            return decode(parts, form, codec)
 
         def again() -> Array:
             program, leaves = self._derivations.fallback(t, self._plan, self._given)
@@ -208,7 +207,7 @@ class Rematerializer:
             run(program, values)
             return values[t]
 
-        return jax.lax.cond(has_overflowed(parts, fmt), again, lambda: decode(parts, tensor, fmt))
+        return jax.lax.cond(codec.fits(parts), lambda: decode(parts, form, codec), again)
 
 
 def is_heavy(step: BackwardOp | Operator) -> bool:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import msgspec
 
 from jaxpipe.array_types import TensorNumber
+from jaxpipe.graph.codec import word_for
 from jaxpipe.graph.graph import Operator
 from jaxpipe.graph.op_cost import contraction, is_product, rerun_work
 from jaxpipe.residuals.choose_formats import Derivations
-from jaxpipe.residuals.stored_formats import Format, SavedFormat, stored_bytes
+from jaxpipe.residuals.codecs.keep import KEEP
 from jaxpipe.residuals.vjp_program import VJPProgram
 
 
@@ -25,7 +26,7 @@ class Label:
     Attributes:
       number: of the tensor in its graph.
       part: which of its arrays this is.
-      format: how it is stored.
+      codec: a word by which ``by_word`` finds how it is stored.
       producer: the module path and operator that made it.
       dtype, shape: before it was encoded.
       readers: the backward steps that use it, itself or something recomputed from it.
@@ -34,7 +35,7 @@ class Label:
 
     number: TensorNumber
     part: int
-    format: SavedFormat
+    codec: str
     producer: str
     dtype: str
     shape: tuple[int, ...]
@@ -48,9 +49,10 @@ def labels(vjp: VJPProgram) -> Callable[[TensorNumber, int], str]:
     available = vjp.graph.derived_from_parameters()
 
     def label(number: TensorNumber, part: int) -> str:
-        producer, tensor, fmt = producers[number], vjp.graph.tensors[number], vjp.plan.formats[number]
+        producer, tensor, codec = producers[number], vjp.graph.tensors[number], vjp.plan.codecs[number]
         otherwise, read = _otherwise(vjp, number, producer, available), tuple(readers.get(number, ()))
-        known = Label(number, part, fmt, _name(producer), str(tensor.dtype), tensor.shape, read, otherwise)
+        word = word_for(codec, repr(codec))
+        known = Label(number, part, word, _name(producer), str(tensor.dtype), tensor.shape, read, otherwise)
         return MARK + msgspec.json.encode(known).decode()
 
     return label
@@ -77,13 +79,13 @@ def _readers(vjp: VJPProgram) -> dict[TensorNumber, dict[str, None]]:
 
 
 def _otherwise(vjp: VJPProgram, number: TensorNumber, producer: Operator, available: frozenset[TensorNumber]) -> str:
-    tensor, fmt = vjp.graph.tensors[number], vjp.plan.formats[number]
-    if fmt.format is not Format.KEEP:
-        return f"kept as {tensor.dtype}, {stored_bytes(tensor, SavedFormat(Format.KEEP)):,} bytes"
+    if vjp.plan.formats[number] != KEEP:
+        tensor = vjp.graph.tensors[number]
+        return f"kept as {tensor.dtype}, {tensor.bytes:,} bytes"
     if is_product(producer):
         return f"computed again, {contraction(producer.equation):,} products for each element"
     sources = {t for t in producer.inputs if t not in available}
     if rerun_work(producer) is None or not sources:
         return "computed again"
-    size = sum(stored_bytes(vjp.graph.tensors[t], SavedFormat(Format.KEEP)) for t in sources)
+    size = sum(vjp.graph.tensors[t].bytes for t in sources)
     return f"computed again from {size:,} bytes of inputs, kept in its place"

@@ -14,6 +14,7 @@ from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Equation, PyTree
 from jaxpipe.errors import DifferentiationError, JaxpipeError, ModelError
 from jaxpipe.graph.allowed_codecs import FAST
+from jaxpipe.graph.codec import Codec, by_word
 from jaxpipe.graph.graph import GraphBuilder, Operator, encoded_policy, is_differentiable
 from jaxpipe.graph.primitives import JITS
 from jaxpipe.models.linen_facade import is_unbound, with_linen_model
@@ -22,7 +23,6 @@ from jaxpipe.models.variable_trees import common_level
 from jaxpipe.residuals.equal_blocks import common_name, counted, grouped, pattern, sums_by_module
 from jaxpipe.residuals.memory_encoded import run_encoded, without_encoding
 from jaxpipe.residuals.residual_labels import Label, parse_label
-from jaxpipe.residuals.stored_formats import has_overflowed
 from jaxpipe.text.plain_table import PlainTable
 from jaxpipe.text.printed import Printed
 from jaxpipe.text.short_names import cut_middle
@@ -50,7 +50,7 @@ class StoredTensor:
       producer: the module path and operator that made the tensor.
       shape, dtype: of the tensor, before it was encoded.
       storage: ``"keep"``, ``"mask"``, ``"pool index"``, ``"index"``, ``"bitmap"``, ``"csr"`` for encoded parts,
-        ``"vjp"`` for what JAX saves by itself.
+        the name of a codec of one's own, ``"vjp"`` for what JAX saves by itself.
       bytes: what is stored.
       readers: the steps of the backward pass that use it, itself or something recomputed from it.
       otherwise: what would be kept or computed instead.
@@ -291,7 +291,7 @@ def _kind(x: PyTree) -> str:
 
 
 def count_overflows(function: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> int:
-    """Return how many sparse tensors do not fit their room when ``function(*args, **kwargs)`` is differentiated.
+    """Return how many tensors do not fit their codecs when ``function(*args, **kwargs)`` is differentiated.
 
     Their gradients are exact all the same, but each costs the time to compute the tensor again: if this is not 0 in
     the course of a training, measure again (``measure_density``). A pipeline tells it with the metrics of each step.
@@ -311,8 +311,18 @@ def count_overflows(function: Callable[..., PyTree], *args: PyTree, **kwargs: Py
             parts.append((label, []))
         if label is not None:
             parts[-1][1].append(leaf)
-    sparse = [(label.format, arrays) for label, arrays in parts if label.format.format.is_sparse]
-    return sum(int(np.sum(has_overflowed(arrays, fmt))) for fmt, arrays in sparse)
+    return sum(_overflows(by_word(label.codec), label, arrays) for label, arrays in parts)
+
+
+def _overflows(codec: Codec, label: Label, arrays: Sequence[Array]) -> int:
+    """Return how many of the tensors do not fit that the arrays of one label are of: ``vmap`` adds axes in front."""
+    if not codec.may_overflow:
+        return 0
+    fits: Callable[[Sequence[Array]], Array] = codec.fits
+    first = jax.eval_shape(codec.encode, jax.ShapeDtypeStruct(label.shape, label.dtype))[0]
+    for _ in range(arrays[0].ndim - first.ndim):
+        fits = jax.vmap(fits)
+    return int(np.sum(~fits(arrays)))
 
 
 def _leaf_labels(saved: Callable[..., list[Array]], leaves: Sequence[Array]) -> list[Label | None]:
@@ -383,7 +393,7 @@ def _row(op: Operator, label: Label | None, aval: AbstractArray, size: int) -> S
         path = re.sub(r"\w+\(\)/?|\b\w+\(([^()]*)\)", r"\1", op.path)  # jvp(Net)/Conv_0 -> Net/Conv_0
         producer = "/".join(filter(None, (path, op.label)))
         return StoredTensor(producer, tuple(aval.shape), str(aval.dtype), "vjp", size)
-    storage = label.format.format.value
+    storage = by_word(label.codec).name
     return StoredTensor(label.producer, label.shape, label.dtype, storage, size, label.readers, label.otherwise)
 
 

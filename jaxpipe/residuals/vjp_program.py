@@ -25,7 +25,7 @@ from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, build_ba
 from jaxpipe.residuals.choose_formats import ResidualPlan, check_plan, default_plan
 from jaxpipe.residuals.rematerialize import Rematerializer, is_heavy
 from jaxpipe.residuals.run_steps import Absorb, run_steps
-from jaxpipe.residuals.stored_formats import encode, has_overflowed, part_avals
+from jaxpipe.residuals.stored_formats import encode, part_avals
 from jaxpipe.residuals.xla_cpu import run_behind_barriers
 from jaxpipe.targets.building import current
 
@@ -62,7 +62,7 @@ class VJPProgram:
     @property
     def stash_avals(self) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
         """Shape and dtype of the parts of each stored tensor."""
-        return tuple(part_avals(self.graph.tensors[t], self.plan.formats[t]) for t in self.plan.stored)
+        return tuple(part_avals(self.graph.tensors[t], codec) for t, codec in self.plan.codecs.items())
 
 
 def build(
@@ -136,11 +136,11 @@ def forward(vjp: VJPProgram, inputs: Sequence[Array]) -> tuple[list[Array], list
         env.update(zip(op.outputs, op.evaluate(*(late.get(t, env[t]) for t in op.inputs)), strict=True))
         for t in op.outputs:
             if vjp.plan.is_stored(t):
-                stash[t] = encode(env[t], graph.tensors[t], vjp.plan.formats[t])
+                stash[t] = encode(env[t], vjp.plan.codecs[t])
                 packed += [part for part in stash[t] if part is not env[t]]
     for t in stored:
         if t not in stash:
-            stash[t] = encode(env[t], graph.tensors[t], vjp.plan.formats[t])
+            stash[t] = encode(env[t], vjp.plan.codecs[t])
     return [_compat.wait(env[t], packed) for t in graph.outputs], [stash[t] for t in stored]
 
 
@@ -152,9 +152,9 @@ def _read_by_convolutions(graph: Graph) -> set[TensorNumber]:
 
 
 def overflows(vjp: VJPProgram, stash: Sequence[Sequence[Array]]) -> Array:
-    """Return how many sparse tensors of a stash did not fit and will be computed again, ``int32[]``."""
-    stored = zip(vjp.plan.stored, stash, strict=True)
-    flags = [has_overflowed(parts, vjp.plan.formats[t]) for t, parts in stored if t in vjp.plan.sparse]
+    """Return how many tensors of a stash did not fit and will be computed again, ``int32[]``."""
+    stored = zip(vjp.plan.codecs.values(), stash, strict=True)
+    flags = [~codec.fits(parts) for codec, parts in stored if codec.may_overflow]
     return functools.reduce(jnp.add, (flag.astype(jnp.int32) for flag in flags), jnp.int32(0))
 
 

@@ -10,10 +10,9 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.buffer_packing import alive_bytes
+from jaxpipe.graph.codec import Codec
 from jaxpipe.graph.graph import Graph, Operator, Tensor
 from jaxpipe.graph.liveness import lifetimes
 from jaxpipe.graph.op_cost import weight
@@ -25,11 +24,13 @@ from jaxpipe.residuals.choose_formats import (
     derived_from,
     kept_by_policies,
     missing_inputs,
+    smallest_format,
     sums_of_branches,
     with_fallbacks,
 )
+from jaxpipe.residuals.codecs.keep import KEEP
 from jaxpipe.residuals.rematerialize import is_heavy, parts
-from jaxpipe.residuals.stored_formats import Format, SavedFormat, stored_bytes
+from jaxpipe.residuals.stored_formats import stored_bytes
 from jaxpipe.targets.building import current
 
 
@@ -38,9 +39,6 @@ MOST_EVENTS, MOST_GPU_EVENTS = 48, 160
 
 #: On a GPU nothing is written over its result, so that what follows it runs by itself.
 _CONVOLUTION = "conv_general_dilated"
-
-#: How often the bytes of a tensor are moved to pack and unpack it; sparse formats move single elements, too.
-PACKING, COMPACTION = 2.0, 12.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +49,7 @@ class Items:
       backward_graph: the stage.
       problem: items and events; unlimited.
       tensors: the tensor of each item.
-      formats: the format that each option of each item stands for.
+      formats: the codec that each option of each item stands for.
       default: what the default plan chooses.
       held: inputs that are in memory without being stored.
     """
@@ -59,7 +57,7 @@ class Items:
     backward_graph: BackwardGraph
     problem: Problem
     tensors: tuple[TensorNumber, ...]
-    formats: tuple[tuple[SavedFormat, ...], ...]
+    formats: tuple[tuple[Codec, ...], ...]
     default: tuple[int, ...]
     held: frozenset[TensorNumber]
 
@@ -84,21 +82,21 @@ def stage_items(
     """
     graph, held = backward_graph.graph, frozenset(held)
     available = graph.derived_from_parameters()
-    producers = {t: op for op in graph.operators for t in op.outputs}
-    chosen = {t: plan.formats[t] for t in plan.stored if t not in held}
+    producers = graph.producers
+    chosen = {t: codec for t, codec in plan.codecs.items() if t not in held}
     for t in _starting_points(backward_graph, available | held):
-        chosen.setdefault(t, _plain_format(graph, t))
+        chosen.setdefault(t, _starting_format(backward_graph, t))
     order = {t: k for k, t in enumerate([*graph.inputs, *(t for op in graph.operators for t in op.outputs)])}
     tensors = tuple(sorted(chosen, key=order.__getitem__))
     position = {t: k for k, t in enumerate(tensors)}
-    everything = ResidualPlan({**chosen, **{t: SavedFormat(Format.KEEP) for t in held}})
+    everything = ResidualPlan({**chosen, **dict.fromkeys(held, KEEP)})
     derivations = Derivations(graph)
     events, base = _events(backward_graph, derivations, everything, available, position, released)
     items, formats, stuck = [], [], kept_by_policies(graph) | {op for op in graph.operators if op.has_effects}
     for t in tensors:
         options = [chosen[t]]
-        if chosen[t].format.is_sparse:
-            options.append(SavedFormat(Format.KEEP))
+        if not chosen[t].fuses:
+            options.append(KEEP)
         again, sources = None, ()
         producer = producers.get(t)
         if producer is not None:
@@ -114,12 +112,12 @@ def stage_items(
                 name=tensor_text(tensor, producer, "an input"),
                 options=tuple(
                     Option(
-                        fmt.format.value,
-                        stored_bytes(tensor, fmt),
-                        _codec_moves(fmt) * dense / bytes_per_second,
-                        dense if fmt.format.is_sparse else 0,
+                        codec.name,
+                        stored_bytes(tensor, codec),
+                        codec.moves * dense / bytes_per_second,
+                        0 if codec.fuses else dense,
                     )
-                    for fmt in options
+                    for codec in options
                 ),
                 uses=events.get(t, ()),
                 bytes=dense,
@@ -141,8 +139,8 @@ def stage_items(
 def storage_plan(found: Items, choice: Sequence[int]) -> ResidualPlan:
     """The plan that a choice stands for."""
     backward_graph, graph = found.backward_graph, found.backward_graph.graph
-    producers = {t: op for op in graph.operators for t in op.outputs}
-    stored = {t: SavedFormat(Format.KEEP) for t in found.held}
+    producers = graph.producers
+    stored = dict.fromkeys(found.held, KEEP)
     for t, formats, option in zip(found.tensors, found.formats, choice, strict=True):
         if option != NOT_STORED:
             stored[t] = formats[option]
@@ -150,7 +148,7 @@ def storage_plan(found: Items, choice: Sequence[int]) -> ResidualPlan:
         plan, hopeless = with_fallbacks(graph, derived_from(backward_graph, stored, producers), found.held)
         if not hopeless:
             return plan
-        stored.update({t: SavedFormat(Format.KEEP) for t in hopeless})
+        stored.update(dict.fromkeys(hopeless, KEEP))
 
 
 def tensor_text(tensor: Tensor, producer: Operator | None, otherwise: str) -> str:
@@ -169,23 +167,18 @@ def _short(dtype: Any) -> str:
     return name
 
 
-def _codec_moves(fmt: SavedFormat) -> float:
-    if fmt.format is Format.KEEP:
-        return 0.0
-    return COMPACTION if fmt.format.is_sparse else PACKING
-
-
-def _plain_format(graph: Graph, t: TensorNumber) -> SavedFormat:
-    """A tensor that is no feature map to be packed: as it is, or 1 bit for each boolean."""
-    return SavedFormat(
-        Format.MASK if graph.tensors[t].dtype == np.bool_ and graph.tensors[t].bits == 1 else Format.KEEP
-    )
+def _starting_format(backward_graph: BackwardGraph, t: TensorNumber) -> Codec:
+    """A tensor that is no feature map to be packed: by a user's codec, as it is, or 1 bit for each boolean."""
+    graph, producer = backward_graph.graph, backward_graph.graph.producers.get(t)
+    policy, path = (backward_graph.policy, "") if producer is None else (producer.policy, producer.path)
+    own = [codec for codec in (policy or backward_graph.policy).at(path) if isinstance(codec, Codec)]
+    return smallest_format(graph, t, ["mask", *own], certain=producer is None)
 
 
 def _starting_points(backward_graph: BackwardGraph, there: frozenset[TensorNumber]) -> list[TensorNumber]:
     """Tensors from which others can be computed again without looking further back."""
     graph = backward_graph.graph
-    producers = {t: op for op in graph.operators for t in op.outputs}
+    producers = graph.producers
     needs = frozenset(backward_graph.needs)
     needed: set[TensorNumber] = set()
     pending = list(needs)

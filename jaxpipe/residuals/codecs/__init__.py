@@ -1,11 +1,38 @@
-"""Encodings of stored tensors: encode, decode, bytes, nothing else. All are lossless.
+"""Codecs of jaxpipe's own, one a file, and how each encodes. All are lossless.
 
-bits        fewer bits for each element: a boolean mask (1), a pooling position (1, 2 or 4)
+keep        a tensor as it is
+mask        booleans in 1 bit
+pool_index  pooling positions in 1, 2 or 4 bits
+index       positions along an axis in 8 or 16 bits
 bitmap      for maps with many zeros: a bit for each element, and the values that are not zero
 csr         for maps of nearly all zeros: values, column numbers, row offsets
-compaction  moves what is not zero to the front, for both
+bits        packs small integers, for masks and positions
+compaction  moves what is not zero to the front, for bitmap and csr
 """
 
-from jaxpipe.residuals.codecs import bitmap as bitmap
-from jaxpipe.residuals.codecs import bits as bits
-from jaxpipe.residuals.codecs import csr as csr
+from collections.abc import Iterable
+
+from jaxpipe.graph.codec import Codec
+from jaxpipe.residuals.codecs.bitmap import Bitmap
+from jaxpipe.residuals.codecs.csr import CSR
+from jaxpipe.residuals.codecs.index import Index
+from jaxpipe.residuals.codecs.keep import KEEP
+from jaxpipe.residuals.codecs.mask import Mask
+from jaxpipe.residuals.codecs.pool_index import PoolIndex
+
+
+#: Codecs by the name that allows them; of two with equal bytes the first is used.
+BUILT_IN: dict[str, tuple[Codec, ...]] = {
+    "mask": (Mask(),),
+    "keep": (KEEP,),
+    "index": (PoolIndex(), Index()),
+    "bitmap": (Bitmap(),),
+    "csr": (CSR(),),
+}
+
+
+def allowed(codecs: Iterable[str | Codec]) -> list[Codec]:
+    """Return the codecs that a set of names and objects allows, in an order that all processes share."""
+    given = frozenset(codecs) | {"keep"}
+    own = sorted((codec for codec in given if isinstance(codec, Codec)), key=lambda codec: codec.name)
+    return [*(codec for name, group in BUILT_IN.items() if name in given for codec in group), *own]

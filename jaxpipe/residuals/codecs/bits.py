@@ -1,4 +1,4 @@
-"""Pack small integers: 1, 2 or 4 bits for each element, 8, 4 or 2 elements to a byte.
+"""Pack small integers: 1, 2 or 4 bits for each element, 8, 4 or 2 elements to a byte; 8 and 16 are whole bytes.
 
 Elements are packed along one axis: the first after the batch axis that a byte's number of elements divides. Byte
 ``j`` then holds elements ``j, j + width, j + 2 width, ...`` of that axis, where ``width`` is its packed length.
@@ -13,24 +13,30 @@ example is packed as one row.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jaxpipe.array_types import Array, DType
+from jaxpipe.graph.codec import PACKING, Codec, SavedTensor
 
 
 def packed_bytes(shape: Sequence[int], bits: int) -> int:
-    """Bytes of a packed array; ``bits`` is 1, 2 or 4 (8 and 16 are whole bytes and stay as they are)."""
+    """Bytes of a packed array."""
+    if bits >= 8:
+        return math.prod(shape) * bits // 8
     view, axis = _view(shape, 8 // bits)
     return math.prod(view) // max(1, view[axis]) * -(-view[axis] * bits // 8)
 
 
 def pack(x: Array, bits: int) -> Array:
-    """Pack integers or booleans below ``2**bits`` into ``uint8``."""
+    """Pack integers or booleans below ``2**bits`` into ``uint8``, or ``uint16`` for 16 bits."""
     if bits >= 8:
-        return x
+        return x.astype(f"uint{bits}")
     per_byte = 8 // bits
     view, axis = _view(x.shape, per_byte)
     rows = lax.reshape(x.astype(jnp.uint8), view)
@@ -47,7 +53,7 @@ def pack(x: Array, bits: int) -> Array:
 def unpack(packed: Array, shape: Sequence[int], bits: int, dtype: DType) -> Array:
     """Inverse of ``pack``: an array of ``shape`` and ``dtype``."""
     if bits >= 8:
-        return packed
+        return packed.astype(dtype)
     per_byte = 8 // bits
     view, axis = _view(shape, per_byte)
     shifts = np.arange(per_byte, dtype=np.uint8) * np.uint8(bits)
@@ -64,3 +70,27 @@ def _view(shape: Sequence[int], per_byte: int) -> tuple[tuple[int, ...], int]:
         if axis > 0 and length % per_byte == 0:
             return tuple(shape), axis
     return ((shape[0], math.prod(shape[1:])), 1) if len(shape) > 1 else ((math.prod(shape),), 0)
+
+
+@dataclass(frozen=True)
+class PackedCodec(Codec):
+    """A codec for integers below ``2**bits``."""
+
+    moves = PACKING
+    bits: int = 1
+
+    def for_tensor(self, tensor: SavedTensor) -> Self | None:
+        """Return the codec for as many bits as an element of the tensor needs."""
+        return replace(self, bits=tensor.bits) if self.allows(tensor) else None
+
+    def encode(self, x: Array) -> tuple[Array]:
+        """Return one packed array."""
+        return (pack(x, self.bits),)
+
+    def decode(self, arrays: Sequence[Array], shape_and_type: jax.ShapeDtypeStruct) -> Array:
+        """Return the integers, or booleans."""
+        return unpack(arrays[0], shape_and_type.shape, self.bits, shape_and_type.dtype)
+
+    def nbytes(self, shape_and_type: jax.ShapeDtypeStruct) -> int:
+        """Return ``packed_bytes``."""
+        return packed_bytes(shape_and_type.shape, self.bits)

@@ -15,17 +15,23 @@ blocks takes few kernels to compile, and knows in the end how many values there 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Self
 
 import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe import _compat
 from jaxpipe.array_types import Array
+from jaxpipe.graph.codec import Codec, SavedTensor
 from jaxpipe.targets.building import current
 
 
 WORD = 32
 BLOCK = 64
+
+#: A sparse codec must bring the bytes down at least to this fraction, or its arithmetic is not worth it.
+WORTH_PACKING = 0.8
 
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
@@ -153,3 +159,18 @@ def _targets(low: Array, high: Array) -> tuple[Array, Array]:
     below = lax.population_count(word & ((jnp.uint32(1) << bit) - jnp.uint32(1)))
     place = below + jnp.where(second, lax.population_count(low), jnp.uint32(0))
     return place, (word >> bit) & jnp.uint32(1) != 0
+
+
+@dataclass(frozen=True)
+class SparseCodec(Codec):
+    """A codec with room for ``capacity`` values; single elements are moved."""
+
+    moves = 12.0
+    capacity: int = 0
+
+    def for_tensor(self, tensor: SavedTensor) -> Self | None:
+        """Return the codec with room for the values of a tensor, if that is worth the work."""
+        if tensor.nonzeros is None:
+            return None
+        sized, dense = replace(self, capacity=tensor.nonzeros), tensor.shape_and_type
+        return sized if sized.nbytes(dense) <= WORTH_PACKING * dense.size * dense.dtype.itemsize else None

@@ -10,7 +10,9 @@ matrix computations", 1994; one-byte columns after A. Jain et al., "Gist", ISCA 
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -57,3 +59,26 @@ def count(parts: Sequence[Array]) -> Array:
 def stored_bytes(size: int, itemsize: int, capacity: int) -> int:
     """Bytes of an encoded array of ``size`` elements."""
     return (capacity + compaction.BLOCK) * (itemsize + 1) + 4 * (-(-size // COLUMNS) + 1)
+
+
+@dataclass(frozen=True)
+class CSR(compaction.SparseCodec):
+    """Stores values that are not zero with their columns, and row offsets."""
+
+    name = "csr"
+
+    def encode(self, x: Array) -> tuple[Array, ...]:
+        """Return ``encode`` with the codec's capacity."""
+        return encode(x, self.capacity)
+
+    def decode(self, arrays: Sequence[Array], shape_and_type: jax.ShapeDtypeStruct) -> Array:
+        """Return the tensor; if it does not fit, something else."""
+        return decode(arrays, shape_and_type.shape)
+
+    def fits(self, arrays: Sequence[Array]) -> Array:
+        """Return whether there are no more values than there is room for."""
+        return count(arrays) <= self.capacity
+
+    def nbytes(self, shape_and_type: jax.ShapeDtypeStruct) -> int:
+        """Return ``stored_bytes`` with the codec's capacity."""
+        return stored_bytes(shape_and_type.size, shape_and_type.dtype.itemsize, self.capacity)

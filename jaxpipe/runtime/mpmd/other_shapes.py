@@ -94,7 +94,7 @@ def _same_operators(first: MicrobatchProgram, other: MicrobatchProgram) -> bool:
 
 def _stored_alike(stage: Stage, planned: Stage) -> Stage:
     """The stage with the storage that was planned, where that does not depend on sizes."""
-    if stage.vjp is None or planned.vjp is None or planned.vjp.plan.sparse:
+    if stage.vjp is None or planned.vjp is None or planned.vjp.plan.uncertain:
         return stage
     try:
         vjp = vjp_program.assemble(stage.vjp.backward_graph, planned.vjp.plan)

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.array_types import AbstractArray, Array, DType, Shaped, TensorNumber
 from jaxpipe.gradients.squared_norm import norm_dtype
 from jaxpipe.models.microbatch_program import MicrobatchProgram
-from jaxpipe.residuals.stored_formats import Format
+from jaxpipe.residuals.codecs.keep import KEEP
 from jaxpipe.runtime import stage_passes
 from jaxpipe.runtime.gradient_precision import add_gradient, larger_gradient, sum_dtype, widened
 from jaxpipe.runtime.stages import Stage
@@ -259,8 +259,8 @@ class Context:
         """The totals that a stage adds up."""
         stage = self.stages[s]
         names = [] if self.collects else [Name(Role.TOTAL, k) for k in stage.results]
-        sparse = self.trains and stage.vjp is not None and stage.vjp.plan.sparse
-        return [*names, OVERFLOWS] if sparse else names
+        uncertain = self.trains and stage.vjp is not None and stage.vjp.plan.uncertain
+        return [*names, OVERFLOWS] if uncertain else names
 
 
 #: Vectors, such as biases and scales, of at most so many bytes have their sums side by side.
@@ -374,7 +374,7 @@ def stash_avals(stage: Stage) -> dict[TensorNumber, Avals]:
     plan, kept, stash = stage.vjp.plan, set(stage.stashed), {}
     for t, avals in zip(plan.stored, stage.vjp.stash_avals, strict=True):
         names = [Name(Role.STASH, t, part) for part in range(len(avals))]
-        if plan.formats[t].format is Format.KEEP:
+        if plan.formats[t] == KEEP:
             names = [Name(Role.ACTIVATION, t)]
         if t in kept:
             stash[t] = dict(zip(names, avals, strict=True))

@@ -1,4 +1,4 @@
-"""What a policy as ``jax.checkpoint`` takes it says of an operator: its results stay stored, or are computed again."""
+"""The answer of a policy as ``jax.checkpoint`` takes it: results of an operator stay stored, or are computed again."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,6 +1,7 @@
 """``partition``: plan how a model is trained on a mesh."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import optax
@@ -45,6 +46,7 @@ def partition(
     storage: Codecs | Literal["auto"] = "auto",
     gradient_exchange: BlockSparse | Literal["dense"] = "dense",
     runtime: Literal["auto", "mpmd", "spmd"] = "auto",
+    cuts: Sequence[str | tuple[str, int]] | None = None,
     options: PlanOptions | None = None,
 ) -> Pipeline:
     """Plan how a model is trained as a pipeline over the ``stage`` axis of a mesh.
@@ -113,6 +115,10 @@ def partition(
         Asynchronous schedules, several devices in a stage, ``memory``, the host's memory and batches of several
         sizes need ``"mpmd"``, which ``"auto"`` is. In one program, as in any ``shard_map``, a host callback that
         raises blocks the process until XLA aborts it; with stage programs the step raises.
+      cuts: names of modules at which stages begin, as the plan prints them: ``["Block_1", "Block_2", "head"]``, of NNX
+        modules also as attributes (``"blocks.1"``); of layers in a scan ``"layers[12]"``. A module that is called
+        several times is named with the call, counted from 0: ``("shared", 1)``. There are as many stages as the
+        schedule has on all devices; cuts that are not given are searched for.
       options: ``jaxpipe.PlanOptions(...)``: devices per stage, scans over layers, the host's memory, steps that are not
         finite, the solver, shardings within a stage, ZeRO-1, names of mesh axes.
 
@@ -153,6 +159,7 @@ def partition(
             storage=storage,
             gradient_exchange=gradient_exchange,
             runtime="mpmd" if runtime == "auto" else runtime,
+            cuts=cuts,
             options=PlanOptions() if options is None else options,
             several_sizes=len(shapes) > 1,
         )

@@ -26,6 +26,7 @@ from jaxpipe.models.unroll_layers import Unrolling, check_unroll
 from jaxpipe.models.variable_shardings import check_exchanged
 from jaxpipe.options import PlanOptions
 from jaxpipe.plan import HostPlan
+from jaxpipe.planning.given_cuts import check_cuts
 from jaxpipe.planning.storage.fastest_choice import check_solver
 from jaxpipe.planning.storage.host_memory import check_host_memory
 from jaxpipe.runtime.gradient_precision import check_gradient_dtype
@@ -61,6 +62,7 @@ class Request:
     storage: Codecs | Literal["auto"] = "auto"
     gradient_exchange: BlockSparse | Literal["dense"] = "dense"
     runtime: RuntimeName = "mpmd"
+    cuts: Any = ()
     options: PlanOptions = field(default_factory=PlanOptions)
     several_sizes: bool = False
     submesh: Submesh = field(default_factory=Submesh)
@@ -147,6 +149,7 @@ def check_request(given: Request) -> Request:
         mesh=mesh,
         submesh=submesh,
         num_microbatches=num_microbatches,
+        cuts=check_cuts(given.cuts),
         replica_axis=replica_axis,
         devices_per_stage=check_devices_per_stage(options.devices_per_stage, num_devices, mesh, exchanged),
     )

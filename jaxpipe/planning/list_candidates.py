@@ -127,7 +127,7 @@ def _candidates(traced: Traced, replicate: bool | tuple[int, ...]) -> list[Candi
 
     @functools.cache
     def cuts(num_chunks: int) -> tuple[Cut, ...]:
-        straight = None if replicate or num_chunks == 1 else cuts(1)[0].partition
+        straight = None if replicate or traced.cuts or num_chunks == 1 else cuts(1)[0].partition
         partitions = place_stages(traced, traced.profile, replicate, num_chunks, straight)
         return tuple(Cut(traced, partition) for partition in partitions)
 
@@ -179,6 +179,7 @@ def _noted(schedules: Iterator[Schedule], made: list[Schedule]) -> Iterator[Sche
 def _of_schedules(traced: Traced, schedules: Iterable[Schedule], cut: Callable[[Schedule], Cut]) -> list[Candidate]:
     """Return a program for each schedule that may be faster than those before it."""
     candidates: list[Candidate] = []
+    errors: list[PartitionError] = []
     for schedule in schedules:
         if _is_longer(traced, schedule, candidates):
             continue
@@ -188,9 +189,8 @@ def _of_schedules(traced: Traced, schedules: Iterable[Schedule], cut: Callable[[
             if candidates:
                 trimmed = without_backward(schedule, chosen.num_frozen)
                 least = least_seconds(trimmed, chosen.partition, chosen.replicas)
-        except PartitionError:  # too few operators for so many stages; others will do
-            if not candidates:
-                raise
+        except PartitionError as error:  # too few operators for so many stages, or too many given cuts; others will do
+            errors.append(error)
             continue
         if not candidates or least < min(earlier.seconds for earlier in candidates):
             tell(f"{schedule.name}: {schedule.total_stages} stages with default storage")
@@ -198,6 +198,8 @@ def _of_schedules(traced: Traced, schedules: Iterable[Schedule], cut: Callable[[
         first = candidates[0].schedule
         if first.num_chunks == 1 and not first.splits_backward and _is_longer(traced, first, candidates):
             break  # no table has fewer calls
+    if errors and not candidates:
+        raise errors[0]
     return candidates
 
 

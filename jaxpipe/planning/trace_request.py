@@ -4,8 +4,8 @@
 import contextlib
 import gc
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import jax
 
@@ -32,6 +32,7 @@ from jaxpipe.planning.check_request import Request, warn_few_examples, warn_own_
 from jaxpipe.planning.check_runtime import check_model_features, check_runtime_features
 from jaxpipe.planning.compare_requests import program_parts
 from jaxpipe.planning.cut_scans import TracedLayers, trace_layers
+from jaxpipe.planning.given_cuts import find_cuts
 from jaxpipe.runtime.executable_plan import Batching
 from jaxpipe.runtime.gradient_precision import check_effect
 from jaxpipe.schedules import Schedule, schedule_makers
@@ -53,7 +54,7 @@ class Traced:
     The network of its request is that of groups of devices that share a stage, ``links`` are those between all devices
     of ``mesh.devices.flat``, ``local`` is one replica's part of the batch, ``asked`` are the arguments of
     ``trace_request`` (without a budget no variables, which nothing needs again), ``trace_seconds`` is how long that
-    took, ``notes`` are for the plan.
+    took, ``notes`` are for the plan, ``cuts`` are the operators at which stages begin because the caller says so.
     """
 
     request: Request
@@ -70,6 +71,7 @@ class Traced:
     asked: tuple[Request, PyTree, PyTree]
     trace_seconds: float = 0.0
     notes: tuple[str, ...] = ()
+    cuts: Mapping[str, int] = field(default_factory=dict)
 
 
 def rates_in(profile: Profile) -> Rates:
@@ -114,6 +116,7 @@ def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> 
         asked if request.budget is not None else (*asked[:2], None),
         seconds,
         layers.notes,
+        find_cuts(request.cuts, objective, [v.name for v in (*model.parameters, *model.state)]),
     )
 
 

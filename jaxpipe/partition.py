@@ -1,7 +1,7 @@
 """``partition``: plan how a model is trained on a mesh."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import optax
@@ -21,8 +21,10 @@ from jaxpipe.models.bound_model import UserFunction
 from jaxpipe.models.check_arguments import check_function
 from jaxpipe.options import PlanOptions
 from jaxpipe.pipeline import Pipeline
+from jaxpipe.plan import Plan
 from jaxpipe.planning.check_request import Request, check_request
 from jaxpipe.planning.compare_requests import request_parts
+from jaxpipe.planning.given_plan import read_plan
 from jaxpipe.planning.make_plan import make_plan
 from jaxpipe.schedules.schedule_makers import ScheduleMaker
 from jaxpipe.sharding.submesh import joined_mesh
@@ -47,6 +49,7 @@ def partition(
     gradient_exchange: BlockSparse | Literal["dense"] = "dense",
     runtime: Literal["auto", "mpmd", "spmd"] = "auto",
     cuts: Sequence[str | tuple[str, int]] | None = None,
+    plan: Plan | str | Mapping[str, Any] | None = None,
     options: PlanOptions | None = None,
 ) -> Pipeline:
     """Plan how a model is trained as a pipeline over the ``stage`` axis of a mesh.
@@ -119,6 +122,11 @@ def partition(
         modules also as attributes (``"blocks.1"``); of layers in a scan ``"layers[12]"``. A module that is called
         several times is named with the call, counted from 0: ``("shared", 1)``. There are as many stages as the
         schedule has on all devices; cuts that are not given are searched for.
+      plan: a ``Plan``, or its JSON as text or as ``json.loads`` reads it, which is run as it is: with its cuts,
+        devices, schedule, micro-batches and storage. Nothing is profiled, searched for or compiled: that takes about as
+        long as tracing. The model, the mesh and the shapes must be those that it was made for; of other arguments,
+        those that a plan decides may be left out. A plan with a budget that was made by other versions of JAX, or for
+        other devices, is compiled, and refused if it does not keep the budget here.
       options: ``jaxpipe.PlanOptions(...)``: devices per stage, scans over layers, the host's memory, steps that are not
         finite, the solver, shardings within a stage, ZeRO-1, names of mesh axes.
 
@@ -145,6 +153,7 @@ def partition(
         for name, function in functions.items():
             if function is not None:
                 check_function(function, name)
+        given = read_plan(plan)
         shapes = [None if x is None else check_batch.batch_shapes(x) for x in check_batch.listed_batches(batch)]
         request = Request(
             model=model,
@@ -158,8 +167,9 @@ def partition(
             network=network,
             storage=storage,
             gradient_exchange=gradient_exchange,
-            runtime="mpmd" if runtime == "auto" else runtime,
+            runtime=runtime if runtime != "auto" else "spmd" if given and given.runtime == "spmd" else "mpmd",
             cuts=cuts,
+            plan=given,
             options=PlanOptions() if options is None else options,
             several_sizes=len(shapes) > 1,
         )
@@ -167,5 +177,5 @@ def partition(
 
     request, shapes = agreed("jaxpipe.partition", check, lambda checked: request_parts(*checked, functions))
     planned = None if shapes[0] is None or needs_variables(model) else make_plan(request, shapes[0])
-    plan = functools.partial(make_plan, request)
-    return Pipeline(joined_mesh(request.mesh, request.submesh), functions, optimizer, plan, planned, shapes)
+    make = functools.partial(make_plan, request)
+    return Pipeline(joined_mesh(request.mesh, request.submesh), functions, optimizer, make, planned, shapes)

@@ -170,7 +170,7 @@ def test_what_cannot_be_a_cut_is_refused(cuts, said):
 
 
 def test_a_scan_that_is_one_operator_is_refused():
-    with pytest.raises(PartitionError, match=r"one operator, inside which no stage begins.*unroll_scans"):
+    with pytest.raises(PartitionError, match=r"one operator: no stage begins inside it.*unroll_scans"):
         made(Layers(), 2, ["layers[3]"], options=PlanOptions(unroll_scans=False))
     assert begins(made(Layers(), 2, ["layers"], options=PlanOptions(unroll_scans=False))) == ["Layers/layers"]
 

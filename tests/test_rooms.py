@@ -23,6 +23,7 @@ ROOMS = (
     "planning",
     "runtime",
     "plan",
+    "recipe",
     "costs",
     "residuals",
     "models",

@@ -26,6 +26,7 @@ from jaxpipe.models.unroll_layers import Groups, groups_of, scans_over_variables
 from jaxpipe.models.variable_shardings import variable_specs
 from jaxpipe.planning.check_request import Request
 from jaxpipe.planning.given_cuts import layers_of
+from jaxpipe.planning.given_plan import recipe_in
 from jaxpipe.runtime.stages import places_to_cut
 
 
@@ -56,6 +57,11 @@ def trace_layers(request: Request, model: BoundModel, microbatch: PyTree) -> Tra
       PartitionError: if scans are to be cut, by request, that cannot be.
     """
     objective = trace_loss(model, request.loss, microbatch)
+    if request.plan is not None:
+        groups = recipe_in(request.plan).scan_groups
+        model = unroll(model, objective, groups) if groups else model
+        objective = trace_loss(model, request.loss, microbatch) if groups else objective
+        return TracedLayers(model, objective, trace_update(request.optimizer, model))
     given = request.profile.scan_groups if isinstance(request.profile, Profile) else None
     unrolling = given if given and request.unroll_scans == "auto" else request.unroll_scans
     if unrolling and unrolling != "auto":

@@ -142,7 +142,7 @@ def _begins(graph: Graph, calls: Mapping[str, list[int]], name: str) -> list[int
     whole = [op for op in graph.operators if op.name == "scan" and _inside(name, op.path, parents)]
     if whole:
         raise PartitionError(
-            f"cuts=: {name!r}: {whole[0].path} is a scan over layers that is one operator, inside which no stage begins. "
+            f"cuts=: {name!r}: {whole[0].path} is a scan over layers that is one operator: no stage begins inside it. "
             "Cut it with PlanOptions(unroll_scans=...), the layers that are one; names are then like 'layers[12:24]'."
         )
     if not names:

@@ -33,6 +33,7 @@ from jaxpipe.planning.check_runtime import check_model_features, check_runtime_f
 from jaxpipe.planning.compare_requests import program_parts
 from jaxpipe.planning.cut_scans import TracedLayers, trace_layers
 from jaxpipe.planning.given_cuts import find_cuts
+from jaxpipe.planning.given_plan import plan_profile
 from jaxpipe.runtime.executable_plan import Batching
 from jaxpipe.runtime.gradient_precision import check_effect
 from jaxpipe.schedules import Schedule, schedule_makers
@@ -195,11 +196,13 @@ def _for_groups(
     """Return the request and the profile for groups of devices that share a stage, and the links between groups."""
     links, whole = request.network, joined_mesh(request.mesh, request.submesh)
     if links is None:
-        links = assumed_links(whole, rates_in(profile).bytes, request.profile == "measured")
+        measures = request.profile == "measured" and request.plan is None
+        links = assumed_links(whole, rates_in(profile).bytes, measures)
     if request.submesh.size == 1:
         return request, profile, links
     links, within = groups_of(links, whole, request.mesh, request.submesh)
-    profile = divided(profile, objective, shardings.propagated(objective), request.submesh, within)
+    if request.plan is None:
+        profile = divided(profile, objective, shardings.propagated(objective), request.submesh, within)
     return request if request.network is None else replace(request, network=links), profile, links
 
 
@@ -261,6 +264,8 @@ def _default_microbatches(size: int, request: Request) -> int:
 @phase("profile")
 def _profile(request: Request, objective: MicrobatchProgram, frozen: tuple[str, ...]) -> Profile:
     graph = objective.graph
+    if request.plan is not None:
+        return plan_profile(request.plan, graph, request.mesh)
     if isinstance(request.profile, Profile):
         count = len(request.profile.names)
         if count != len(graph.operators):

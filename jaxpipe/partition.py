@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from jaxpipe.agreement import agreed
 from jaxpipe.array_types import PyTree
+from jaxpipe.costs.given_seconds import SecondsOf
 from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.profile_model import EstimateFor, Source
@@ -43,7 +44,7 @@ def partition(
     memory: int | str | None = None,
     num_microbatches: int | None = None,
     schedule: ScheduleMaker | str = "auto",
-    profile: Profile | EstimateFor | Source | None = None,
+    profile: Profile | EstimateFor | Source | SecondsOf | None = None,
     network: Network | None = None,
     storage: Codecs | Literal["auto"] = "auto",
     gradient_exchange: BlockSparse | Literal["dense"] = "dense",
@@ -104,7 +105,8 @@ def partition(
         (``jaxpipe.schedules.list_schedule``); of those within 2 %, the one that keeps the fewest bytes of stashes. In
         one program they are 1F1B, zero-bubble and interleaved. It never chooses an asynchronous schedule.
       profile: ``"measured"`` (the default) runs operators on one device, once for a program (see
-        ``profile_model``); ``"analytic"`` estimates them; or a ``Profile``.
+        ``profile_model``); ``"analytic"`` estimates them; or a ``Profile``; or a function of an operator
+        (``jaxpipe.Work``) that gives its seconds, forward and backward.
       network: the links between the devices, in the order of ``mesh.devices.flat``. It decides which device runs which
         stage: ``pipeline.mesh`` has them in that order. Left out: the mesh stays as it is; links within a process are
         as fast as the devices' memory, and with ``profile="measured"`` one link between processes is measured and

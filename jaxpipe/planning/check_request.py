@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jaxpipe.costs.given_seconds import SecondsOf
 from jaxpipe.costs.network import Network, check_network_units
 from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.profile_model import EstimateFor, Source
@@ -59,7 +60,7 @@ class Request:
     memory: int | str | None = None
     num_microbatches: int | None = None
     schedule: ScheduleMaker | str = "auto"
-    profile: Profile | Source | EstimateFor = "measured"
+    profile: Profile | Source | EstimateFor | SecondsOf = "measured"
     network: Network | None = None
     storage: Codecs | Literal["auto"] = "auto"
     gradient_exchange: BlockSparse | Literal["dense"] = "dense"
@@ -136,8 +137,11 @@ def check_request(given: Request) -> Request:
         num_microbatches = whole_number(num_microbatches, "num_microbatches", BatchError)
     if isinstance(profile, EstimateFor):
         target_named(profile.device)
-    elif not isinstance(profile, Profile) and profile not in ("measured", "analytic"):
-        raise PartitionError(f"profile={profile!r}; it must be 'measured', 'analytic' or a jaxpipe.Profile.")
+    elif not isinstance(profile, Profile) and not callable(profile) and profile not in ("measured", "analytic"):
+        raise PartitionError(
+            f"profile={profile!r}; it must be 'measured', 'analytic', a jaxpipe.Profile, or a function of an operator "
+            "(jaxpipe.Work) that gives its seconds, forward and backward."
+        )
     if given.runtime not in ("mpmd", "spmd"):
         raise PartitionError(
             f"runtime={given.runtime!r}; it must be 'mpmd' (a program for each stage), 'spmd' (one program for all "

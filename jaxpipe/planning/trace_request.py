@@ -285,7 +285,8 @@ def _profile(request: Request, objective: MicrobatchProgram, frozen: tuple[str, 
         rates = given.rates or target.rates
         return without_frozen_work(replace(given, rates=rates), objective, frozen)
     source = request.profile
-    how = f"estimated for {source.device}" if isinstance(source, EstimateFor) else source
+    how = source if isinstance(source, str) else "by a function"
+    how = f"estimated for {source.device}" if isinstance(source, EstimateFor) else how
     tell(f"Profiling {len(graph.operators)} operators, {how}")
     fresh = request.options.fresh_profile
     profile = multihost.from_first(

@@ -8,6 +8,7 @@ from . import schedules as schedules
 from . import testing as testing
 from .checkpoint import Checkpointer as Checkpointer
 from .costs import topology as topology
+from .costs.given_seconds import Work as Work
 from .costs.network import Network as Network
 from .costs.profile import Profile as Profile
 from .costs.profile_model import profile_model as profile_model

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
@@ -12,6 +12,13 @@ from jaxpipe.errors import PartitionError
 
 #: Pairs of a logical axis and the axes of a mesh that it stands for, or None; of several for one, the first that fits.
 AxisRules = Sequence[tuple[str, Any]]
+
+
+class Solver(Protocol):
+    """A solver of one's own for ``PlanOptions(solver=)``."""
+
+    def solve(self, problem: Any, *, time_limit: float, gap: float) -> object:
+        """Solve a ``cvxpy.Problem`` with boolean variables, as ``problem.solve(...)`` does."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,9 @@ class PlanOptions:
         makes a step within ``memory`` shorter. Devices that have no memory of the kind ``pinned_host`` do without,
         and the plan says so. Stages with several devices each keep theirs on the device.
       allow_over_budget: raise ``memory`` by a tenth at a time if no plan keeps it; the plan tells.
-      solver: a mixed-integer solver that cvxpy finds, used if there is a budget.
+      solver: a mixed-integer solver that cvxpy finds, used if there is a budget; or an object with a method
+        ``solve(problem, *, time_limit, gap)`` that solves a ``cvxpy.Problem`` in so many seconds, up to so large a
+        share of its value, and leaves values in its variables and a ``status``.
       time_limit: seconds that it may take for the whole plan: all stages, levels and schedules share them. Once they
         are used up, a greedy rule chooses, and the plan says so. Compilation and tracing are not counted. Left out:
         six times as long as tracing the model takes.
@@ -85,7 +94,7 @@ class PlanOptions:
     zero: int = 0
     host_memory: int | str | None = None
     allow_over_budget: bool = False
-    solver: str = "HIGHS"
+    solver: str | Solver = "HIGHS"
     time_limit: float | None = None
     compile: bool | None = None
     on_nonfinite: Literal["raise", "skip"] | None = None

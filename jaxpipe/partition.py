@@ -1,6 +1,7 @@
 """``partition``: plan how a model is trained on a mesh."""
 
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import optax
@@ -8,6 +9,7 @@ from jax.sharding import Mesh
 
 from jaxpipe.agreement import agreed
 from jaxpipe.array_types import PyTree
+from jaxpipe.costs.given_seconds import SecondsOf
 from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.profile_model import EstimateFor, Source
@@ -20,8 +22,10 @@ from jaxpipe.models.bound_model import UserFunction
 from jaxpipe.models.check_arguments import check_function
 from jaxpipe.options import PlanOptions
 from jaxpipe.pipeline import Pipeline
+from jaxpipe.plan import Plan
 from jaxpipe.planning.check_request import Request, check_request
 from jaxpipe.planning.compare_requests import request_parts
+from jaxpipe.planning.given_plan import read_plan
 from jaxpipe.planning.make_plan import make_plan
 from jaxpipe.schedules.schedule_makers import ScheduleMaker
 from jaxpipe.sharding.submesh import joined_mesh
@@ -40,11 +44,13 @@ def partition(
     memory: int | str | None = None,
     num_microbatches: int | None = None,
     schedule: ScheduleMaker | str = "auto",
-    profile: Profile | EstimateFor | Source | None = None,
+    profile: Profile | EstimateFor | Source | SecondsOf | None = None,
     network: Network | None = None,
     storage: Codecs | Literal["auto"] = "auto",
     gradient_exchange: BlockSparse | Literal["dense"] = "dense",
     runtime: Literal["auto", "mpmd", "spmd"] = "auto",
+    cuts: Sequence[str | tuple[str, int]] | None = None,
+    plan: Plan | str | Mapping[str, Any] | None = None,
     options: PlanOptions | None = None,
 ) -> Pipeline:
     """Plan how a model is trained as a pipeline over the ``stage`` axis of a mesh.
@@ -100,7 +106,8 @@ def partition(
         one program they are 1F1B, zero-bubble and interleaved. It never chooses an asynchronous schedule, or stages in
         a V.
       profile: ``"measured"`` (the default) runs operators on one device, once for a program (see
-        ``profile_model``); ``"analytic"`` estimates them; or a ``Profile``.
+        ``profile_model``); ``"analytic"`` estimates them; or a ``Profile``; or a function of an operator
+        (``jaxpipe.Work``) that gives its seconds, forward and backward.
       network: the links between the devices, in the order of ``mesh.devices.flat``. It decides which device runs which
         stage: ``pipeline.mesh`` has them in that order. Left out: the mesh stays as it is; links within a process are
         as fast as the devices' memory, and with ``profile="measured"`` one link between processes is measured and
@@ -114,6 +121,15 @@ def partition(
         Asynchronous schedules, several devices in a stage, ``memory``, the host's memory and batches of several
         sizes need ``"mpmd"``, which ``"auto"`` is. In one program, as in any ``shard_map``, a host callback that
         raises blocks the process until XLA aborts it; with stage programs the step raises.
+      cuts: names of modules at which stages begin, as the plan prints them: ``["Block_1", "Block_2", "head"]``, of NNX
+        modules also as attributes (``"blocks.1"``); of layers in a scan ``"layers[12]"``. A module that is called
+        several times is named with the call, counted from 0: ``("shared", 1)``. There are as many stages as the
+        schedule has on all devices; cuts that are not given are searched for.
+      plan: a ``Plan``, or its JSON as text or as ``json.loads`` reads it, which is run as it is: with its cuts,
+        devices, schedule, micro-batches and storage. Nothing is profiled, searched for or compiled: that takes about as
+        long as tracing. The model, the mesh and the shapes must be those that it was made for; of other arguments,
+        those that a plan decides may be left out. A plan with a budget that was made by other versions of JAX, or for
+        other devices, is compiled, and refused if it does not keep the budget here.
       options: ``jaxpipe.PlanOptions(...)``: devices per stage, scans over layers, the host's memory, steps that are not
         finite, the solver, shardings within a stage, ZeRO-1, names of mesh axes.
 
@@ -140,6 +156,7 @@ def partition(
         for name, function in functions.items():
             if function is not None:
                 check_function(function, name)
+        given = read_plan(plan)
         shapes = [None if x is None else check_batch.batch_shapes(x) for x in check_batch.listed_batches(batch)]
         request = Request(
             model=model,
@@ -153,7 +170,9 @@ def partition(
             network=network,
             storage=storage,
             gradient_exchange=gradient_exchange,
-            runtime="mpmd" if runtime == "auto" else runtime,
+            runtime=runtime if runtime != "auto" else "spmd" if given and given.runtime == "spmd" else "mpmd",
+            cuts=cuts,
+            plan=given,
             options=PlanOptions() if options is None else options,
             several_sizes=len(shapes) > 1,
         )
@@ -161,5 +180,5 @@ def partition(
 
     request, shapes = agreed("jaxpipe.partition", check, lambda checked: request_parts(*checked, functions))
     planned = None if shapes[0] is None or needs_variables(model) else make_plan(request, shapes[0])
-    plan = functools.partial(make_plan, request)
-    return Pipeline(joined_mesh(request.mesh, request.submesh), functions, optimizer, plan, planned, shapes)
+    make = functools.partial(make_plan, request)
+    return Pipeline(joined_mesh(request.mesh, request.submesh), functions, optimizer, make, planned, shapes)

@@ -102,7 +102,7 @@ class Pipeline:
 
     @property
     def profile(self) -> Profile:
-        """Return what each operator was found to cost; the plan's seconds are sums of it. Raises as ``plan``."""
+        """Return what each operator costs, of which plans are sums; raises as ``plan``, and if that was given."""
         return self._planned.profile
 
     @property

@@ -13,6 +13,7 @@ from typing import Annotated
 import msgspec
 
 from jaxpipe.errors import PartitionError
+from jaxpipe.recipe import Recipe
 from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.swap_points import HOST
 from jaxpipe.text.checked_json import Amount, Count, Positive, read_json
@@ -192,6 +193,7 @@ class Plan(Printed):
       compiled_stage_memory: by stage, the same of its first device by component.
       axes: the mesh axes over which each stage is sharded, and their sizes. The devices of a stage are then the first
         ones of its groups.
+      recipe: what ``partition(plan=)`` needs besides to make the same programs again; None in plans of before 0.4.
       search: how the plan was found, a sentence for each step: what was compared, its seconds and bytes.
 
     Example:
@@ -230,6 +232,7 @@ class Plan(Printed):
     compiled_stage_memory: tuple[dict[str, Count], ...] = ()
     axes: dict[str, Count] = dataclasses.field(default_factory=dict)
     fullest_in: tuple[str, ...] = ()
+    recipe: Recipe | None = dataclasses.field(default=None, repr=False)
     measured: str = dataclasses.field(default="", compare=False)
     search: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 

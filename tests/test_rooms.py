@@ -24,6 +24,7 @@ ROOMS = (
     "planning",
     "runtime",
     "plan",
+    "recipe",
     "costs",
     "residuals",
     "models",

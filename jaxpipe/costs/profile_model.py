@@ -10,6 +10,7 @@ import optax
 
 from jaxpipe.array_types import Device, PyTree, TensorNumber
 from jaxpipe.costs import profile_cache as kept
+from jaxpipe.costs.given_seconds import SecondsOf, with_given_seconds
 from jaxpipe.costs.measured_seconds import measure
 from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.roofline import analytic
@@ -47,7 +48,7 @@ def profile_model(
     *,
     loss: UserFunction,
     optimizer: optax.GradientTransformation | None = None,
-    source: Source = "measured",
+    source: Source | SecondsOf = "measured",
     device: Device | str | None = None,
     num_microbatches: int = 1,
     variables: PyTree = None,
@@ -66,7 +67,8 @@ def profile_model(
       optimizer: leaves out the work for gradients of parameters that it does not train; without one, all gradients are
         in the profile, and ``partition`` leaves out what its optimizer does not need.
       source: ``"measured"`` compiles and runs the operators in groups, with random operands; ``"analytic"`` estimates
-        them from peak rates, and needs no device.
+        them from peak rates, and needs no device; or a function of an operator (``jaxpipe.Work``) that gives its
+        seconds, forward and backward.
       device: a ``jax.Device``, by default the first; for an estimate also the name of a kind of device, ``"H100"``.
       num_microbatches: into how many the batch is cut, those of all replicas counted.
       variables: needed if the model is a function of variables: their values or shapes.
@@ -86,10 +88,10 @@ def profile_model(
       >>> profile.names, profile.forward_flops[0], profile.parameter_bytes[0]
       (('dot_general', 'reduce_sum', 'div'), 24.0, 12.0)
     """
-    if source not in ("measured", "analytic"):
-        raise PartitionError(f"source={source!r}; it must be 'measured' or 'analytic'.")
+    if not callable(source) and source not in ("measured", "analytic"):
+        raise PartitionError(f"source={source!r}; it must be 'measured', 'analytic' or a function of an operator.")
     check_function(loss, "loss")
-    if isinstance(device, str) and source == "measured":
+    if isinstance(device, str) and source != "analytic":
         raise PartitionError(
             f"device={device!r} is the name of a kind of device; to measure, pass a jax.Device, or source='analytic'."
         )
@@ -119,7 +121,7 @@ def frozen_names(model: BoundModel, trained: Sequence[bool]) -> tuple[str, ...]:
 
 def profile_objective(
     objective: MicrobatchProgram,
-    source: Source | EstimateFor,
+    source: Source | EstimateFor | SecondsOf,
     device: Device | None,
     *,
     cache: bool = True,
@@ -138,6 +140,8 @@ def profile_objective(
     estimate = analytic(backward_graph, target_of(device).rates, held=held, device_kind=device.device_kind)
     if source == "analytic":
         return estimate
+    if callable(source):
+        return with_given_seconds(estimate, objective.graph, source)
     key = kept.cache_key(backward_graph, device, held)
     profile = None if fresh else kept.load(key, estimate)
     if profile is None:

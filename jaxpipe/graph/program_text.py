@@ -18,12 +18,12 @@ def program_text(graph: Graph, values: bool = False) -> str:
     return "\n".join(lines)
 
 
-def digests_by(graph: Graph, place_of: Callable[[Operator], str]) -> dict[str, str]:
+def digests_by(graph: Graph, place_of: Callable[[Operator], str], values: bool = True) -> dict[str, str]:
     """Return a digest of the operators of each place of a program, whatever else is before and behind them.
 
-    Where two programs differ, these tell where.
+    Where two programs differ, these tell where; with ``values``, also where only their constants do.
     """
-    write, lines = writer(True), defaultdict[str, list[str]](list)
+    write, lines = writer(values), defaultdict[str, list[str]](list)
     for op in graph.operators:
         operands = [graph.constants.get(t, graph.tensors[t].aval) for t in op.inputs]
         results = [graph.tensors[t].aval for t in op.outputs]

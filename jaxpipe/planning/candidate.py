@@ -13,10 +13,12 @@ from jax.sharding import Mesh
 
 from jaxpipe.costs.assumed_links import slowest_used
 from jaxpipe.costs.profile import Profile
+from jaxpipe.errors import PartitionError
 from jaxpipe.models import check_batch
 from jaxpipe.models.microbatch_program import trace_loss
 from jaxpipe.models.traced_update import trace_update
 from jaxpipe.models.trained_parameters import without_frozen
+from jaxpipe.plan import Plan
 from jaxpipe.planning.arrange_devices import arrange
 from jaxpipe.planning.cuts.device_mapping import best_mapping
 from jaxpipe.planning.cuts.placed_stages import Partition
@@ -25,6 +27,7 @@ from jaxpipe.planning.price_storage import longest_microbatch
 from jaxpipe.planning.stage_lists import StageLists
 from jaxpipe.planning.storage.stage_levels import Fitted
 from jaxpipe.planning.trace_request import Traced
+from jaxpipe.residuals.choose_formats import ResidualPlan
 from jaxpipe.runtime.asynchronous_updates import check_asynchronous
 from jaxpipe.runtime.executable_plan import ExecutablePlan, Update
 from jaxpipe.runtime.fold_state import shared_stages
@@ -47,6 +50,7 @@ class Cut:
     traced: Traced
     partition: Partition
     traces: dict[Any, Any] = field(default_factory=dict)  # of the work of its stages, filled while calls are listed
+    storage: tuple[ResidualPlan | None, ...] | None = None  # where it is not the default
 
     @cached_property
     def replicas(self) -> StageReplicas:
@@ -61,11 +65,11 @@ class Cut:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """The programs of the stages, with default storage."""
+        """The programs of the stages."""
         objective = self.traced.objective
         stages = cut_stages(objective, self._places, self.placement)
         stages = shared_stages(objective, self.traced.model, stages, self.replicas)
-        return with_backward(objective, stages, self.traced.request.policy)
+        return with_backward(objective, stages, self.traced.request.policy, self.storage)
 
     @property
     def num_frozen(self) -> int:
@@ -194,12 +198,18 @@ class Candidate:
         return self.lists.needs(self.described, program)
 
     def _described(self, program: Program, fitted: tuple[Fitted, ...]) -> "PlannedStep":
-        traced, update, request = self.traced, self.update, self.traced.request
-        model, memory = traced.model, bytes_by_component(request.runtime, program, update, traced.local)
+        traced, update = self.traced, self.update
+        memory = bytes_by_component(traced.request.runtime, program, update, traced.local)
         rows = check_batch.batch_size(traced.microbatch)
+        return self.planned(program, describe(traced, program, self.partition, update, memory, rows, fitted))
+
+    def planned(self, program: Program, plan: Plan) -> "PlannedStep":
+        """Return what runs a plan, of which the program has the storage."""
+        traced, update, request = self.traced, self.update, self.traced.request
+        model = traced.model
         return PlannedStep(
             candidate=self,
-            plan=describe(traced, program, self.partition, update, memory, rows, fitted),
+            plan=plan,
             mesh=self.mesh,
             batch=traced.batch,
             microbatch=traced.microbatch,
@@ -234,6 +244,8 @@ class PlannedStep(ExecutablePlan):
     @property
     def profile(self) -> Profile:
         """The profile that the plan's seconds are sums of."""
+        if self.candidate.traced.request.plan is not None:
+            raise PartitionError("This pipeline was made from plan=, for which nothing is profiled. Use profile_model.")
         return self.candidate.traced.profile
 
     @property
@@ -249,8 +261,19 @@ class PlannedStep(ExecutablePlan):
 
 def build_candidate(cut: Cut, schedule: Schedule, maker: schedule_makers.ScheduleMaker | None = None) -> Candidate:
     """Return the program of a cut and a schedule in which all stages are trained; ``maker`` as ``Candidate`` has it."""
+    request, partition = cut.traced.request, cut.partition
+    program = make_program(cut, schedule)
+    if request.budget is not None and request.network is not None and program.stage_replicas.is_single:
+        stashes = [_stash_bytes(program, stage) for stage in program.stages]
+        period = longest_microbatch(program, partition)
+        partition = best_mapping(partition, program.schedule, stashes, period)
+    return Candidate(cut, partition, program, schedule, maker)
+
+
+def make_program(cut: Cut, schedule: Schedule) -> Program:
+    """Return the program of a cut and a schedule in which all stages are trained."""
     traced, request = cut.traced, cut.traced.request
-    program = Program(
+    return Program(
         objective=traced.objective,
         stages=cut.stages,
         schedule=without_backward(schedule, cut.num_frozen),
@@ -261,12 +284,6 @@ def build_candidate(cut: Cut, schedule: Schedule, maker: schedule_makers.Schedul
         gradient_dtype=request.gradient_dtype,
         specs=traced.shardings.specs(traced.objective),
     )
-    partition = cut.partition
-    if request.budget is not None and request.network is not None and program.stage_replicas.is_single:
-        stashes = [_stash_bytes(program, stage) for stage in program.stages]
-        period = longest_microbatch(program, partition)
-        partition = best_mapping(partition, program.schedule, stashes, period)
-    return Candidate(cut, partition, program, schedule, maker)
 
 
 def _stash_bytes(program: Program, stage: Stage) -> int:

@@ -11,10 +11,12 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jaxpipe.costs.given_seconds import SecondsOf
 from jaxpipe.costs.network import Network, check_network_units
 from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.profile_model import EstimateFor, Source
-from jaxpipe.errors import BatchError, FewExamplesWarning, PartitionError, warn
+from jaxpipe.costs.sharded_profile import groups_of
+from jaxpipe.errors import BatchError, FewExamplesWarning, MemoryBudgetError, PartitionError, warn
 from jaxpipe.gradients.block_sparse import BlockSparse
 from jaxpipe.graph.allowed_codecs import FAST, Codecs, Policy, parse
 from jaxpipe.models.batch_statistics import FEW_EXAMPLES
@@ -25,7 +27,9 @@ from jaxpipe.models.joined_replicas import ReplicaAxis
 from jaxpipe.models.unroll_layers import Unrolling, check_unroll
 from jaxpipe.models.variable_shardings import check_exchanged
 from jaxpipe.options import PlanOptions
-from jaxpipe.plan import HostPlan
+from jaxpipe.plan import HostPlan, Plan
+from jaxpipe.planning.given_cuts import check_cuts
+from jaxpipe.planning.given_plan import check_same, recipe_in
 from jaxpipe.planning.storage.fastest_choice import check_solver
 from jaxpipe.planning.storage.host_memory import check_host_memory
 from jaxpipe.runtime.gradient_precision import check_gradient_dtype
@@ -36,7 +40,7 @@ from jaxpipe.schedules.schedule_makers import AUTO, ScheduleMaker, plain_name, s
 from jaxpipe.sharding.mesh_axes import COMMON_NAMES, DATA, STAGE, with_joined_replicas, with_own_names
 from jaxpipe.sharding.submesh import Submesh, split_mesh
 from jaxpipe.targets.known import target_named
-from jaxpipe.text.units import device_bytes, whole_number
+from jaxpipe.text.units import asked_bytes, bytes_text, device_bytes, whole_number
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -56,11 +60,13 @@ class Request:
     memory: int | str | None = None
     num_microbatches: int | None = None
     schedule: ScheduleMaker | str = "auto"
-    profile: Profile | Source | EstimateFor = "measured"
+    profile: Profile | Source | EstimateFor | SecondsOf = "measured"
     network: Network | None = None
     storage: Codecs | Literal["auto"] = "auto"
     gradient_exchange: BlockSparse | Literal["dense"] = "dense"
     runtime: RuntimeName = "mpmd"
+    cuts: Any = ()
+    plan: Plan | None = None
     options: PlanOptions = field(default_factory=PlanOptions)
     several_sizes: bool = False
     submesh: Submesh = field(default_factory=Submesh)
@@ -131,8 +137,11 @@ def check_request(given: Request) -> Request:
         num_microbatches = whole_number(num_microbatches, "num_microbatches", BatchError)
     if isinstance(profile, EstimateFor):
         target_named(profile.device)
-    elif not isinstance(profile, Profile) and profile not in ("measured", "analytic"):
-        raise PartitionError(f"profile={profile!r}; it must be 'measured', 'analytic' or a jaxpipe.Profile.")
+    elif not isinstance(profile, Profile) and not callable(profile) and profile not in ("measured", "analytic"):
+        raise PartitionError(
+            f"profile={profile!r}; it must be 'measured', 'analytic', a jaxpipe.Profile, or a function of an operator "
+            "(jaxpipe.Work) that gives its seconds, forward and backward."
+        )
     if given.runtime not in ("mpmd", "spmd"):
         raise PartitionError(
             f"runtime={given.runtime!r}; it must be 'mpmd' (a program for each stage), 'spmd' (one program for all "
@@ -147,13 +156,66 @@ def check_request(given: Request) -> Request:
         mesh=mesh,
         submesh=submesh,
         num_microbatches=num_microbatches,
+        cuts=check_cuts(given.cuts),
         replica_axis=replica_axis,
         devices_per_stage=check_devices_per_stage(options.devices_per_stage, num_devices, mesh, exchanged),
     )
+    request = _for_plan(request)
     _ = request.budget
     check_exchanged(exchanged, submesh, options)
     _ = request.schedules, request.policy, request.unroll_scans, request.host, request.gradient_dtype  # they may raise
     return request
+
+
+def _for_plan(request: Request) -> Request:
+    """Return a request with what its plan has decided; raise an error where the two differ."""
+    plan = request.plan
+    if plan is None:
+        return request
+    recipe, widths = recipe_in(plan), plan.stage_replicas
+    if request.cuts:
+        raise PartitionError("cuts= and plan= are both given, and a plan has its cuts. Pass one of the two.")
+    planned: dict[str, object] = {"mesh": recipe.mesh, "runtime": plan.runtime, "storage": recipe.storage}
+    given: dict[str, object] = {
+        "mesh": {**request.mesh.shape, **request.submesh.shape},
+        "runtime": request.runtime,
+        "storage": request.policy.name,
+    }
+    if request.num_microbatches is not None:
+        planned["num_microbatches"], given["num_microbatches"] = plan.num_microbatches, request.num_microbatches
+    if isinstance(request.devices_per_stage, tuple):
+        planned["devices_per_stage"], given["devices_per_stage"] = widths.per_stage, request.devices_per_stage
+    check_same(planned, given)
+    if len(request.schedules) == 1:
+        table = request.schedules[0](len(recipe.table), widths.rounds(plan.num_microbatches))
+        check_same({"schedule": plan.schedule}, {"schedule": table.name})
+    needed = plan.compiled_bytes or plan.predicted_bytes
+    if request.budget is not None and needed > request.budget:
+        raise MemoryBudgetError(
+            f"plan= and memory differ: the plan needs {needed} bytes ({bytes_text(needed)}) on the fullest device, and "
+            f"{asked_bytes(request.memory, request.budget)}. Leave out plan= for one that keeps that.",
+            needed,
+        )
+    if request.budget is not None:
+        plan = replace(plan, budget=request.budget, raised_from=None)
+    flat, places = request.mesh.devices.flatten(), sorted(set(recipe.devices))
+    used = sorted({d for stage in plan.stages for d in stage.devices})
+    if len(places) != len(recipe.devices) or places[-1] >= len(flat) or used != list(range(len(places))):
+        raise PartitionError(
+            f"plan=: recipe.devices is {recipe.devices[:16]}, of {len(flat)}, for the stages on {used}."
+        )
+    shape = [len(places) // request.replicas if name == STAGE else n for name, n in request.mesh.shape.items()]
+    mesh = Mesh(flat[places].reshape(shape), request.mesh.axis_names, axis_types=request.mesh.axis_types)
+    network = None if request.network is None else groups_of(request.network, request.mesh, mesh, Submesh())[0]
+    return replace(
+        request,
+        plan=plan,
+        mesh=mesh,
+        network=network,
+        memory=plan.budget if request.memory is None else request.memory,
+        num_microbatches=plan.num_microbatches,
+        devices_per_stage=False if widths.is_single else widths.per_stage,
+    )
 
 
 def _check_axis_name(name: str | None, replicas: int, exchanged: bool) -> ReplicaAxis | None:

@@ -50,6 +50,8 @@ def request_parts(request: Request, batches: Sequence[PyTree], functions: Mappin
         "storage=": stable_text(request.policy),
         "gradient_exchange=": stable_text(request.exchange),
         "runtime=": request.runtime,
+        "cuts=": stable_text(request.cuts),
+        "plan=": "" if request.plan is None else request.plan.to_json(),
         **{f"{name}=": "left out" if function is None else "given" for name, function in functions.items()},
         **{
             f"PlanOptions({option.name}=)": stable_text(getattr(request.options, option.name))

@@ -25,6 +25,8 @@ from jaxpipe.models.traced_update import TracedUpdate, trace_update
 from jaxpipe.models.unroll_layers import Groups, groups_of, scans_over_variables, unroll
 from jaxpipe.models.variable_shardings import variable_specs
 from jaxpipe.planning.check_request import Request
+from jaxpipe.planning.given_cuts import layers_of
+from jaxpipe.planning.given_plan import recipe_in
 from jaxpipe.runtime.stages import places_to_cut
 
 
@@ -55,11 +57,16 @@ def trace_layers(request: Request, model: BoundModel, microbatch: PyTree) -> Tra
       PartitionError: if scans are to be cut, by request, that cannot be.
     """
     objective = trace_loss(model, request.loss, microbatch)
+    if request.plan is not None:
+        groups = recipe_in(request.plan).scan_groups
+        model = unroll(model, objective, groups) if groups else model
+        objective = trace_loss(model, request.loss, microbatch) if groups else objective
+        return TracedLayers(model, objective, trace_update(request.optimizer, model))
     given = request.profile.scan_groups if isinstance(request.profile, Profile) else None
     unrolling = given if given and request.unroll_scans == "auto" else request.unroll_scans
     if unrolling and unrolling != "auto":
         return _cut(request, unroll(model, objective, groups_of(objective, unrolling)), objective, microbatch)
-    groups, reason = _balanced(request, objective), ""
+    groups, reason = _as_given(request, objective, _balanced(request, objective)), ""
     if not groups:
         pass
     elif not unrolling:
@@ -102,6 +109,16 @@ def _balanced(request: Request, objective: MicrobatchProgram) -> Groups:
     speeds = (1.0,) if request.network is None else request.network.speed
     per_stage = GROUPS_PER_STAGE * max(speeds) / min(speeds) * (1 if request.budget is None else BUDGET_GROUPS)
     return balanced_groups(seconds, scans, request.num_devices, math.ceil(per_stage))
+
+
+def _as_given(request: Request, objective: MicrobatchProgram, groups: Groups) -> Groups:
+    """Return groups of layers with those added that begin where stages are to begin by ``cuts=``."""
+    firsts = {bounds[-1]: set(bounds) for bounds in groups}
+    for scan in scans_over_variables(objective):
+        layers = layers_of(request.cuts, objective.graph.operators[scan.operator].path)
+        if inner := [k for k in layers if 0 < k < scan.length]:
+            firsts.setdefault(scan.length, {0, scan.length}).update(inner)
+    return tuple(tuple(sorted(firsts[length])) for length in sorted(firsts))
 
 
 def balanced_groups(

@@ -187,7 +187,7 @@ def describe(
         memory=memory,
         host=request.host,
         staleness=program.schedule.staleness if program.schedule.versions is not None else (),
-        notes=(*annotations, *_sum_notes(program), *traced.notes),
+        notes=(*annotations, *_sum_notes(program), *_cut_notes(traced, program), *traced.notes),
         fingerprint=hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", described).encode()).hexdigest()[:16],
         runtime=runtime,
         axes=dict(shape),
@@ -236,6 +236,15 @@ def _sum_notes(program: Program) -> list[str]:
     types = dict.fromkeys(program.objective.graph.tensors[t].dtype for t in trained)
     pairs = ((narrow, sum_dtype(narrow, program.gradient_dtype)) for narrow in types)
     return [f"gradients of {a.name} parameters are added up in {b.name}" for a, b in pairs if a != b]
+
+
+def _cut_notes(traced: Traced, program: Program) -> list[str]:
+    """Return a sentence on the stages whose beginnings the caller has given."""
+    if not traced.cuts:
+        return []
+    rest = len(program.stages) - 1 - len(traced.cuts)
+    searched = f"; {rest} other cut(s) were searched for" if rest else ""
+    return [f"cuts= was given: stages begin at {', '.join(traced.cuts)}{searched}"]
 
 
 def _whose_rates(request: Request, profile: Profile) -> str:

@@ -36,7 +36,7 @@ def front_path(traced: Traced) -> Path:
         request.options,
         request.network,
     ]
-    settings += [profile.forward_seconds, profile.backward_seconds, request.schedules, request.policy]
+    settings += [profile.forward_seconds, profile.backward_seconds, request.schedules, request.policy, request.cuts]
     text = program_text(traced.objective.graph) + program_text(traced.update.graph) + stable_text(settings)
     return cache_folder().parent / "fronts" / f"{digest(text)}.json"
 

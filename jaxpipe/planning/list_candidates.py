@@ -129,7 +129,7 @@ def _candidates(traced: Traced, replicate: bool | tuple[int, ...]) -> list[Candi
 
     @functools.cache
     def cuts(stage_of: StageMap = ()) -> tuple[Cut, ...]:
-        straight = cuts()[0].partition if stage_of else None
+        straight = cuts()[0].partition if stage_of and not traced.cuts else None
         partitions = place_stages(traced, traced.profile, replicate, stage_of, straight)
         return tuple(Cut(traced, partition) for partition in partitions)
 
@@ -181,6 +181,7 @@ def _noted(schedules: Iterator[Schedule], made: list[Schedule]) -> Iterator[Sche
 def _of_schedules(traced: Traced, schedules: Iterable[Schedule], cut: Callable[[Schedule], Cut]) -> list[Candidate]:
     """Return a program for each schedule that may be faster than those before it."""
     candidates: list[Candidate] = []
+    errors: list[PartitionError] = []
     for schedule in schedules:
         if _is_longer(traced, schedule, candidates):
             continue
@@ -190,9 +191,8 @@ def _of_schedules(traced: Traced, schedules: Iterable[Schedule], cut: Callable[[
             if candidates:
                 trimmed = without_backward(schedule, chosen.num_frozen)
                 least = least_seconds(trimmed, chosen.partition, chosen.replicas)
-        except PartitionError:  # too few operators for so many stages; others will do
-            if not candidates:
-                raise
+        except PartitionError as error:  # too few operators for so many stages, or too many given cuts; others will do
+            errors.append(error)
             continue
         if not candidates or least < min(earlier.seconds for earlier in candidates):
             tell(f"{schedule.name}: {schedule.total_stages} stages with default storage")
@@ -200,6 +200,8 @@ def _of_schedules(traced: Traced, schedules: Iterable[Schedule], cut: Callable[[
         first = candidates[0].schedule
         if first.num_chunks == 1 and not first.splits_backward and _is_longer(traced, first, candidates):
             break  # no table has fewer calls
+    if errors and not candidates:
+        raise errors[0]
     return candidates
 
 

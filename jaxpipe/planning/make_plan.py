@@ -11,10 +11,13 @@ from jaxpipe.array_types import PyTree
 from jaxpipe.planning.budget_search import BudgetSearch
 from jaxpipe.planning.candidate import Candidate, PlannedStep
 from jaxpipe.planning.check_request import Request
-from jaxpipe.planning.compile_plan import with_step
+from jaxpipe.planning.compare_requests import shape_parts
+from jaxpipe.planning.compile_plan import check_budget, with_step
+from jaxpipe.planning.given_plan import check_same, recipe_in
 from jaxpipe.planning.kept_front import Point, add_point, better_point, front_path, read_front
 from jaxpipe.planning.list_candidates import leanest, list_candidates, on_fewer_devices, price
 from jaxpipe.planning.refuse_budget import refusal
+from jaxpipe.planning.run_plan import run_plan, with_recipe
 from jaxpipe.planning.storage.fastest_choice import raised
 from jaxpipe.planning.trace_request import Traced, trace_request
 from jaxpipe.targets.building import building_for, current
@@ -26,8 +29,11 @@ from jaxpipe.text.units import bytes_text, seconds_text
 @progress("Tracing the model")
 def make_plan(request: Request, batch: PyTree, variables: PyTree = None) -> PlannedStep:
     """Plan a model for batches of the given shapes, and show how far that is; raises as ``partition``."""
+    if request.plan is not None:
+        check_same(recipe_in(request.plan).batch, shape_parts(batch))
     with building_for(request.mesh.devices.flat[0]):
-        planned = search_plan(trace_request(request, batch, variables))
+        traced = trace_request(request, batch, variables)
+        planned = search_plan(traced) if request.plan is None else run_plan(traced)
     agree("jaxpipe.partition", lambda: {"the plan": planned.plan.to_json()})
     return planned
 
@@ -42,6 +48,8 @@ def compiled_plan(planned: PlannedStep) -> PlannedStep:
         planned, traced = with_step(planned), planned.candidate.traced
         if planned.plan.budget is None or planned.needed_bytes <= planned.plan.budget:
             return planned
+        if traced.request.plan is not None:
+            check_budget(planned)
         compiles = replace(traced.request.options, compile=True)
         return search_plan(replace(traced, request=replace(traced.request, options=compiles)))
 
@@ -63,7 +71,9 @@ def search_plan(traced: Traced) -> PlannedStep:
     log.append(f"chosen: {_described(planned.candidate)}")
     asked = None if budget == traced.request.budget else traced.request.budget
     plan = replace(planned.plan, budget=budget, raised_from=asked, search=tuple(log))
-    return replace(planned, plan=plan, candidate=replace(planned.candidate))  # without what the search has made of it
+    return with_recipe(
+        replace(planned, plan=plan, candidate=replace(planned.candidate))
+    )  # without what the search has made of it
 
 
 def _described(candidate: Candidate) -> str:

@@ -65,12 +65,21 @@ def place_stages(
         "num_microbatches": traced.batching.num_microbatches * request.replicas,
         "reorder": False,
         "slack": CUT_SLACK,
+        "starts": tuple(traced.cuts.values()),
     }
+    if stages <= len(traced.cuts) and replicate is not True:
+        raise PartitionError(
+            f"cuts= has {len(traced.cuts)} names, which make at least {len(traced.cuts) + 1} stages, and there are "
+            f"{stages}: {num_chunks} on each of {stages // num_chunks} devices, or groups of devices. Leave out "
+            f"{len(traced.cuts) + 1 - stages} of the names, or use a schedule with more stages on a device, such as "
+            f"'interleaved {-(-(len(traced.cuts) + 1) * num_chunks // stages)}'."
+        )
     if replicate:
         return (partition_layers(profile, network, replicate=replicate, idle=False, **asked),)
     asked["replicate"] = request.replicas
     if straight is None:
-        straight = partition_layers(profile, network, num_stages=request.num_devices, **asked)
+        free = {} if num_chunks == 1 else {"starts": ()}
+        straight = partition_layers(profile, network, num_stages=request.num_devices, **{**asked, **free})
         if request.network is None:
             straight = replace(stay(straight, request.mesh), network=traced.links)
     if num_chunks > 1:

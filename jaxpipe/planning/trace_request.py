@@ -4,8 +4,8 @@
 import contextlib
 import gc
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import jax
 
@@ -32,6 +32,8 @@ from jaxpipe.planning.check_request import Request, warn_few_examples, warn_own_
 from jaxpipe.planning.check_runtime import check_model_features, check_runtime_features
 from jaxpipe.planning.compare_requests import program_parts
 from jaxpipe.planning.cut_scans import TracedLayers, trace_layers
+from jaxpipe.planning.given_cuts import find_cuts
+from jaxpipe.planning.given_plan import plan_profile
 from jaxpipe.runtime.executable_plan import Batching
 from jaxpipe.runtime.gradient_precision import check_effect
 from jaxpipe.schedules import Schedule, schedule_makers
@@ -53,7 +55,7 @@ class Traced:
     The network of its request is that of groups of devices that share a stage, ``links`` are those between all devices
     of ``mesh.devices.flat``, ``local`` is one replica's part of the batch, ``asked`` are the arguments of
     ``trace_request`` (without a budget no variables, which nothing needs again), ``trace_seconds`` is how long that
-    took, ``notes`` are for the plan.
+    took, ``notes`` are for the plan, ``cuts`` are the operators at which stages begin because the caller says so.
     """
 
     request: Request
@@ -70,6 +72,7 @@ class Traced:
     asked: tuple[Request, PyTree, PyTree]
     trace_seconds: float = 0.0
     notes: tuple[str, ...] = ()
+    cuts: Mapping[str, int] = field(default_factory=dict)
 
 
 def rates_in(profile: Profile) -> Rates:
@@ -114,6 +117,7 @@ def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> 
         asked if request.budget is not None else (*asked[:2], None),
         seconds,
         layers.notes,
+        find_cuts(request.cuts, objective, [v.name for v in (*model.parameters, *model.state)]),
     )
 
 
@@ -192,11 +196,13 @@ def _for_groups(
     """Return the request and the profile for groups of devices that share a stage, and the links between groups."""
     links, whole = request.network, joined_mesh(request.mesh, request.submesh)
     if links is None:
-        links = assumed_links(whole, rates_in(profile).bytes, request.profile == "measured")
+        measures = request.profile == "measured" and request.plan is None
+        links = assumed_links(whole, rates_in(profile).bytes, measures)
     if request.submesh.size == 1:
         return request, profile, links
     links, within = groups_of(links, whole, request.mesh, request.submesh)
-    profile = divided(profile, objective, shardings.propagated(objective), request.submesh, within)
+    if request.plan is None:
+        profile = divided(profile, objective, shardings.propagated(objective), request.submesh, within)
     return request if request.network is None else replace(request, network=links), profile, links
 
 
@@ -258,6 +264,8 @@ def _default_microbatches(size: int, request: Request) -> int:
 @phase("profile")
 def _profile(request: Request, objective: MicrobatchProgram, frozen: tuple[str, ...]) -> Profile:
     graph = objective.graph
+    if request.plan is not None:
+        return plan_profile(request.plan, graph, request.mesh)
     if isinstance(request.profile, Profile):
         count = len(request.profile.names)
         if count != len(graph.operators):
@@ -277,7 +285,8 @@ def _profile(request: Request, objective: MicrobatchProgram, frozen: tuple[str, 
         rates = given.rates or target.rates
         return without_frozen_work(replace(given, rates=rates), objective, frozen)
     source = request.profile
-    how = f"estimated for {source.device}" if isinstance(source, EstimateFor) else source
+    how = "by a function" if callable(source) else source
+    how = f"estimated for {source.device}" if isinstance(source, EstimateFor) else how
     tell(f"Profiling {len(graph.operators)} operators, {how}")
     fresh = request.options.fresh_profile
     profile = multihost.from_first(

@@ -72,8 +72,9 @@ def build(
     policy: Policy = FAST,
     held: Iterable[TensorNumber] = (),
     seeds: Iterable[TensorNumber] | None = None,
+    plan: ResidualPlan | None = None,
 ) -> VJPProgram:
-    """Linearize a graph and store its tensors by the default plan.
+    """Linearize a graph and store its tensors by a plan, or by the default one.
 
     Args:
       graph: operators (a whole model, or ``graph.section(start, stop)``).
@@ -81,9 +82,10 @@ def build(
       policy: the codecs that the plan may use.
       held: inputs that are kept alive anyway, so that to store them costs nothing.
       seeds: the outputs that will be given a cotangent; all if left out.
+      plan: what is stored.
     """
     backward_graph = build_backward_graph(graph, wrt, policy=policy, seeds=seeds)
-    return assemble(backward_graph, default_plan(backward_graph, policy, held))
+    return assemble(backward_graph, default_plan(backward_graph, policy, held) if plan is None else plan)
 
 
 def assemble(backward_graph: BackwardGraph, plan: ResidualPlan) -> VJPProgram:

@@ -12,6 +12,7 @@ from jaxpipe.graph.graph import Graph, is_differentiable
 from jaxpipe.graph.operator_order import allowed_cuts, spans, uses_apart
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.residuals import vjp_program
+from jaxpipe.residuals.choose_formats import ResidualPlan
 from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.runtime.fold_state import Fold
 from jaxpipe.runtime.stash_swap import StashSwap
@@ -202,16 +203,21 @@ def count_frozen(stages: Sequence[Stage]) -> int:
     return min(next(trained, len(stages)), len(stages) - 1)
 
 
-def with_backward(objective: MicrobatchProgram, stages: Sequence[Stage], policy: Policy = FAST) -> tuple[Stage, ...]:
-    """Return the stages with backward programs, by the default storage plan of each under a policy."""
+def with_backward(
+    objective: MicrobatchProgram,
+    stages: Sequence[Stage],
+    policy: Policy = FAST,
+    plans: Sequence[ResidualPlan | None] | None = None,
+) -> tuple[Stage, ...]:
+    """Return the stages with backward programs, by the storage plan of each or the default one under a policy."""
     active = _active(objective)
     loss = objective.results[0]
     done: list[Stage] = []
     seeds: set[TensorNumber] = {loss}
-    for stage in reversed(stages):
+    for stage, plan in zip(reversed(stages), reversed(plans or [None] * len(stages)), strict=True):
         given = [t for t in stage.graph.outputs if t in seeds]
         wrt = [t for t in (*stage.parameters, *stage.borrowed, *stage.arriving) if t in active]
-        built = vjp_program.build(stage.graph, wrt, policy=policy, held=stage.used, seeds=given)
+        built = vjp_program.build(stage.graph, wrt, policy=policy, held=stage.used, seeds=given, plan=plan)
         reached = vjp_program.reached(built, given)
         returning = tuple(t for t in stage.arriving if t in reached)
         saved = tuple(t for t in built.saved if t in reached)

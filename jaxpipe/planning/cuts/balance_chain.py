@@ -34,10 +34,11 @@ class Chain:
     work: list[float] = field(init=False)
     holds: list[list[float]] = field(init=False)  # by stage: bytes of all operators before each cut
     memory: list[float] = field(init=False)
+    wanted: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         space, model = self.space, self.model
-        self.work = space.seconds.tolist()
+        self.work, self.wanted = space.seconds.tolist(), np.flatnonzero(space.wanted).tolist()
         self.rates = model.rates(self.layout).tolist()
         followers, sums = np.cumsum([len(group) for group in self.layout][::-1])[::-1].tolist(), {}
         self.holds = []
@@ -61,6 +62,7 @@ class Chain:
             if memory[s] < math.inf:
                 end = min(end, bisect_right(self.holds[s], self.holds[s][cut] + memory[s]) - 1)
             end = min(end, last - (len(self.rates) - 1 - s))
+            end = min([end, *(k for k in self.wanted if k > cut)])
             if end <= cut:
                 return None
             cuts.append(end)
@@ -105,13 +107,14 @@ class Chain:
             first = bisect_left(self.work, self.work[behind] - limit * self.rates[s])
             if self.memory[s] < math.inf:
                 first = max(first, bisect_left(self.holds[s], self.holds[s][behind] - self.memory[s]))
+            first = max([first, *(k for k in self.wanted if k < behind)])
             earliest[s] = min(max(first, s), latest[s])
         places = [self._places(*ends) for ends in zip(earliest, latest, strict=True)]
         values, chosen = np.zeros(1), []
         work, scale = space.seconds, UNEQUAL * max(float(space.crossing.mean()), 1.0)
         for s, (before, behind) in enumerate(itertools.pairwise(places)):
             share = (work[behind, None] - work[before]) / (limit * self.rates[s])
-            possible = (share <= 1 + PRECISION) & (behind[:, None] > before)
+            possible = (share <= 1 + PRECISION) & space.nested[before[:, None], behind].T
             if self.memory[s] < math.inf:
                 held = np.asarray(self.holds[s])
                 possible &= held[behind, None] - held[before] <= self.memory[s]
@@ -137,7 +140,8 @@ class Chain:
         parts = np.searchsorted(np.linspace(work[0], work[-1], MOST_PLACES), work)
         order = np.lexsort((crossing, parts))
         least = order[np.unique(parts[order], return_index=True)[1]]
-        return np.unique(np.concatenate([every[least], [first, last]]))
+        wanted = [k for k in self.wanted if first <= k <= last]
+        return np.unique(np.concatenate([every[least], [first, last], wanted])).astype(int)
 
     def _messages(self, s: int, crossing: np.ndarray) -> np.ndarray:
         """Return the bytes that are sent behind a stage, as if all links were as fast as the fastest."""
@@ -149,7 +153,7 @@ def balanced(partition: Partition) -> Partition:
     """Return the same operators in the same order on the same devices, cut so that the longest stage is shortest."""
     memory = tuple(math.inf if size is None else size for size in partition.memory)
     model = Synchronous(partition.network, partition.num_microbatches, memory, bool(partition.profile.frozen))
-    space = cut_space(partition.profile, reorder=False)
+    space = cut_space(partition.profile, reorder=False, starts=partition.starts)
     layout = tuple(stage.devices for stage in partition.stages)
     chain = Chain(space, model, layout)
     cuts = chain.lightest(max(chain.least() * LOOSER, 1e-300)) if chain.least() < math.inf else None

@@ -5,6 +5,7 @@ what lies between two nested ones. A chain of ``n`` operators has ``n + 1`` of t
 operators that do not depend on each other may fall on either side.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -26,6 +27,7 @@ class CutSpace:
       members: ``[cuts, operators]``; the operators before a cut.
       crossing: bytes that pass each cut, what is made before it and read behind it, each result once.
       seconds, forward, backward, parameters, residuals: sums over the operators before each cut.
+      wanted: whether a stage must begin at each cut.
       complete: whether these are all cuts of the graph, rather than those of one order of its operators.
     """
 
@@ -35,6 +37,7 @@ class CutSpace:
     backward: np.ndarray
     parameters: np.ndarray
     residuals: np.ndarray
+    wanted: np.ndarray
     complete: bool
 
     @property
@@ -44,14 +47,16 @@ class CutSpace:
 
     @cached_property
     def nested(self) -> np.ndarray:
-        """``[cuts, cuts]``: whether the operators between two cuts make a stage."""
+        """``[cuts, cuts]``: whether the operators between two cuts make a stage: no wanted cut is among them."""
         if _first_cuts(self.members) is not None:
-            return ~np.tri(len(self.members), dtype=bool)
-        outside = ~self.members
-        inside = self.members.astype(np.float32)
-        # Cut i lies in cut j if no operator before i is behind j.
-        lost = inside @ outside.T.astype(np.float32)
-        return (lost == 0) & ~np.eye(len(inside), dtype=bool)
+            within = ~np.tri(len(self.members), k=-1, dtype=bool)
+        else:
+            # Cut i lies in cut j if no operator before i is behind j.
+            within = self.members.astype(np.float32) @ (~self.members).T.astype(np.float32) == 0
+        nested = within & ~np.eye(len(within), dtype=bool)
+        for k in np.flatnonzero(self.wanted):
+            nested &= within[k][:, None] | within[:, k]
+        return nested
 
     @cached_property
     def is_chain(self) -> bool:
@@ -67,7 +72,7 @@ class CutSpace:
         """About ``count`` of the cuts, evenly over the work, of neighbors those that least crosses."""
         share = self.seconds / max(float(self.seconds[-1]), np.finfo(float).tiny)
         bins = np.minimum((share * count).astype(int), count - 1)
-        kept = {0, len(bins) - 1}
+        kept = {0, len(bins) - 1, *np.flatnonzero(self.wanted).tolist()}
         for k in np.unique(bins):
             inside = np.flatnonzero(bins == k)
             kept.add(int(inside[self.crossing[inside].argmin()]))
@@ -75,8 +80,11 @@ class CutSpace:
         return CutSpace(*(getattr(self, field.name)[rows] for field in fields(self)[:-1]), complete=False)
 
 
-def cut_space(profile: Profile, *, reorder: bool = True) -> CutSpace:
-    """All cuts of a profile's graph, if there are not too many; else those of its order."""
+def cut_space(profile: Profile, *, reorder: bool = True, starts: Sequence[int] = ()) -> CutSpace:
+    """All cuts of a profile's graph, if there are not too many; else those of its order.
+
+    Without ``reorder``, stages must begin at the operators ``starts``.
+    """
     count = len(profile.names)
     sets = _down_sets(profile) if reorder else None
     complete = sets is not None
@@ -87,10 +95,10 @@ def cut_space(profile: Profile, *, reorder: bool = True) -> CutSpace:
         sets = sets[(inside == 0) | (inside == len(group))]
     if len(sets) < 2:
         raise PartitionError("profile.together leaves no operator; it must not hold two groups that need each other.")
-    return space_of(profile, sets, complete=complete)
+    return space_of(profile, sets, complete=complete, starts=starts)
 
 
-def space_of(profile: Profile, sets: np.ndarray, *, complete: bool = False) -> CutSpace:
+def space_of(profile: Profile, sets: np.ndarray, *, complete: bool = False, starts: Sequence[int] = ()) -> CutSpace:
     """The cuts that are given as sets of operators ``[cuts, operators]``."""
 
     first = _first_cuts(sets)
@@ -107,6 +115,7 @@ def space_of(profile: Profile, sets: np.ndarray, *, complete: bool = False) -> C
         backward=before(profile.backward_seconds),
         parameters=before(profile.parameter_bytes),
         residuals=before(profile.residual_bytes),
+        wanted=np.isin(sets.sum(1), starts),
         complete=complete,
     )
 

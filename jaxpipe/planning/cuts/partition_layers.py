@@ -43,6 +43,7 @@ def partition_layers(
     idle: bool = True,
     reorder: bool = True,
     slack: float = 0.0,
+    starts: Sequence[int] = (),
 ) -> Partition:
     """Choose stages, and devices for each, so that the slowest part of the pipeline is as fast as can be.
 
@@ -68,6 +69,7 @@ def partition_layers(
       idle: whether devices may be left without a stage.
       reorder: whether operators that do not depend on each other may change places.
       slack: by what share of the best an answer may be worse, if it sends less.
+      starts: operators at which stages begin, whatever else; needs ``reorder=False``.
 
     Raises:
       PartitionError: if the model does not know what was asked, or there are too few places to cut or devices.
@@ -80,6 +82,8 @@ def partition_layers(
       ([(range(0, 2), (0,)), (range(2, 4), (1,))], 6.0)
     """
     _check_arguments(profile, network, cost_model, num_microbatches)
+    if starts and reorder:
+        raise PartitionError(f"starts={tuple(starts)} needs reorder=False: an operator has no place in other orders.")
     replicate = replicate if isinstance(replicate, bool | int) else tuple(replicate)
     held, limits = _memory(network, memory), _limits(network, replicate, num_stages)
     if not idle:
@@ -88,7 +92,7 @@ def partition_layers(
     if isinstance(model, Synchronous):
         model = replace(model, num_microbatches=num_microbatches or MICROBATCHES, frozen=bool(profile.frozen))
     model.check()
-    space, classes = cut_space(profile, reorder=reorder), device_classes(network, held)
+    space, classes = cut_space(profile, reorder=reorder, starts=starts), device_classes(network, held)
     plans = all_plans(space, classes, limits)
     if plans is None and isinstance(model, Synchronous) and not space.is_chain:
         space = cut_space(profile, reorder=False)
@@ -123,6 +127,7 @@ def partition_layers(
         num_stages=num_stages,
         reorder=reorder,
         slack=slack,
+        starts=tuple(starts),
         idle=idle,
         searched=(
             ("all cuts" if space.complete else "the cuts of the given order" if not reorder else "one order's cuts")

@@ -58,8 +58,8 @@ class Partition(Printed):
       lower_bound_seconds: nothing can be better than that; with ``reorder=False``, nothing in the given order.
       ties: how many answers are as good, exchanges of like devices not counted; 1 if they were not counted.
       searched: which cuts and placements were looked at.
-      cost_model, num_microbatches, memory, replicate, num_stages, reorder, slack, profile, network, idle: what was
-        asked.
+      cost_model, num_microbatches, memory, replicate, num_stages, reorder, slack, profile, network, idle, starts: what
+        was asked.
     """
 
     stages: tuple[StageCost, ...]
@@ -78,6 +78,7 @@ class Partition(Printed):
     profile: Profile
     network: Network
     idle: bool = True
+    starts: tuple[Count, ...] = ()
 
     @property
     def ratio(self) -> float:

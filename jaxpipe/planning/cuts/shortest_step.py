@@ -101,11 +101,17 @@ def _balanced(space: CutSpace, model: Synchronous, layouts: Sequence[Layout]) ->
         chain = Chain(space, model, layout)
         rows = [np.linspace(0, len(space.crossing) - 1, len(layout) + 1).astype(int).tolist()]
         rows.append(chain.within(chain.least()) or rows[0])
-        yield np.array(rows), layout
+        yield _possible(space, np.array(rows)), layout
+
+
+def _possible(space: CutSpace, cuts: np.ndarray) -> np.ndarray:
+    """Return the rows of cuts between which there are stages."""
+    return cuts[space.nested[cuts[:, :-1], cuts[:, 1:]].all(1)]
 
 
 def _fastest(space: CutSpace, model: Synchronous, plans: Sequence[Plans], most: int) -> list[Plans]:
     """Return the plans with the shortest steps, one for each layout, fastest first."""
+    plans = [plan for plan in plans if len(plan[0])]
     prices = model.prices(space, plans, MUCH)
     ranked = sorted((float(price.min()), k) for k, price in enumerate(prices))
     return [(plans[k][0][[prices[k].argmin()]], plans[k][1]) for price, k in ranked[:most] if price < math.inf]
@@ -150,7 +156,7 @@ def _shifts(space: CutSpace, model: Synchronous, cuts: np.ndarray, layout: Layou
     if len(layout) <= MOST_PAIRS:
         moved = np.concatenate([moved, (moved[:, None] + moved[None] - cuts).reshape(-1, len(cuts))])
     inside = (np.diff(moved, axis=1) > 0).all(1)
-    return np.unique(moved[inside], axis=0)
+    return np.unique(_possible(space, moved[inside]), axis=0)
 
 
 def _reordered(space: CutSpace, model: Synchronous, layout: Layout, classes: Sequence[Sequence[int]]) -> Plans:
@@ -160,7 +166,8 @@ def _reordered(space: CutSpace, model: Synchronous, layout: Layout, classes: Seq
     order = (*used, *sorted(set(range(model.network.num_devices)).difference(used)))
 
     def price(order: tuple[int, ...]) -> float:
-        return min(float(p.min()) for p in model.prices(space, list(_balanced(space, model, [along(order, widths)]))))
+        plans = list(_balanced(space, model, [along(order, widths)]))
+        return min(float(p.min(initial=math.inf)) for p in model.prices(space, plans))
 
     _, order = device_orders.improve(order, price)
     return _fastest(space, model, list(_balanced(space, model, [along(order, widths)])), 1)[0]

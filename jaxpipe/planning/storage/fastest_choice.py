@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxpipe.errors import PartitionError
+from jaxpipe.options import Solver
 from jaxpipe.planning.storage.greedy import give_up, give_up_all
 from jaxpipe.planning.storage.kept_solutions import kept_or_solved
 from jaxpipe.planning.storage.small_items import SHARE, without_small_items
@@ -45,7 +46,7 @@ class Answer:
 
 
 def choose(
-    problem: Problem, *, solver: str = "HIGHS", time_limit: float = 10.0, gap: float = 0.0, slack: float = 0.0
+    problem: Problem, *, solver: str | Solver = "HIGHS", time_limit: float = 10.0, gap: float = 0.0, slack: float = 0.0
 ) -> Answer | None:
     """The fastest choice within the limits, as far as it is found in the time; None if none was found.
 
@@ -96,7 +97,13 @@ def greedy_choice(problem: Problem) -> Answer | None:
 
 
 def _solve(
-    problem: Problem, solver: str, time_limit: float, gap: float, slack: float = 0.0, *, least_peak: bool = False
+    problem: Problem,
+    solver: str | Solver,
+    time_limit: float,
+    gap: float,
+    slack: float = 0.0,
+    *,
+    least_peak: bool = False,
 ) -> Solution:
     """Ask a solver, if there is time for it, or take what it found before."""
 
@@ -110,20 +117,21 @@ def _solve(
     return kept_or_solved(solve, reduced, solver=solver, **limits)
 
 
-def check_solver(solver: str) -> str:
-    """The name of a mixed-integer solver, as cvxpy spells it.
+def check_solver(solver: str | Solver) -> str | Solver:
+    """The name of a mixed-integer solver, as cvxpy spells it, or a solver of the caller's own.
 
     Raises:
       PartitionError: if it is not installed, or solves no mixed-integer programs.
     """
-    if solver == "HIGHS":  # is a dependency
-        return solver
+    if solver == "HIGHS" or (not isinstance(solver, str) and callable(getattr(solver, "solve", None))):
+        return solver  # HiGHS is a dependency
     from cvxpy.reductions.solvers.defines import INSTALLED_MI_SOLVERS  # takes a second to import
 
     if not isinstance(solver, str) or solver.upper() not in INSTALLED_MI_SOLVERS:
         raise PartitionError(
             f"solver={solver!r} is none of the mixed-integer solvers that cvxpy finds: "
-            f"{', '.join(sorted(INSTALLED_MI_SOLVERS))}. Install it if it is one, or use solver='HIGHS'."
+            f"{', '.join(sorted(INSTALLED_MI_SOLVERS))}. Install it if it is one, or use solver='HIGHS', or an "
+            "object with a method solve(problem, *, time_limit, gap)."
         )
     return solver.upper()
 
@@ -136,7 +144,7 @@ def raised(budget: int, least: int) -> int:
 
 @functools.lru_cache(maxsize=256)  # asked again with every budget; a problem holds numbers alone
 def lowest_peak(
-    problem: Problem, *, solver: str = "HIGHS", time_limit: float = 10.0, gap: float = 0.0
+    problem: Problem, *, solver: str | Solver = "HIGHS", time_limit: float = 10.0, gap: float = 0.0
 ) -> Answer | None:
     """A choice with as low a peak as is found in the time, whatever it costs; None if nothing can be had at all.
 

@@ -28,6 +28,7 @@ import numpy as np
 from cvxpy.error import SolverError
 from scipy.sparse import csr_array
 
+from jaxpipe.options import Solver
 from jaxpipe.planning.storage.quiet_solver import silence_highs
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Option, Problem, Solution, simulate
 
@@ -98,7 +99,7 @@ def _program(problem: Problem) -> _Program:
 def solve(
     problem: Problem,
     *,
-    solver: str = "HIGHS",
+    solver: str | Solver = "HIGHS",
     time_limit: float = 10.0,
     gap: float = 0.0,
     slack: float = 0.0,
@@ -108,8 +109,8 @@ def solve(
 
     Args:
       problem: what is to be chosen.
-      solver: the name of a mixed-integer solver that cvxpy finds.
-      time_limit: seconds, for HiGHS itself and through SciPy; others are not limited.
+      solver: the name of a mixed-integer solver that cvxpy finds, or a solver of the caller's own.
+      time_limit: seconds, for HiGHS itself and through SciPy, and a solver of one's own; others are not limited.
       gap: relative difference from the bound at which to stop.
       slack: the same in seconds; HiGHS alone can be told.
       least_peak: make the peak as low as can be, whatever it costs, instead of keeping to the capacity.
@@ -315,17 +316,26 @@ def _seconds(program: _Program) -> tuple[cp.Expression, float, list[cp.Constrain
 
 
 def _solved(
-    program: _Program, problem: cp.Problem, scale: float, solver: str, time_limit: float, gap: float, slack: float
+    program: _Program,
+    problem: cp.Problem,
+    scale: float,
+    solver: str | Solver,
+    time_limit: float,
+    gap: float,
+    slack: float,
 ) -> Solution:
     limits = {"time_limit": time_limit, "mip_rel_gap": gap}
     for_highs = {**limits, "mip_abs_gap": max(1e-6, slack / scale), "random_seed": 0}  # 1e-6: as without a slack
-    options = {"HIGHS": for_highs, "SCIPY": {"scipy_options": limits}}.get(solver, {})
+    options = {"HIGHS": for_highs, "SCIPY": {"scipy_options": limits}}
     if solver == "HIGHS":
         silence_highs()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            problem.solve(solver=solver, **options)
+            if isinstance(solver, str):
+                problem.solve(solver=solver, **options.get(solver, {}))
+            else:
+                solver.solve(problem, time_limit=time_limit, gap=gap)
     except SolverError:
         return Solution()
     infeasible = problem.status in (cp.INFEASIBLE, cp.INFEASIBLE_INACCURATE)

@@ -10,9 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from jaxpipe.costs.profile_cache import cache_folder
+from jaxpipe.options import Solver
 from jaxpipe.planning.storage.storage_problem import Problem, Solution, simulate
 from jaxpipe.text.kept_files import keep, read_kept
-from jaxpipe.text.stable_text import digest
+from jaxpipe.text.stable_text import digest, stable_text
 
 
 #: A solver that has more than so many times the seconds of a kept solution is asked again.
@@ -23,7 +24,7 @@ def kept_or_solved(
     solve: Callable[..., Solution],
     problem: Problem,
     *,
-    solver: str,
+    solver: str | Solver,
     time_limit: float,
     gap: float,
     slack: float = 0.0,
@@ -33,7 +34,7 @@ def kept_or_solved(
 
     Without any time, the solver is not called. What is proven is found again without being kept.
     """
-    path = _path(problem, solver, gap, slack, least_peak)
+    path = _path(problem, solver if isinstance(solver, str) else stable_text(solver), gap, slack, least_peak)
     kept, seconds = _load(path, problem)
     if kept is not None and PATIENCE * seconds >= time_limit:
         return kept

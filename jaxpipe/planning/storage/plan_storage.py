@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from jaxpipe.costs.kernels import operator_seconds
 from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.graph.graph import Graph, Operator, is_differentiable
+from jaxpipe.options import Solver
 from jaxpipe.planning.storage.fastest_choice import Answer, check_solver, choose, lowest_peak, raised
 from jaxpipe.planning.storage.storage_items import Items, limited, stage_items, storage_plan
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, simulate
@@ -86,7 +87,7 @@ def plan_storage(
     *,
     in_flight: int = 1,
     rates: Rates = OTHER,
-    solver: str = "HIGHS",
+    solver: str | Solver = "HIGHS",
     time_limit: float = 10.0,
     gap: float = 0.0,
     allow_over_budget: bool = False,
@@ -101,7 +102,7 @@ def plan_storage(
       budget_bytes: an int, or a text such as ``"1GiB"``.
       in_flight: micro-batches whose stash is there at the same time.
       rates: of the device, for estimates of what operators take.
-      solver: a mixed-integer solver that cvxpy finds.
+      solver: as ``PlanOptions`` takes it.
       time_limit: seconds for it.
       gap: how far from the best it may stop.
       allow_over_budget: raise the budget by a tenth at a time, until there is a plan.

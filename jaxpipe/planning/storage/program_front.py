@@ -14,6 +14,7 @@ from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.allowed_codecs import Policy
 from jaxpipe.graph.graph import Operator
 from jaxpipe.graph.op_cost import is_product
+from jaxpipe.options import Solver
 from jaxpipe.planning.storage.choose_swaps import Targets
 from jaxpipe.planning.storage.fastest_choice import Answer, choose, greedy_choice, least_seconds, lowest_peak
 from jaxpipe.planning.storage.hand_placed import Placement, hand_placed
@@ -40,11 +41,11 @@ class Solving:
     """A solver, and the time that it has for a plan.
 
     Attributes:
-      solver: for cvxpy.
+      solver: for cvxpy, or one that solves its problems.
       time: what is left for them.
     """
 
-    solver: str
+    solver: str | Solver
     time: SolverTime
     _fronts: dict[Problem, list[tuple[float, Answer]]] = field(default_factory=dict)
 

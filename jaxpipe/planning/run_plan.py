@@ -1,0 +1,292 @@
+"""A plan that is run again as it is: checked against a request, and made a program without any search.
+
+Plan, of which its recipe     check_plan, plan_request     trace     run_plan
+names programs exactly   ──▶  mesh, schedule, ...      ──▶       ──▶ the same cuts, devices, storage, order
+"""
+
+# More than 15 of our modules: the parts of a planned step are compared, and put together from a plan.
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from jax.sharding import Mesh
+
+from jaxpipe.array_types import TensorNumber
+from jaxpipe.errors import PartitionError
+from jaxpipe.graph.codec import Codec
+from jaxpipe.graph.program_text import digests_by, program_text
+from jaxpipe.models.microbatch_program import MicrobatchProgram
+from jaxpipe.plan import Plan
+from jaxpipe.planning.candidate import Candidate, Cut, PlannedStep, make_program
+from jaxpipe.planning.compare_requests import shape_parts
+from jaxpipe.planning.compile_plan import check_budget, with_step
+from jaxpipe.planning.cuts.placed_stages import Partition, StageCost
+from jaxpipe.planning.given_plan import check_same, made_with, recipe_in
+from jaxpipe.planning.trace_request import Traced
+from jaxpipe.recipe import Recipe, StagePrograms
+from jaxpipe.residuals import vjp_program
+from jaxpipe.residuals.choose_formats import ResidualPlan
+from jaxpipe.residuals.codecs import BUILT_IN
+from jaxpipe.residuals.codecs.compaction import SparseCodec
+from jaxpipe.residuals.sliced_program import in_slices
+from jaxpipe.residuals.stored_formats import Derived, Format
+from jaxpipe.runtime.program import Program
+from jaxpipe.runtime.stages import places_to_cut, with_storage
+from jaxpipe.runtime.stash_swap import StashSwap, SwapTarget
+from jaxpipe.schedules.table import Action, Kind, Schedule, StageNumber
+from jaxpipe.text.progress import phase
+from jaxpipe.text.stable_text import digest, stable_text
+from jaxpipe.text.value_text import listed
+
+
+#: Tensors of a stage's programs have lower numbers.
+MOST_TENSORS = 2**20
+
+_ACTION = re.compile(r"([FBIW])(\d{1,9})(?:'(\d{1,4}))?")
+_NUMBERS = re.compile(r"(\d{1,9})(?:-(\d{1,9})|x(\d{1,18}))?")
+
+
+def with_recipe(planned: PlannedStep) -> PlannedStep:
+    """Return a plan that has all that is needed to make its programs again."""
+    traced, schedule = planned.candidate.traced, planned.program.schedule
+    asked, graph = traced.asked[0], traced.objective.graph
+    position = {device: k for k, device in enumerate(asked.mesh.devices.flat)}
+    recipe = Recipe(
+        made_with=made_with(asked.mesh),
+        mesh={**asked.mesh.shape, **asked.submesh.shape},
+        devices=tuple(position[device] for device in planned.mesh.devices.flat),
+        batch=shape_parts(traced.batch),
+        storage=traced.request.policy.codecs_name,
+        variables=_variables(traced),
+        optimizer=_optimizer(traced),
+        program=digest(program_text(graph)),
+        modules=_modules(traced.objective),
+        scan_groups=traced.model.scan_groups,
+        table=tuple(" ".join(_cell(tick[d]) for tick in schedule.ticks) for d in schedule.device_numbers),
+        stage_of=schedule.stage_of,
+        versions=schedule.versions,
+        group=schedule.group,
+        frozen=schedule.frozen,
+        stages=tuple(_stage_programs(planned.program, s) for s in planned.program.stage_numbers),
+    )
+    return replace(planned, plan=replace(planned.plan, recipe=recipe))
+
+
+def _variables(traced: Traced) -> str:
+    return digest(stable_text([(v.name, v.aval) for v in (*traced.model.parameters, *traced.model.state)]))
+
+
+def _optimizer(traced: Traced) -> str:
+    return digest(stable_text([traced.update.state_avals, traced.update.trained]))
+
+
+def _modules(objective: MicrobatchProgram) -> dict[str, str]:
+    return {path: text[:8] for path, text in digests_by(objective.graph, lambda op: op.path, values=False).items()}
+
+
+def _cell(actions: Iterable[Action]) -> str:
+    return "+".join(map(str, actions)) or "."
+
+
+def _stage_programs(program: Program, s: StageNumber) -> StagePrograms:
+    stage, formats = program.stages[s], dict[str, list[TensorNumber]]()
+    assert stage.vjp is not None
+    for t, form in stage.vjp.plan.formats.items():
+        formats.setdefault(form.value if isinstance(form, Derived) else form.name, []).append(t)
+    capacities = {t: form.capacity for t, form in stage.vjp.plan.formats.items() if isinstance(form, SparseCodec)}
+    texts = {name: _ranges(numbers, capacities) for name, numbers in formats.items()}
+    if stage.swap is None:
+        return StagePrograms(texts)
+    targets = tuple((int(target.stage), target.share) for target in stage.swap.targets)
+    return StagePrograms(texts, _ranges(stage.swap.tensors, {}), targets)
+
+
+def _ranges(numbers: Iterable[int], capacities: Mapping[TensorNumber, int]) -> str:
+    """Return numbers in order with runs abbreviated, each number with a capacity by itself."""
+    runs: list[list[int]] = []
+    for t in sorted(numbers):
+        if runs and runs[-1][1] == t - 1 and not capacities:
+            runs[-1][1] = t
+        else:
+            runs.append([t, t])
+    return " ".join(
+        f"{a}x{capacities[TensorNumber(a)]}" if capacities else f"{a}-{b}" if b > a else f"{a}" for a, b in runs
+    )
+
+
+def _numbers(text: str) -> dict[TensorNumber, int | None]:
+    """Return the numbers that ``_ranges`` has written, each with its capacity."""
+    numbers: dict[TensorNumber, int | None] = {}
+    for part in text.split():
+        match = _NUMBERS.fullmatch(part)
+        if match is None or int(match[2] or match[1]) >= MOST_TENSORS:
+            raise ValueError(f"recipe.stages has the tensors {part[:40]!r}, which are no numbers.")
+        last = int(match[2] or match[1])
+        numbers |= {TensorNumber(t): int(match[3]) if match[3] else None for t in range(int(match[1]), last + 1)}
+    return numbers
+
+
+def _forms(traced: Traced) -> dict[str, Format]:
+    """Return by name how a tensor may be stored or derived, codecs of the caller's own included."""
+    policies = {traced.request.policy, *(op.policy for op in traced.objective.graph.operators if op.policy is not None)}
+    own = {codec for policy in policies for _, codecs in policy.rules for codec in codecs if isinstance(codec, Codec)}
+    codecs = [*own, *itertools.chain.from_iterable(BUILT_IN.values())]
+    return {codec.name: codec for codec in codecs} | {form.value: form for form in Derived}
+
+
+def _formats(exact: StagePrograms, forms: Mapping[str, Format]) -> ResidualPlan:
+    """Return the format of each tensor of a stage."""
+    formats: dict[TensorNumber, Format] = {}
+    for name, text in exact.formats.items():
+        if name not in forms:
+            raise ValueError(f"recipe.stages has tensors as {name!r}; there are {', '.join(map(repr, forms))}.")
+        for t, capacity in _numbers(text).items():
+            form = forms[name]
+            formats[t] = replace(form, capacity=capacity) if isinstance(form, SparseCodec) else form
+    return ResidualPlan(formats)
+
+
+def _stored(program: Program, traced: Traced, plan: Plan) -> Program:
+    """Return a program with its largest product in slices and with swaps, where the plan has them."""
+    stages, loss, forms = list(program.stages), program.objective.results[0], _forms(traced)
+    for k, (stage, planned, exact) in enumerate(zip(program.stages, plan.stages, recipe_in(plan).stages, strict=True)):
+        vjp, swap = stage.vjp, None
+        assert vjp is not None
+        if planned.slices > 1:
+            wrt, policy = vjp.backward_graph.wrt, traced.request.policy
+            sliced = in_slices(stage.graph, wrt, policy=policy, held=stage.used, seeds=[loss])
+            if sliced is None or sliced.count != planned.slices:
+                raise ValueError(f"stages[{k}].slices is {planned.slices}, here {sliced and sliced.count}.")
+            vjp = vjp_program.assemble(sliced.vjp.backward_graph, _formats(exact, forms))
+        if exact.targets:
+            targets = tuple(SwapTarget(StageNumber(s), share) for s, share in exact.targets)
+            swap = StashSwap(tuple(_numbers(exact.swapped)), targets)
+        if planned.slices > 1 or swap is not None:
+            stages[k] = with_storage(stage, vjp, loss, planned.slices, swap)
+    return replace(program, stages=tuple(stages))
+
+
+@phase("plan=")
+def run_plan(traced: Traced) -> PlannedStep:
+    """Return what runs the plan of a request, with its cuts, devices, schedule and storage; nothing is searched for.
+
+    Raises:
+      PartitionError: if the plan was made for another program.
+      MemoryBudgetError: if it was compiled by other versions or for other devices, and does not keep its budget here.
+    """
+    request = traced.request
+    assert request.plan is not None
+    plan, recipe = request.plan, recipe_in(request.plan)
+    _check_program(traced, recipe)
+    _check_cuts(traced, plan)
+    schedule, partition = _schedule(plan), _partition(traced, plan)
+    try:
+        # The default storage of a stage with a sliced product is that of another program.
+        storage = tuple(
+            None if stage.slices > 1 else _formats(exact, _forms(traced))
+            for stage, exact in zip(plan.stages, recipe.stages, strict=True)
+        )
+        cut = Cut(traced, partition, storage=storage)
+        program = _stored(make_program(cut, schedule), traced, plan)
+    except (ValueError, KeyError) as error:
+        raise PartitionError(
+            f"plan= does not fit the programs of its stages: {error} It was made with {recipe.made_with}; this is "
+            f"{made_with(request.mesh)}. Leave out plan= to plan again."
+        ) from None
+    sizes = {f"stages[{k}].stash_bytes": stage.stash_bytes for k, stage in enumerate(plan.stages)}
+    check_same(
+        sizes, {f"stages[{s}].stash_bytes": program.stash_bytes(program.stages[s]) for s in program.stage_numbers}
+    )
+    same = recipe.made_with == made_with(request.mesh)
+    if not same:
+        plan = replace(plan, compiled_each_device=(), compiled_stage_memory=())
+    place = {d: k for k, d in enumerate(sorted(recipe.devices))}  # in the mesh without devices that are left out
+    devices = request.mesh.devices.flatten()[[place[d] for d in recipe.devices]].reshape(request.mesh.devices.shape)
+    mesh = Mesh(devices, request.mesh.axis_names, axis_types=request.mesh.axis_types)
+    planned = replace(Candidate(cut, partition, program, schedule).planned(program, plan), mesh=mesh)
+    if plan.runtime == "mpmd" and (request.options.compile or (plan.budget is not None and not same)):
+        planned = with_step(planned)
+        check_budget(planned)
+    return planned
+
+
+def _check_cuts(traced: Traced, plan: Plan) -> None:
+    """Raise ``PartitionError`` unless the stages of a plan follow each other, and may begin where they do."""
+    allowed, ranges = places_to_cut(traced.objective), [stage.operators for stage in plan.stages]
+    ends = [0, *(last for _, last in ranges)]
+    if ends[-1] != len(allowed) - 1 or ranges != list(itertools.pairwise(ends)) or not all(a < b for a, b in ranges):
+        raise PartitionError(
+            f"plan=: stages have the operators {ranges}; they must follow each other, of {len(allowed) - 1}."
+        )
+    if not all(allowed[end] for end in ends):
+        raise PartitionError(f"plan=: stages have the operators {ranges}, which cut between two uses of one variable.")
+
+
+def _check_program(traced: Traced, recipe: Recipe) -> None:
+    """Raise ``PartitionError`` with the modules in which a traced program is not that of a recipe."""
+    graph, modules = traced.objective.graph, _modules(traced.objective)
+    changed = [
+        path or "the loss" for path in {**recipe.modules, **modules} if recipe.modules.get(path) != modules.get(path)
+    ]
+    where = f" in {listed(changed)}" if changed else ""
+    check_same({"variables of the model": recipe.variables}, {"variables of the model": _variables(traced)})
+    name = f"program of model and loss{where}"
+    check_same({name: recipe.program}, {name: digest(program_text(graph))})
+    check_same({"optimizer's state": recipe.optimizer}, {"optimizer's state": _optimizer(traced)})
+
+
+def _partition(traced: Traced, plan: Plan) -> Partition:
+    """Return the stages of a plan on their devices; what they cost is in the plan."""
+    stages = [
+        StageCost(range(*stage.operators), stage.devices, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0.0) for stage in plan.stages
+    ]
+    return Partition(
+        stages=tuple(stages),
+        order=tuple(range(len(traced.objective.graph.operators))),
+        bottleneck_seconds=plan.step_seconds,
+        lower_bound_seconds=plan.lower_bound_seconds,
+        ties=1,
+        searched="nothing: given as plan=",
+        cost_model="synchronous",
+        num_microbatches=plan.num_microbatches * plan.replicas,
+        memory=(None,) * traced.links.num_devices,
+        replicate=False,
+        num_stages=len(stages),
+        reorder=False,
+        slack=0.0,
+        profile=traced.profile,
+        network=traced.request.network or traced.links,
+    )
+
+
+def _schedule(plan: Plan) -> Schedule:
+    """Return the table of a plan; raises ``ScheduleError`` if it is not valid."""
+    recipe = recipe_in(plan)
+    rows = [[tuple(map(_action, filter(".".__ne__, cell.split("+")))) for cell in row.split()] for row in recipe.table]
+    if len({len(row) for row in rows}) != 1 or len(rows) != len(recipe.stage_of):
+        raise PartitionError("plan=: recipe.table must have a row for each device, and as many ticks in each.")
+    schedule = Schedule(
+        plan.schedule,
+        len(rows),
+        plan.stage_replicas.rounds(plan.num_microbatches),
+        tuple(zip(*rows, strict=True)),
+        len(recipe.stage_of[0]),
+        recipe.versions,
+        recipe.group,
+        recipe.frozen,
+        recipe.stage_of,
+    )
+    if schedule.total_stages != len(plan.stages):
+        raise PartitionError(f"plan=: recipe.stage_of has {schedule.total_stages} stages, the plan {len(plan.stages)}.")
+    schedule.validate()
+    return schedule
+
+
+def _action(text: str) -> Action:
+    match = _ACTION.fullmatch(text)
+    if match is None:
+        raise PartitionError(
+            f"plan=: recipe.table has {text[:40]!r}; an action is one of F, B, I, W and a micro-batch."
+        )
+    return Action(Kind(match[1]), int(match[2]), int(match[3] or 0))

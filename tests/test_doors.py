@@ -87,16 +87,16 @@ class Counting:
 def test_an_object_solves_the_integer_program():
     weights = [jnp.ones((8, 64)), *[jnp.ones((64, 64))] * 3, jnp.ones((64, 8))]
 
-    def loss(weights, x):
+    def loss(x, *weights):
         for w in weights:
             x = 2 * jax.nn.silu(x @ w)
         return x.sum()
 
-    graph, solver = trace(loss, weights, jnp.ones((64, 8))), Counting()
+    graph, solver = trace(loss, jnp.ones((64, 8)), *weights), Counting()
     budget = int(0.7 * plan_storage(graph, "1GiB", in_flight=4).peak_bytes)
-    own, usual = (plan_storage(graph, budget, in_flight=4, solver=each) for each in (solver, "HIGHS"))
+    ours, usual = (plan_storage(graph, budget, in_flight=4, solver=each) for each in (solver, "HIGHS"))
     assert solver.problems
-    assert (own.peak_bytes, own.added_seconds, own.status) == (usual.peak_bytes, usual.added_seconds, usual.status)
+    assert (ours.peak_bytes, ours.added_seconds, ours.status) == (usual.peak_bytes, usual.added_seconds, usual.status)
     pipeline = made(profile="analytic", memory="1MiB", options=PlanOptions(solver=Counting()))
     assert pipeline.plan.budget == 2**20
 

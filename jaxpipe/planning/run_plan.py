@@ -102,17 +102,15 @@ def _stage_programs(program: Program, s: StageNumber) -> StagePrograms:
     return StagePrograms(texts, _ranges(stage.swap.tensors, {}), targets)
 
 
-def _ranges(numbers: Iterable[int], capacities: Mapping[TensorNumber, int]) -> str:
+def _ranges(numbers: Iterable[TensorNumber], capacities: Mapping[TensorNumber, int]) -> str:
     """Return numbers in order with runs abbreviated, each number with a capacity by itself."""
-    runs: list[list[int]] = []
+    runs: list[list[TensorNumber]] = []
     for t in sorted(numbers):
-        if runs and runs[-1][1] == t - 1 and not capacities:
+        if runs and runs[-1][1] == t - 1 and t not in capacities:
             runs[-1][1] = t
         else:
             runs.append([t, t])
-    return " ".join(
-        f"{a}x{capacities[TensorNumber(a)]}" if capacities else f"{a}-{b}" if b > a else f"{a}" for a, b in runs
-    )
+    return " ".join(f"{a}x{capacities[a]}" if a in capacities else f"{a}-{b}" if b > a else f"{a}" for a, b in runs)
 
 
 def _numbers(text: str) -> dict[TensorNumber, int | None]:

@@ -285,8 +285,8 @@ def _profile(request: Request, objective: MicrobatchProgram, frozen: tuple[str, 
         rates = given.rates or target.rates
         return without_frozen_work(replace(given, rates=rates), objective, frozen)
     source = request.profile
-    how = "by a function" if callable(source) else source
-    how = f"estimated for {source.device}" if isinstance(source, EstimateFor) else how
+    how = f"estimated for {source.device}" if isinstance(source, EstimateFor) else source
+    how = "by a function" if callable(how) else how
     tell(f"Profiling {len(graph.operators)} operators, {how}")
     fresh = request.options.fresh_profile
     profile = multihost.from_first(

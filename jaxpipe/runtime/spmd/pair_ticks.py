@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 from jaxpipe.schedules import schedule_makers
-from jaxpipe.schedules.gpipe import gpipe
+from jaxpipe.schedules.interleaved import interleaved
 from jaxpipe.schedules.one_f_one_b import one_f_one_b
 from jaxpipe.schedules.schedule_makers import ScheduleMaker
 from jaxpipe.schedules.table import Action, Kind, Schedule, check_size, table
+from jaxpipe.schedules.zero_bubble import zero_bubble
 
 
 def pair_ticks(num_devices: int, num_microbatches: int) -> Schedule:
@@ -25,8 +26,12 @@ def pair_ticks(num_devices: int, num_microbatches: int) -> Schedule:
     return table("1f1b", num_devices, num_microbatches, work)
 
 
+#: The tables that ``schedule="auto"`` chooses from; of two that are as fast, the first.
+AUTO: tuple[ScheduleMaker, ...] = (pair_ticks, zero_bubble, interleaved)
+
+
 def makers_in_step(makers: Sequence[ScheduleMaker]) -> tuple[ScheduleMaker, ...]:
     """Return what makes the tables of this runtime, for what was asked."""
-    if makers is schedule_makers.AUTO:  # in step GPipe takes as long as pair ticks, which hold fewer stashes
-        makers = [maker for maker in makers if maker is not gpipe]
+    if makers is schedule_makers.AUTO:
+        return AUTO
     return tuple(pair_ticks if maker is one_f_one_b else maker for maker in makers)

@@ -106,19 +106,18 @@ def parse(codecs: Codecs, argument: str = "codecs", saves: SavePolicy | None = N
 def codec_set(codecs: CodecSet, argument: str = "codecs") -> frozenset[str | Codec]:
     """The codecs that a name, a codec, or a set of both stands for."""
     given = list(codecs) if isinstance(codecs, Iterable) and not isinstance(codecs, str) else [codecs]
-    names = [codec for codec in given if isinstance(codec, str)]
-    own = [codec for codec in given if isinstance(codec, Codec)]
-    known = [*own, *(name for name in names if name in CODECS or name in CODEC_SETS)]
-    unknown = [codec for codec in given if not any(codec is other for other in known)]
+    objects = [codec for codec in given if isinstance(codec, Codec)]
+    names = [codec for codec in given if isinstance(codec, str) and (codec in CODECS or codec in CODEC_SETS)]
+    unknown = [codec for codec in given if not isinstance(codec, Codec) and codec not in names]
     if unknown:
         raise ModelError(
             f"{argument}={codecs!r}: unknown codec {', '.join(sorted(map(repr, unknown)))}. Use one of the sets "
             f"{', '.join(map(repr, CODEC_SETS))}, a set of {', '.join(map(repr, CODECS))} and objects of "
             "jaxpipe.Codec, or a mapping from module path patterns to either."
         )
-    for codec in own:
-        check_own(codec, [*_TAKEN, *(getattr(other, "name", "") for other in own if other != codec)], argument)
-    return frozenset(own).union(*(CODEC_SETS.get(name, {name}) for name in names))
+    for codec in objects:
+        check_own(codec, [*_TAKEN, *(getattr(other, "name", "") for other in objects if other != codec)], argument)
+    return frozenset(objects).union(*(CODEC_SETS.get(name, {name}) for name in names))
 
 
 def _word(codec: str | Codec) -> str:

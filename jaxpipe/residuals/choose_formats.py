@@ -133,10 +133,6 @@ class Derivations:
         self._producers = graph.producers
         self._order = {op: k for k, op in enumerate(graph.operators)}
 
-    def producer(self, t: TensorNumber) -> Operator | None:
-        """The operator that makes a tensor; None for an input."""
-        return self._producers.get(t)
-
     def of(
         self, missing: Iterable[TensorNumber], plan: ResidualPlan, known: Iterable[TensorNumber] = ()
     ) -> tuple[list[Operator], list[TensorNumber]]:

@@ -84,7 +84,7 @@ class Rematerializer:
         """
         if self._plan.is_stored(t):
             return not self._plan.codecs[t].fuses
-        producer = self._derivations.producer(t)
+        producer = self._graph.producers.get(t)
         return producer is not None and (producer.name in COSTLY or producer.name not in ELEMENTWISE)
 
     def fetch(self, step: BackwardOp, after: Array) -> list[Array]:
@@ -184,7 +184,7 @@ class Rematerializer:
         """
         if self._graph.stage_shape:
             return part.shape
-        producer = self._derivations.producer(t)
+        producer = self._graph.producers.get(t)
         whole = part.shape == self._graph.tensors[t].shape and not any(_compat.split_dimensions(jax.typeof(part)))
         if not whole or producer is None or producer.name != "dot_general":
             return part.shape

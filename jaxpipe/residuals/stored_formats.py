@@ -1,4 +1,4 @@
-"""How the backward pass gets a tensor: from the arrays that a codec makes of it, or from other tensors.
+"""The ways in which the backward pass gets a tensor: from the arrays of a codec, or from other tensors.
 
     tensor --encode--> parts (one array, or several) --decode--> tensor
 

@@ -171,8 +171,8 @@ def _starting_format(backward_graph: BackwardGraph, t: TensorNumber) -> Codec:
     """A tensor that is no feature map to be packed: by a user's codec, as it is, or 1 bit for each boolean."""
     graph, producer = backward_graph.graph, backward_graph.graph.producers.get(t)
     policy, path = (backward_graph.policy, "") if producer is None else (producer.policy, producer.path)
-    own = [codec for codec in (policy or backward_graph.policy).at(path) if isinstance(codec, Codec)]
-    return smallest_format(graph, t, ["mask", *own], certain=producer is None)
+    objects = [codec for codec in (policy or backward_graph.policy).at(path) if isinstance(codec, Codec)]
+    return smallest_format(graph, t, ["mask", *objects], certain=producer is None)
 
 
 def _starting_points(backward_graph: BackwardGraph, there: frozenset[TensorNumber]) -> list[TensorNumber]:

@@ -34,5 +34,5 @@ BUILT_IN: dict[str, tuple[Codec, ...]] = {
 def allowed(codecs: Iterable[str | Codec]) -> list[Codec]:
     """Return the codecs that a set of names and objects allows, in an order that all processes share."""
     given = frozenset(codecs) | {"keep"}
-    own = sorted((codec for codec in given if isinstance(codec, Codec)), key=lambda codec: codec.name)
-    return [*(codec for name, group in BUILT_IN.items() if name in given for codec in group), *own]
+    objects = sorted((codec for codec in given if isinstance(codec, Codec)), key=lambda codec: codec.name)
+    return [*(codec for name, group in BUILT_IN.items() if name in given for codec in group), *objects]

@@ -7,7 +7,7 @@ names programs exactly   ──▶  mesh, schedule, ...      ──▶       ─
 # More than 15 of our modules: the parts of a planned step are compared, and put together from a plan.
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from jax.sharding import Mesh
@@ -27,8 +27,7 @@ from jaxpipe.planning.trace_request import Traced
 from jaxpipe.recipe import Recipe, StagePrograms
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import ResidualPlan
-from jaxpipe.residuals.codecs import BUILT_IN
-from jaxpipe.residuals.codecs.compaction import SparseCodec
+from jaxpipe.residuals.codecs import BUILT_IN, CSR, Bitmap, Index, Mask, PoolIndex
 from jaxpipe.residuals.sliced_program import in_slices
 from jaxpipe.residuals.stored_formats import Derived, Format
 from jaxpipe.runtime.program import Program
@@ -44,7 +43,10 @@ from jaxpipe.text.value_text import listed
 MOST_TENSORS = 2**20
 
 _ACTION = re.compile(r"([FBIW])(\d{1,9})(?:'(\d{1,4}))?")
-_NUMBERS = re.compile(r"(\d{1,9})(?:-(\d{1,9})|x(\d{1,18}))?")
+_NUMBERS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?(?:x(\d{1,18}))?")
+
+#: By name, the codecs that are made for each tensor, with its bits or room for so many values.
+SIZED: dict[str, Callable[[int], Codec]] = {codec.name: codec for codec in (Mask, PoolIndex, Index, Bitmap, CSR)}
 
 
 def with_recipe(planned: PlannedStep) -> PlannedStep:
@@ -90,38 +92,39 @@ def _cell(actions: Iterable[Action]) -> str:
 
 
 def _stage_programs(program: Program, s: StageNumber) -> StagePrograms:
-    stage, formats = program.stages[s], dict[str, list[TensorNumber]]()
+    stage, formats = program.stages[s], dict[str, dict[TensorNumber, int | None]]()
     assert stage.vjp is not None
     for t, form in stage.vjp.plan.formats.items():
-        formats.setdefault(form.value if isinstance(form, Derived) else form.name, []).append(t)
-    capacities = {t: form.capacity for t, form in stage.vjp.plan.formats.items() if isinstance(form, SparseCodec)}
-    texts = {name: _ranges(numbers, capacities) for name, numbers in formats.items()}
+        name = form.value if isinstance(form, Derived) else form.name
+        (setting,) = vars(form).values() if name in SIZED else (None,)
+        formats.setdefault(name, {})[t] = setting
+    texts = {name: _ranges(numbers) for name, numbers in formats.items()}
     if stage.swap is None:
         return StagePrograms(texts)
     targets = tuple((int(target.stage), target.share) for target in stage.swap.targets)
-    return StagePrograms(texts, _ranges(stage.swap.tensors, {}), targets)
+    return StagePrograms(texts, _ranges(dict.fromkeys(stage.swap.tensors)), targets)
 
 
-def _ranges(numbers: Iterable[TensorNumber], capacities: Mapping[TensorNumber, int]) -> str:
-    """Return numbers in order with runs abbreviated, each number with a capacity by itself."""
-    runs: list[list[TensorNumber]] = []
-    for t in sorted(numbers):
-        if runs and runs[-1][1] == t - 1 and t not in capacities:
-            runs[-1][1] = t
-        else:
-            runs.append([t, t])
-    return " ".join(f"{a}x{capacities[a]}" if a in capacities else f"{a}-{b}" if b > a else f"{a}" for a, b in runs)
+def _ranges(numbers: Mapping[TensorNumber, int | None]) -> str:
+    """Return numbers in order, each with the setting of its codec, runs of equal ones abbreviated."""
+    runs: list[tuple[int, int, int | None]] = []
+    for t, setting in sorted(numbers.items()):
+        follows = bool(runs) and runs[-1][1:] == (t - 1, setting)
+        runs.append((runs.pop()[0] if follows else t, t, setting))
+    return " ".join(
+        f"{a}" + (f"-{b}" if b > a else "") + ("" if setting is None else f"x{setting}") for a, b, setting in runs
+    )
 
 
 def _numbers(text: str) -> dict[TensorNumber, int | None]:
-    """Return the numbers that ``_ranges`` has written, each with its capacity."""
+    """Return the numbers that ``_ranges`` has written, each with its setting."""
     numbers: dict[TensorNumber, int | None] = {}
     for part in text.split():
         match = _NUMBERS.fullmatch(part)
         if match is None or int(match[2] or match[1]) >= MOST_TENSORS:
             raise ValueError(f"recipe.stages has the tensors {part[:40]!r}, which are no numbers.")
-        last = int(match[2] or match[1])
-        numbers |= {TensorNumber(t): int(match[3]) if match[3] else None for t in range(int(match[1]), last + 1)}
+        run = range(int(match[1]), int(match[2] or match[1]) + 1)
+        numbers |= {TensorNumber(t): int(match[3]) if match[3] else None for t in run}
     return numbers
 
 
@@ -139,9 +142,8 @@ def _formats(exact: StagePrograms, forms: Mapping[str, Format]) -> ResidualPlan:
     for name, text in exact.formats.items():
         if name not in forms:
             raise ValueError(f"recipe.stages has tensors as {name!r}; there are {', '.join(map(repr, forms))}.")
-        for t, capacity in _numbers(text).items():
-            form = forms[name]
-            formats[t] = replace(form, capacity=capacity) if isinstance(form, SparseCodec) else form
+        for t, setting in _numbers(text).items():
+            formats[t] = forms[name] if setting is None or name not in SIZED else SIZED[name](setting)
     return ResidualPlan(formats)
 
 

@@ -193,7 +193,7 @@ class Plan(Printed):
       compiled_stage_memory: by stage, the same of its first device by component.
       axes: the mesh axes over which each stage is sharded, and their sizes. The devices of a stage are then the first
         ones of its groups.
-      recipe: what ``partition(plan=)`` needs besides to make the same programs again; None in plans that were written without.
+      recipe: what ``partition(plan=)`` needs besides to make the same programs again; None in older plans.
       search: how the plan was found, a sentence for each step: what was compared, its seconds and bytes.
 
     Example:

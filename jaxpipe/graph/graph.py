@@ -24,6 +24,7 @@ from jaxpipe.graph.allowed_codecs import Policy
 from jaxpipe.graph.axis_names import NO_AXES, TracedIn
 from jaxpipe.graph.codec import by_word
 from jaxpipe.graph.primitives import CALLS, FUNCTIONS, SHARDS
+from jaxpipe.graph.reverse_walk import needed
 from jaxpipe.graph.save_policy import is_saved
 
 
@@ -420,13 +421,7 @@ def read_graph(closed: AnyJaxpr, inline_shards: bool = False, policy: Policy | N
 
 def live(operators: Sequence[Operator], wanted: Iterable[TensorNumber]) -> tuple[Operator, ...]:
     """The operators that ``wanted`` tensors or side effects depend on."""
-    needed = set(wanted)
-    kept = []
-    for op in reversed(operators):
-        if op.has_effects or not needed.isdisjoint(op.outputs):
-            needed.update(op.inputs)
-            kept.append(op)
-    return tuple(reversed(kept))
+    return needed(operators, wanted, lambda op: (op.outputs, op.inputs), always=lambda op: op.has_effects)[0]
 
 
 def dependents(operators: Iterable[Operator], sources: Iterable[TensorNumber]) -> set[TensorNumber]:

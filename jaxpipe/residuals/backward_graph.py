@@ -24,6 +24,7 @@ from jaxpipe.graph.derivative_rule import registered
 from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, behind_rules, is_differentiable, live, ordered
 from jaxpipe.graph.operator_vjp import Cut, policy_within, writes_zeros
 from jaxpipe.graph.program_form import bits_of
+from jaxpipe.graph.reverse_walk import needed
 from jaxpipe.targets.building import current
 
 
@@ -47,6 +48,11 @@ class BackwardOp:
     cotangents_in: tuple[TensorNumber, ...]
     cotangents_out: tuple[TensorNumber, ...]
     program: Graph
+
+
+def step_ends(step: BackwardOp) -> tuple[tuple[TensorNumber, ...], tuple[TensorNumber, ...]]:
+    """Return the tensors whose cotangents a step reads, and those whose cotangents it makes."""
+    return step.cotangents_in, step.cotangents_out
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +113,7 @@ def build_backward_graph(
                 given = tuple(inputs[k] for k in cut.cotangents_out)
                 backward.append(BackwardOp(name, op.path, label, needs, received, given, cut.program))
 
-    steps = _merge_masks(_reached(backward, seeds), {*graph.outputs, *wrt}, builder)
+    steps = _merge_masks(needed(backward, seeds, step_ends)[0], {*graph.outputs, *wrt}, builder)
     results = tuple(stand_in.get(t, t) for t in graph.outputs)
     forward = replace(
         builder.build(graph.inputs, results),
@@ -129,7 +135,8 @@ def _operator_vjps(
       ``wrt``; and its VJP, if it has varied operands and useful results, on which ``seeds`` depend.
     """
     covered = {op for match in matches.values() for op in match.covers}
-    varied_tensors, useful_tensors = set(wrt), _useful(graph, seeds)
+    varied_tensors = set(wrt)
+    useful_tensors = needed(graph.operators, seeds, lambda op: (op.outputs, op.inputs))[1]
     ruled = graph.ruled | behind_rules(graph.operators)
     context = (
         None if graph.stage_shape is None else tuple(graph.stage_shape.items()),
@@ -165,15 +172,6 @@ def _operands_and_results(
     op: Operator, match: rules.Match | None
 ) -> tuple[tuple[TensorNumber, ...], tuple[TensorNumber, ...]]:
     return (op.inputs, op.outputs) if match is None else ((match.operand,), (match.result,))
-
-
-def _useful(graph: Graph, seeds: Iterable[TensorNumber]) -> set[TensorNumber]:
-    """The tensors that lead to some outputs: all others have no cotangent."""
-    useful = set(seeds)
-    for op in reversed(graph.operators):
-        if not useful.isdisjoint(op.outputs):
-            useful.update(op.inputs)
-    return useful
 
 
 def equality_key(
@@ -299,17 +297,6 @@ def _mask(step: BackwardOp, zeros: Collection[TensorNumber]) -> tuple[TensorNumb
         return None
     zero_if = cases[0] == seed
     return (number[predicate], zero_if) if number.get(cases[zero_if]) in zeros else None
-
-
-def _reached(steps: Sequence[BackwardOp], outputs: Iterable[TensorNumber]) -> tuple[BackwardOp, ...]:
-    """The steps that a cotangent of some output reaches."""
-    reached = set(outputs)
-    kept = []
-    for step in reversed(steps):
-        if not reached.isdisjoint(step.cotangents_in):
-            reached.update(step.cotangents_out)
-            kept.append(step)
-    return tuple(reversed(kept))
 
 
 def restricted(step: BackwardOp, positions: Sequence[int]) -> BackwardOp:

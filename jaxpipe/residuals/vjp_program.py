@@ -21,7 +21,8 @@ from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.graph.allowed_codecs import FAST, Policy
 from jaxpipe.graph.graph import Graph, live, ordered
 from jaxpipe.graph.primitives import PRODUCTS
-from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, build_backward_graph, restricted
+from jaxpipe.graph.reverse_walk import needed
+from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, build_backward_graph, restricted, step_ends
 from jaxpipe.residuals.choose_formats import ResidualPlan, check_plan, default_plan
 from jaxpipe.residuals.rematerialize import Rematerializer, is_heavy
 from jaxpipe.residuals.run_steps import Absorb, run_steps
@@ -219,11 +220,7 @@ def backward_weight(
 
 def reached(vjp: VJPProgram, seeds: Iterable[TensorNumber]) -> frozenset[TensorNumber]:
     """The tensors that receive a cotangent when those of the outputs ``seeds`` are given."""
-    received = set(seeds)
-    for step in reversed(vjp.backward_graph.steps):
-        if not received.isdisjoint(step.cotangents_in):
-            received.update(step.cotangents_out)
-    return frozenset(received)
+    return frozenset(needed(vjp.backward_graph.steps, seeds, step_ends)[1])
 
 
 def _received(vjp: VJPProgram, cotangents: Sequence[Array | None]) -> dict[TensorNumber, Array]:

@@ -4,8 +4,9 @@ In: what gives the values of pieces: initialization, arrays of the caller, a che
 Out: a training state, of whose arrays each process has made those of its own devices.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import filterfalse
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,10 @@ import numpy as np
 import optax
 
 from jaxpipe import _compat, multihost
-from jaxpipe.array_types import AnyJaxpr, Array, ArrayLike, Atom, PyTree
+from jaxpipe.array_types import AnyJaxpr, Array, ArrayLike, Atom, Equation, PyTree
 from jaxpipe.errors import InitialValuesWarning, ModelError, warn
 from jaxpipe.graph import sharding_annotations
+from jaxpipe.graph.reverse_walk import needed
 from jaxpipe.graph.stacked_layers import Stacks, side_by_side
 from jaxpipe.models import check_batch
 from jaxpipe.models.bound_model import BoundModel
@@ -168,20 +170,19 @@ def _initialized(model: BoundModel, key: Array, batch: PyTree) -> Values:
 
     def values(positions: Sequence[int]) -> list[ArrayLike]:
         wanted = [jaxpr.outvars[k] for k in positions]
-        needed = {a for a in wanted if not _compat.is_literal(a)}
-        equations = []
-        for eqn in reversed(jaxpr.eqns):
-            if not needed.isdisjoint(eqn.outvars):
-                equations.append(eqn)
-                needed.update(a for a in eqn.invars if not _compat.is_literal(a))
+        equations, read = needed(jaxpr.eqns, filterfalse(_compat.is_literal, wanted), _ends)
         env: dict[Atom, Array] = dict(zip((*jaxpr.constvars, jaxpr.invars[0]), (*consts, key), strict=True))
-        env |= {var: _on_default_device(x) for var, x in arrays.items() if var in needed}
-        for eqn in reversed(equations):
+        env |= {var: _on_default_device(x) for var, x in arrays.items() if var in read}
+        for eqn in equations:
             operands = [env[a] for a in eqn.invars if not _compat.is_literal(a)]
             env.update(zip(eqn.outvars, _compat.evaluate_equation(eqn, operands), strict=True))
         return [jnp.asarray(a.val) if _compat.is_literal(a) else env[a] for a in wanted]
 
     return values
+
+
+def _ends(eqn: Equation) -> tuple[Iterable[Atom], Iterable[Atom]]:
+    return eqn.outvars, filterfalse(_compat.is_literal, eqn.invars)
 
 
 def _on_default_device(x: ArrayLike | jax.ShapeDtypeStruct) -> Array:

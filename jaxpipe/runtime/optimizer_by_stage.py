@@ -8,7 +8,7 @@ small values may meet. Exchanges come in rounds; after the last, every stage has
 """
 
 import functools
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxpipe.array_types import TensorNumber
@@ -160,16 +160,3 @@ def held_by(update: PartitionedUpdate, stage: int) -> tuple[list[TensorNumber], 
         [t for t in update.gradients if update.stage_of[t] == stage],
         [t for t, owner in zip(update.state, update.state_stage, strict=True) if owner == stage],
     )
-
-
-def needed_operators(
-    operators: Sequence[Operator], wanted: Sequence[TensorNumber], known: Container[TensorNumber]
-) -> list[Operator]:
-    """Return the operators that make ``wanted`` from what is known."""
-    needed = {t for t in wanted if t not in known}
-    kept = []
-    for op in reversed(operators):
-        if not needed.isdisjoint(op.outputs):
-            kept.append(op)
-            needed.update(t for t in op.inputs if t not in known)
-    return kept[::-1]

@@ -21,6 +21,7 @@ from jaxpipe.schedules import gpipe
 from tests.support.compare import arrays, assert_same_bits
 from tests.support.meshes import mesh_of, named_mesh
 from tests.support.pipeline_models import case_of, pipeline_of
+from tests.support.processes import ROOT, launch
 
 
 WEIGHTS = [jax.random.normal(jax.random.key(k), (64, 64)) / 8 for k in range(16)]
@@ -324,3 +325,9 @@ def test_a_mesh_of_other_devices_of_the_kind(key, no_search):
     )
     answers = [arrays(p.value_and_grad(p.init(key), batch)) for p in (pipeline, again)]
     assert_same_bits(*answers)
+
+
+def test_processes_pass_the_same_plan():
+    printed = launch(2, run=str(ROOT / "tests" / "support" / "given_plan_run.py"))
+    assert printed.count("the 2 processes of this run differ in") == 2
+    assert printed.count("plan=: not the same in process 1 as in process 0") == 2

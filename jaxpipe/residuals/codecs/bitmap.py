@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax
 from jax import lax
 
 from jaxpipe.array_types import Array
@@ -45,19 +44,4 @@ class Bitmap(compaction.SparseCodec):
     """Stores 1 bit for each element, and the values that are not zero."""
 
     name = "bitmap"
-
-    def encode(self, x: Array) -> tuple[Array, ...]:
-        """Return ``encode`` with the codec's capacity."""
-        return encode(x, self.capacity)
-
-    def decode(self, arrays: Sequence[Array], shape_and_type: jax.ShapeDtypeStruct) -> Array:
-        """Return the tensor; if it does not fit, something else."""
-        return decode(arrays, shape_and_type.shape)
-
-    def fits(self, arrays: Sequence[Array]) -> Array:
-        """Return whether there are no more values than there is room for."""
-        return count(arrays) <= self.capacity
-
-    def nbytes(self, shape_and_type: jax.ShapeDtypeStruct) -> int:
-        """Return ``stored_bytes`` with the codec's capacity."""
-        return stored_bytes(shape_and_type.size, shape_and_type.dtype.itemsize, self.capacity)
+    functions = compaction.SparseFunctions(encode, decode, count, stored_bytes)

@@ -31,6 +31,7 @@ class Recipe:
       devices: positions in that mesh, in the order of the pipeline's own mesh.
       batch: type and shape of each array of the batch, by path.
       storage: the codecs where a module is not decorated.
+      settings: other arguments of ``partition`` on which programs depend, by name.
       variables, optimizer: digests of the model's variables, and of the optimizer's state and what it trains.
       program: a digest of the traced program.
       modules: the same by module.
@@ -45,6 +46,7 @@ class Recipe:
     devices: tuple[Count, ...]
     batch: dict[str, str]
     storage: str
+    settings: dict[str, str]
     variables: str
     optimizer: str
     program: str

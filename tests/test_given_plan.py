@@ -15,6 +15,7 @@ import jaxpipe
 from examples import models as zoo
 from jaxpipe import Density, Network, Plan, PlanOptions, measure_density, memory_encoded, with_density
 from jaxpipe.errors import JaxpipeError, MemoryBudgetError, PartitionError
+from jaxpipe.gradients import block_sparse
 from jaxpipe.planning import cut_scans, given_plan, make_plan, place_stages, trace_request
 from jaxpipe.planning.storage import integer_program
 from jaxpipe.schedules import gpipe
@@ -128,10 +129,34 @@ def sparse(**options):
         return jaxpipe.partition(model, mesh_of(2), ROWS, loss=loss, optimizer=optax.sgd(0.1), **options), ROWS
 
 
+@dataclasses.dataclass(frozen=True)
+class Halves(jaxpipe.Codec):
+    """Keeps the values of rows in two arrays of 16 bits."""
+
+    name = "halves"
+    moves = 1.0
+
+    def allows(self, tensor):
+        return tensor.dtype == jnp.float32 and tensor.operator == "tanh"
+
+    def encode(self, x):
+        words = jax.lax.bitcast_convert_type(x, jnp.uint32)
+        return (words >> 16).astype(jnp.uint16), words.astype(jnp.uint16)
+
+    def decode(self, arrays, shape_and_type):
+        high, low = (part.astype(jnp.uint32) for part in arrays)
+        return jax.lax.bitcast_convert_type(high << 16 | low, jnp.float32)
+
+    def nbytes(self, shape_and_type):
+        return 4 * shape_and_type.size - 1  # so that it is chosen before the tensor as it is
+
+
 CASES = {
     "mlp": of_case("mlp", 2, 4),
     "zero bubble, BatchNorm": of_case("cnn-nnx", 2, 4, schedule="zero_bubble"),
     "interleaved, tied": of_case("transformer", 2, 4, schedule="interleaved"),
+    "stages in a V": functools.partial(chain, schedule="zbv"),
+    "a codec of one's own": functools.partial(chain, storage=["fast", Halves()]),
     "searched schedule": functools.partial(chain, schedule="auto"),
     "replicas": of_case("cnn-linen", 2, 2, 2),
     "one program": of_case("mlp", 2, 4, runtime="spmd"),
@@ -223,6 +248,12 @@ def test_nothing_is_profiled(no_search):
     print(CASES["mlp"](plan=made("mlp")[0].plan)[0].partition)
 
 
+def test_a_plan_names_the_codecs_and_stages_that_it_has():
+    codec, v = (CASES[name]()[0].plan for name in ("a codec of one's own", "stages in a V"))
+    assert all("halves" in stage.formats for stage in codec.recipe.stages)
+    assert v.recipe.stage_of == ((0, 7), (1, 6), (2, 5), (3, 4))
+
+
 def changed(**fields):
     return dataclasses.replace(made("mlp")[0].plan, **fields)
 
@@ -243,6 +274,13 @@ def with_recipe(**fields):
         (lambda: made("mlp")[0].plan, {"schedule": "gpipe"}, "schedule differ: the plan says .*, given is gpipe"),
         (lambda: made("mlp")[0].plan, {"runtime": "spmd"}, "runtime differ: the plan says mpmd, given is spmd"),
         (lambda: made("mlp")[0].plan, {"storage": "smallest"}, "storage differ"),
+        (lambda: made("mlp")[0].plan, {"options": PlanOptions(zero=1)}, "zero differ: the plan says 0, given is 1"),
+        (lambda: made("mlp")[0].plan, {"options": PlanOptions(on_nonfinite="skip")}, "on_nonfinite differ"),
+        (
+            lambda: made("mlp")[0].plan,
+            {"gradient_exchange": block_sparse(k=2)},
+            "gradient_exchange differ.* dense",
+        ),
         (lambda: made("mlp")[0].plan, {"cuts": ["a"]}, "cuts= and plan= are both given"),
         (lambda: made("mlp")[0].plan, {"optimizer": optax.adam(1e-3)}, "optimizer's state differ"),
         (lambda: made("mlp")[0].plan, {"mesh": mesh_of(3)}, "mesh differ: the plan says {'stage': 2}, given is"),

@@ -40,6 +40,7 @@ from jaxpipe.schedules.schedule_makers import AUTO, ScheduleMaker, plain_name, s
 from jaxpipe.sharding.mesh_axes import COMMON_NAMES, DATA, STAGE, with_joined_replicas, with_own_names
 from jaxpipe.sharding.submesh import Submesh, split_mesh
 from jaxpipe.targets.known import target_named
+from jaxpipe.text.stable_text import stable_text
 from jaxpipe.text.units import asked_bytes, bytes_text, device_bytes, whole_number
 
 
@@ -167,6 +168,17 @@ def check_request(given: Request) -> Request:
     return request
 
 
+def settings_of(request: Request) -> dict[str, str]:
+    """Return the arguments that a plan does not show, and that its programs depend on, each as a text."""
+    options = request.options
+    return {
+        "zero": str(options.zero),
+        "on_nonfinite": str(options.on_nonfinite),
+        "gradient_dtype": str(request.gradient_dtype),
+        "gradient_exchange": "dense" if request.exchange is None else stable_text(request.exchange),
+    }
+
+
 def _for_plan(request: Request) -> Request:
     """Return a request with what its plan has decided; raise an error where the two differ."""
     plan = request.plan
@@ -179,8 +191,10 @@ def _for_plan(request: Request) -> Request:
     given: dict[str, object] = {
         "mesh": {**request.mesh.shape, **request.submesh.shape},
         "runtime": request.runtime,
-        "storage": request.policy.name,
+        "storage": request.policy.codecs_name,
     }
+    planned |= recipe.settings
+    given |= settings_of(request)
     if request.num_microbatches is not None:
         planned["num_microbatches"], given["num_microbatches"] = plan.num_microbatches, request.num_microbatches
     if isinstance(request.devices_per_stage, tuple):

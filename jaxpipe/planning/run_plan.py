@@ -19,6 +19,7 @@ from jaxpipe.graph.program_text import digests_by, program_text
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.plan import Plan
 from jaxpipe.planning.candidate import Candidate, Cut, PlannedStep, make_program
+from jaxpipe.planning.check_request import settings_of
 from jaxpipe.planning.compare_requests import shape_parts
 from jaxpipe.planning.compile_plan import check_budget, with_step
 from jaxpipe.planning.cuts.placed_stages import Partition, StageCost
@@ -60,6 +61,7 @@ def with_recipe(planned: PlannedStep) -> PlannedStep:
         devices=tuple(position[device] for device in planned.mesh.devices.flat),
         batch=shape_parts(traced.batch),
         storage=traced.request.policy.codecs_name,
+        settings=settings_of(traced.request),
         variables=_variables(traced),
         optimizer=_optimizer(traced),
         program=digest(program_text(graph)),

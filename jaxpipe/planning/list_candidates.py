@@ -215,7 +215,7 @@ def searched_candidates(candidates: Sequence[Candidate], sources: Sequence[Candi
     Of ``sources`` the fastest for each map from devices to stages gives cuts and seconds.
     """
     best = list(candidates)
-    for stages in sorted({source.schedule.stage_of for source in sources}, key=lambda stages: len(stages[0])):
+    for stages in sorted({source.schedule.stage_of for source in sources}, key=lambda stages: (len(stages[0]), stages)):
         alike = sorted((x for x in sources if x.schedule.stage_of == stages), key=lambda x: x.seconds)
         fixed = alike[0]
         size = fixed.schedule.num_devices, fixed.schedule.num_microbatches

@@ -97,12 +97,10 @@ def registered() -> tuple[tuple[Primitive, DerivativeRule], ...]:
 
 def rule_name(primitive: Primitive) -> str:
     """Return a word for the rule of a primitive, equal in all processes; none without a rule."""
-    backward = _rules[primitive].backward if primitive in _rules else None
-    return (
-        ""
-        if backward is None
-        else f"{backward.__module__}.{getattr(backward, '__qualname__', type(backward).__name__)}"
-    )
+    if primitive not in _rules:
+        return ""
+    backward = _rules[primitive].backward
+    return f"{backward.__module__}.{getattr(backward, '__qualname__', type(backward).__name__)}"
 
 
 def rule_of(op: Operator) -> DerivativeRule | None:

@@ -10,8 +10,8 @@ class StagePrograms:
     """The exact storage of a stage. Tensors are numbers in the traced program, and of what its backward pass adds.
 
     Attributes:
-      formats: tensors by format, in order, runs abbreviated: ``{"keep": "3 7-9", "csr": "12x500"}``, with a codec's
-        bits or capacity behind an ``x``.
+      formats: tensors by format, in order, runs abbreviated: ``{"keep": "3 7-9", "csr": "12x500"}``, with a sparse
+        codec's capacity behind an ``x``.
       swapped: tensors that are in other memory between the passes.
       targets: stages on whose devices that is, -1 for the host's memory, each with its share.
     """

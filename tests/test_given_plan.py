@@ -254,6 +254,43 @@ def test_a_plan_names_the_codecs_and_stages_that_it_has():
     assert v.recipe.stage_of == ((0, 7), (1, 6), (2, 5), (3, 4))
 
 
+@dataclasses.dataclass(frozen=True)
+class Keyed(Halves):
+    """Keeps values with a key that is chosen for each tensor."""
+
+    name = "keyed"
+    key: int = 0
+
+    def for_tensor(self, tensor):
+        return dataclasses.replace(self, key=0x5A5A) if self.allows(tensor) else None
+
+    def encode(self, x):
+        high, low = super().encode(x)
+        return high ^ self.key, low ^ self.key
+
+    def decode(self, arrays, shape_and_type):
+        return super().decode([part ^ 0x5A5A for part in arrays], shape_and_type)
+
+
+def test_a_codec_is_set_for_each_tensor_again():
+    storage = ["fast", Keyed()]
+    first, rows = chain(storage=storage)
+    again, _ = chain(storage=storage, plan=first.plan.to_json())
+    gradients = [jax.tree.leaves(p.value_and_grad(p.init(jax.random.key(0)), rows)[1]) for p in (first, again)]
+    assert_same_bits(*gradients)
+    assert '"keyed"' in first.plan.to_json()
+
+
+def test_two_codecs_of_one_name_are_refused():
+    named = memory_encoded(lambda x: jnp.tanh(x), codecs=["fast", Keyed(key=3)])
+    model = jax.tree_util.Partial(lambda ws, x: functools.reduce(lambda x, w: named(x @ w), ws, x), WEIGHTS)
+    loss = lambda f, x: jnp.square(f(x)).mean()  # noqa: E731
+    options = {"loss": loss, "optimizer": optax.sgd(0.1), "storage": ["fast", Keyed()]}
+    plan = jaxpipe.partition(model, mesh_of(2), ROWS, num_microbatches=4, profile="analytic", **options).plan
+    with pytest.raises(PartitionError, match="several that differ are called 'keyed'"):
+        jaxpipe.partition(model, mesh_of(2), ROWS, plan=plan, **options)
+
+
 def changed(**fields):
     return dataclasses.replace(made("mlp")[0].plan, **fields)
 

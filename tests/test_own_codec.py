@@ -1,6 +1,7 @@
 """A user's codec: its bits, bytes, budgets and pipelines; what ``check_codec`` accepts and refuses."""
 
 import dataclasses
+import functools
 import re
 
 import flax.linen as nn
@@ -10,12 +11,14 @@ import optax
 import pytest
 
 import jaxpipe
+from jaxpipe.graph.codec import SavedTensor
 from jaxpipe.graph.graph import trace
 from jaxpipe.residuals import codecs as built_in
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import saved_tensor
 from jaxpipe.testing import check_codec
 from tests.support.compare import assert_same_bits
+from tests.support.meshes import mesh_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,3 +354,102 @@ def test_what_is_no_codec_is_refused_where_it_is_passed():
         tall = type("Tall", (NoTuple,), {"allows": lambda self, tensor: tensor.dtype == jnp.float32})()
         tall_encoded = jaxpipe.memory_encoded(network, codecs=["fast", tall])
         jax.grad(tall_encoded)(x, ws)
+
+
+@dataclasses.dataclass(frozen=True)
+class Few(Copy):
+    """Keeps half of the bits of values in 32 rows, whose other half is zero: it is wrong for others."""
+
+    name = "few"
+
+    def allows(self, tensor):
+        return tensor.dtype == jnp.float32 and tensor.shape[:1] == (32,) and tensor.demand == "value"
+
+    def encode(self, x):
+        return ((jax.lax.bitcast_convert_type(x, jnp.uint32) >> 16).astype(jnp.uint16),)
+
+    def decode(self, arrays, shape_and_type):
+        return jax.lax.bitcast_convert_type(arrays[0].astype(jnp.uint32) << 16, jnp.float32)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("rows", "other", "storage"),
+    [(400, 998, "fast"), (64, 106, ["fast", Few()])],  # places among 998 rows take 16 bits; it is for 32 rows only
+)
+def test_batches_of_another_size_have_codecs_of_their_own(rows, other, storage):
+    weights = [jax.random.normal(jax.random.key(k), (16, 16)) / 4 for k in range(4)]
+
+    def chain(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w).astype(jnp.bfloat16).astype(jnp.float32)
+        return x
+
+    def loss(model, x):
+        values = jnp.sort(model(x), axis=0)
+        return (values * jnp.linspace(0, 1, values.shape[0])[:, None]).mean()
+
+    x, y = (jax.random.normal(jax.random.key(n), (n, 16)) for n in (rows, other))
+    model, mesh = jax.tree_util.Partial(chain, weights), mesh_of(2)
+    options = {"num_microbatches": 2, "profile": "analytic", "schedule": "1f1b", "storage": storage}
+    pipeline = jaxpipe.partition(model, mesh, x, loss=loss, optimizer=optax.sgd(1.0), **options)
+    _, gradients = pipeline.value_and_grad(pipeline.init(jax.random.key(0)), y)
+
+    plain = jax.grad(lambda weights: loss(functools.partial(chain, weights), y))(weights)  # it is one micro-batch
+    for given, expected in zip(jax.tree.leaves(gradients), plain, strict=True):
+        # Two programs in place of one round otherwise; a wrong code is off by half of the largest gradient.
+        assert jnp.abs(given - expected).max() <= 1e-5 * jnp.abs(expected).max()
+
+
+class CountsFits(Copy):
+    name = "counts"
+
+    def allows(self, tensor):
+        return tensor.dtype == jnp.float32
+
+    def fits(self, arrays):
+        return jnp.int32(1)
+
+    def nbytes(self, shape_and_type):
+        return 0  # it is chosen before the tensor as it is
+
+
+def test_fits_is_a_boolean():
+    encoded = jaxpipe.memory_encoded(lambda x: jnp.sin(x @ x).sum(), codecs=["fast", CountsFits()])
+    with pytest.raises(jaxpipe.ModelError, match=r"'counts': fits returned .* one boolean"):
+        jax.grad(encoded)(jnp.ones((8, 8)))
+    with pytest.raises(jaxpipe.ModelError, match=r"'counts': fits returned .* one boolean"):
+        jaxpipe.count_overflows(encoded, jnp.ones((8, 8)))
+
+
+def test_a_codec_without_a_method_and_a_class_are_refused():
+    class Bare(jaxpipe.Codec):
+        name = "bare"
+
+    with pytest.raises(jaxpipe.ModelError, match=r"lacks a method\. Write encode, decode and allows"):
+        jaxpipe.memory_encoded(jnp.sin, codecs=["fast", Bare()])
+    with pytest.raises(jaxpipe.ModelError, match=r"Short is a class: pass an object of it, Short\(\)"):
+        jaxpipe.memory_encoded(jnp.sin, codecs=["fast", Short])
+
+
+def test_check_codec_tries_the_tensors_that_it_is_given():
+    class OfTanh(Copy):
+        name = "of tanh"
+
+        def allows(self, tensor):
+            return tensor.operator == "tanh"
+
+    with pytest.raises(jaxpipe.ModelError, match=r"Pass what it is for as tensors="):
+        check_codec(OfTanh())
+    check_codec(OfTanh(), [SavedTensor((4, 3), jnp.dtype("float32"), "value", "Net", "tanh", 32)])
+
+
+def test_what_a_codec_raises_names_it():
+    class Rows(Copy):
+        name = "rows"
+
+        def allows(self, tensor):
+            return tensor.shape[5] == 3
+
+    with pytest.raises(jaxpipe.ModelError, match=r"The codec 'rows' raised IndexError for SavedTensor"):
+        jax.grad(jaxpipe.memory_encoded(lambda x: jnp.sin(x @ x).sum(), codecs=["fast", Rows()]))(jnp.ones((8, 8)))

@@ -154,3 +154,30 @@ def test_an_integer_has_no_cotangent(register):
             jax.grad(memory_encoded(looked_up))(table, places)
     finally:
         register_rule(lax.gather_p, saved, replace=True)
+
+
+def test_a_rule_may_apply_by_module_path(register):
+    def twice(equation, kept, cotangents):
+        return [2 * jnp.cos(kept[0]) * cotangents[0]]
+
+    def loss(x, y):
+        with jax.named_scope("A"):
+            first = jnp.sin(x)
+        with jax.named_scope("B"):
+            return jnp.sum(first + jnp.sin(y))
+
+    register(lax.sin_p, DerivativeRule(lambda equation, operands, results: operands, twice, lambda op: "A" in op.path))
+    x = jnp.linspace(0.1, 1.0, 8)
+    gradients = jax.grad(memory_encoded(loss), (0, 1))(x, x)
+    assert_same_bits(gradients, (2 * jnp.cos(x), jnp.cos(x)))
+
+
+def test_a_rule_that_cannot_be_hashed_is_refused(register):
+    class Kept:
+        __hash__ = None
+
+        def __call__(self, equation, operands, results):
+            return operands
+
+    with pytest.raises(ModelError, match="cannot be hashed"):
+        register(lax.sin_p, DerivativeRule(Kept(), lambda equation, kept, cotangents: cotangents))

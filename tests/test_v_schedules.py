@@ -6,6 +6,7 @@ import re
 
 import flax.linen as nn
 import jax
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -367,3 +368,12 @@ def test_one_program_refuses_a_v():
             case.model, mesh_of(2), case.batch, loss=case.loss, optimizer=optax.sgd(0.1), num_microbatches=4,
             profile="analytic", schedule="zbv", runtime="spmd",
         )  # fmt: skip
+
+
+def test_a_map_may_be_of_numpy_and_has_to_be_of_whole_numbers():
+    orders = [list(zero_bubble_v(2, 3).order(d)) for d in range(2)]
+    drawn = from_orders("drawn", orders, 3, 2, np.array([[0, 3], [1, 2]]))
+    assert drawn.stage_of == v_shape(2) and {type(s) for row in drawn.stage_of for s in row} == {int}
+    for wrong in (5, (0, 1, 2, 3), [[0.0, 3.0], [1.0, 2.0]], lambda device: device):
+        with pytest.raises(ScheduleError, match="rows of whole numbers"):
+            from_orders("drawn", orders, 3, 2, wrong)

@@ -109,11 +109,13 @@ def codec_set(codecs: CodecSet, argument: str = "codecs") -> frozenset[str | Cod
     objects = [codec for codec in given if isinstance(codec, Codec)]
     names = [codec for codec in given if isinstance(codec, str) and (codec in CODECS or codec in CODEC_SETS)]
     unknown = [codec for codec in given if not isinstance(codec, Codec) and codec not in names]
+    classes = [codec.__name__ for codec in unknown if isinstance(codec, type) and issubclass(codec, Codec)]
     if unknown:
+        call = f" {classes[0]} is a class: pass an object of it, {classes[0]}()." if classes else ""
         raise ModelError(
             f"{argument}={codecs!r}: unknown codec {', '.join(sorted(map(repr, unknown)))}. Use one of the sets "
             f"{', '.join(map(repr, CODEC_SETS))}, a set of {', '.join(map(repr, CODECS))} and objects of "
-            "jaxpipe.Codec, or a mapping from module path patterns to either."
+            f"jaxpipe.Codec, or a mapping from module path patterns to either.{call}"
         )
     for codec in objects:
         check_own(codec, [*_TAKEN, *(getattr(other, "name", "") for other in objects if other != codec)], argument)

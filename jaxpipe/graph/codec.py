@@ -145,6 +145,15 @@ def check_own(codec: object, taken: Sequence[str], argument: str) -> None:
             f"{given}, whose name is {name!r}. Reports and plans tell codecs by their names: give it one of its own, "
             f"other than {', '.join(map(repr, taken)) or 'an empty one'}."
         )
+    kind = type(codec)
+    if (
+        kind.encode is Codec.encode
+        or kind.decode is Codec.decode
+        or (kind.allows is Codec.allows and kind.for_tensor is Codec.for_tensor)
+    ):
+        raise ModelError(f"{given}, which lacks a method. Write encode, decode and allows.")
+    if not isinstance(codec.moves, int | float):
+        raise ModelError(f"{given}, whose moves is {codec.moves!r}. It is a number.")
     try:
         hash(codec)
     except TypeError as error:

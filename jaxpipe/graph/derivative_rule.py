@@ -24,8 +24,8 @@ class DerivativeRule:
         stored once with it; booleans take 1 bit. ``equation`` is that of the jaxpr, with ``params`` and ``invars``.
       backward: ``(equation, kept, cotangents) -> cotangents``: one for each operand, None for zero or an integer, from
         one for each result, None for one that has none.
-      applies: ``operator -> bool``: whether the rule holds for an operator, by its ``params`` and ``equation``; else it
-        is differentiated as JAX does.
+      applies: ``operator -> bool``: whether the rule holds for an operator, by its ``params``, ``equation`` and
+        ``path``; else it is differentiated as JAX does.
     """
 
     keep: Callable[[Equation, Sequence[Array], Sequence[Array]], Sequence[Array]]
@@ -38,6 +38,9 @@ _rules: dict[Primitive, DerivativeRule] = {}
 
 def register_rule(primitive: Primitive, rule: DerivativeRule, *, replace: bool = False) -> None:
     """Let all operators of a primitive be differentiated by a rule, in programs that are traced from now on.
+
+    Loops, branches, ``jax.checkpoint`` and functions with a derivative of their own are differentiated as a whole, by
+    JAX: rules do not hold inside them.
 
     It is to give the cotangents that JAX gives, from less: gradients are then the same, and fewer bytes are stored. For
     a primitive for which JAX has no derivative it is the derivative of decorated functions; ``residual_report`` and
@@ -73,10 +76,16 @@ def register_rule(primitive: Primitive, rule: DerivativeRule, *, replace: bool =
             f"register_rule was given {primitive!r} and {rule!r}. It takes a primitive of JAX, such as jax.lax.tanh_p, "
             "and a rule: register_rule(jax.lax.tanh_p, jaxpipe.graph.DerivativeRule(keep, backward))."
         )
+    try:
+        hash(rule)
+    except TypeError as error:
+        raise ModelError(
+            f"register_rule was given {rule!r}, which cannot be hashed ({error}). Pass functions."
+        ) from error
     if primitive in _rules and not replace:
         raise ModelError(
-            f"register_rule was given a rule for {primitive.name}, which has one ({rule_name(primitive)}). Pass "
-            "replace=True to put it in its place."
+            f"register_rule was given a rule for {primitive.name}, which has one ({rule_name(_rules[primitive])}). "
+            "Pass replace=True to put it in its place."
         )
     _rules[primitive] = rule
 
@@ -95,12 +104,10 @@ def registered() -> tuple[tuple[Primitive, DerivativeRule], ...]:
     return tuple(_rules.items())
 
 
-def rule_name(primitive: Primitive) -> str:
-    """Return a word for the rule of a primitive, equal in all processes; none without a rule."""
-    if primitive not in _rules:
-        return ""
-    backward = _rules[primitive].backward
-    return f"{backward.__module__}.{getattr(backward, '__qualname__', type(backward).__name__)}"
+def rule_name(rule: DerivativeRule | None) -> str:
+    """Return a word for a rule, equal in all processes; none without a rule."""
+    parts = [] if rule is None else [rule.keep, rule.backward]
+    return " ".join(f"{part.__module__}.{getattr(part, '__qualname__', type(part).__name__)}" for part in parts)
 
 
 def rule_of(op: Operator) -> DerivativeRule | None:

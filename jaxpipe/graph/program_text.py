@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable
 
-from jaxpipe.graph.derivative_rule import rule_name
+from jaxpipe.graph.derivative_rule import rule_name, rule_of
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.text.stable_text import digest, writer
 
@@ -33,6 +33,6 @@ def digests_by(graph: Graph, place_of: Callable[[Operator], str], values: bool =
 
 def _operator_text(op: Operator, write: Callable[[object], str]) -> str:
     context = None if op.equation is None else op.equation.ctx
-    rule = "" if op.equation is None else rule_name(op.equation.primitive)
+    rule = rule_name(rule_of(op))
     policy = "" if op.policy is None else f"{op.policy.codecs_name} {op.saved}"
     return f"{op.name} {write(op.params)} {write(op.literals)} {op.path} {write(context)} {policy} {rule}"

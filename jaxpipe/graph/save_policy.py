@@ -16,10 +16,10 @@ SavePolicy = Callable[..., Any]
 
 def check_policy(policy: object) -> None:
     """Raise ``ModelError`` unless a policy is one that can be asked."""
-    if policy is not None and not callable(policy):
+    if policy is not None and (not callable(policy) or type(policy).__hash__ is None):
         raise ModelError(
-            f"policy={policy!r}: a save policy is a function of a primitive, the shapes of its operands and its "
-            "parameters, as jax.checkpoint takes it. Pass one of jax.checkpoint_policies, such as "
+            f"policy={policy!r}: a save policy is a function, which can be hashed, of a primitive, the shapes of its "
+            "operands and its parameters, as jax.checkpoint takes it. Pass one of jax.checkpoint_policies, such as "
             'policy=jax.checkpoint_policies.dots_saveable or save_only_these_names("a"), or a function.'
         )
 
@@ -38,8 +38,8 @@ def is_saved(policy: SavePolicy, equation: Equation) -> bool:
     primitive = equation.primitive
     try:
         answer = policy(primitive, *(atom.aval for atom in equation.invars), **equation.params)
-    except TypeError as error:  # what makes policies, in place of one that it has made
-        answer = error
+    except TypeError as error:  # of one that makes policies, in place of one that it has made
+        raise ModelError(_unknown(primitive.name, error)) from error
     if isinstance(answer, Offloadable):
         warn(
             f"policy= offloads what {primitive.name} computes to {answer.dst}; memory_encoded stores it on the device. "
@@ -48,8 +48,12 @@ def is_saved(policy: SavePolicy, equation: Equation) -> bool:
         )
     if isinstance(answer, bool | Offloadable | type(Saveable) | type(Recompute)):
         return answer is not False and answer is not Recompute
-    raise ModelError(
-        f"policy= returned {answer!r} for {primitive.name}: a save policy returns True or False, or Saveable, "
+    raise ModelError(_unknown(primitive.name, answer))
+
+
+def _unknown(primitive: str, answer: object) -> str:
+    return (
+        f"policy= returned {answer!r} for {primitive}: a save policy returns True or False, or Saveable, "
         "Recompute or Offloadable(...) of jax.ad_checkpoint. One that is made of names is passed called: "
         'jax.checkpoint_policies.save_only_these_names("a").'
     )

@@ -203,6 +203,8 @@ def _for_plan(request: Request) -> Request:
     if len(request.schedules) == 1:
         table = request.schedules[0](len(recipe.table), widths.rounds(plan.num_microbatches))
         check_same({"schedule": plan.schedule}, {"schedule": table.name})
+        name = "stages of the schedule's devices"
+        check_same({name: recipe.stage_of}, {name: table.stage_of})
     needed = plan.compiled_bytes or plan.predicted_bytes
     if request.budget is not None and needed > request.budget:
         raise MemoryBudgetError(
@@ -214,7 +216,7 @@ def _for_plan(request: Request) -> Request:
         plan = replace(plan, budget=request.budget, raised_from=None)
     flat, places = request.mesh.devices.flatten(), sorted(set(recipe.devices))
     used = sorted({d for stage in plan.stages for d in stage.devices})
-    if len(places) != len(recipe.devices) or places[-1] >= len(flat) or used != list(range(len(places))):
+    if not places or len(places) != len(recipe.devices) or places[-1] >= len(flat) or used != list(range(len(places))):
         raise PartitionError(
             f"plan=: recipe.devices is {recipe.devices[:16]}, of {len(flat)}, for the stages on {used}."
         )

@@ -37,7 +37,7 @@ def check_cuts(cuts: object) -> tuple[GivenCut, ...]:
                 f"cuts[{k}]={cut!r}; it must be the name of a module as the plan prints it ('Block_1', 'blocks.1'), or "
                 "of one that is called several times with the call, counted from 0: ('shared', 1)."
             )
-        given.append((name.replace(".", "/").strip("/"), call))
+        given.append((name.strip("/"), call))
     twice = next((cut for cut in given if given.count(cut) > 1), None)
     if twice is not None:
         raise PartitionError(f"cuts={cuts!r} has {_shown(twice)} twice; two stages cannot begin at the same operator.")
@@ -70,7 +70,7 @@ def find_cuts(cuts: Sequence[GivenCut], objective: MicrobatchProgram, variables:
     calls, allowed = module_calls(objective.graph), places_to_cut(objective)
     named: dict[str, int] = {}
     for name, call in cuts:
-        begins = _begins(objective.graph, calls, name)
+        begins = _begins(objective.graph, calls, name if name in dict(_names(calls)) else name.replace(".", "/"))
         if call is None and len(begins) > 1:
             places = ", ".join(f"({name!r}, {k}) at operator {begin}" for k, begin in enumerate(begins))
             raise PartitionError(

@@ -68,11 +68,12 @@ def place_stages(
         "starts": tuple(traced.cuts.values()),
     }
     if stages <= len(traced.cuts) and replicate is not True:
+        chunks = -(-(len(traced.cuts) + 1) * num_chunks // stages)
+        more = "" if replicate else f", or use a schedule with more stages on a device, such as 'interleaved {chunks}'"
         raise PartitionError(
             f"cuts= has {len(traced.cuts)} names, which make at least {len(traced.cuts) + 1} stages, and there are "
             f"{stages}: {num_chunks} on each of {stages // num_chunks} devices, or groups of devices. Leave out "
-            f"{len(traced.cuts) + 1 - stages} of the names, or use a schedule with more stages on a device, such as "
-            f"'interleaved {-(-(len(traced.cuts) + 1) * num_chunks // stages)}'."
+            f"{len(traced.cuts) + 1 - stages} of the names{more}."
         )
     if replicate:
         return (partition_layers(profile, network, replicate=replicate, idle=False, **asked),)

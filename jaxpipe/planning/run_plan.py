@@ -7,6 +7,7 @@ names programs exactly   ──▶  mesh, schedule, ...      ──▶       ─
 # More than 15 of our modules: the parts of a planned step are compared, and put together from a plan.
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
@@ -27,8 +28,9 @@ from jaxpipe.planning.given_plan import check_same, made_with, recipe_in
 from jaxpipe.planning.trace_request import Traced
 from jaxpipe.recipe import Recipe, StagePrograms
 from jaxpipe.residuals import vjp_program
-from jaxpipe.residuals.choose_formats import ResidualPlan
-from jaxpipe.residuals.codecs import BUILT_IN, CSR, Bitmap, Index, Mask, PoolIndex
+from jaxpipe.residuals.choose_formats import ResidualPlan, refitted
+from jaxpipe.residuals.codecs import BUILT_IN, CSR, Bitmap
+from jaxpipe.residuals.codecs.compaction import SparseCodec
 from jaxpipe.residuals.sliced_program import in_slices
 from jaxpipe.residuals.stored_formats import Derived, Format
 from jaxpipe.runtime.program import Program
@@ -46,8 +48,8 @@ MOST_TENSORS = 2**20
 _ACTION = re.compile(r"([FBIW])(\d{1,9})(?:'(\d{1,4}))?")
 _NUMBERS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?(?:x(\d{1,18}))?")
 
-#: By name, the codecs that are made for each tensor, with its bits or room for so many values.
-SIZED: dict[str, Callable[[int], Codec]] = {codec.name: codec for codec in (Mask, PoolIndex, Index, Bitmap, CSR)}
+#: By name, the codecs that are made with room for so many values.
+SPARSE: dict[str, Callable[[int], Codec]] = {codec.name: codec for codec in (Bitmap, CSR)}
 
 
 def with_recipe(planned: PlannedStep) -> PlannedStep:
@@ -98,8 +100,7 @@ def _stage_programs(program: Program, s: StageNumber) -> StagePrograms:
     assert stage.vjp is not None
     for t, form in stage.vjp.plan.formats.items():
         name = form.value if isinstance(form, Derived) else form.name
-        (setting,) = vars(form).values() if name in SIZED else (None,)
-        formats.setdefault(name, {})[t] = setting
+        formats.setdefault(name, {})[t] = form.capacity if isinstance(form, SparseCodec) else None
     texts = {name: _ranges(numbers) for name, numbers in formats.items()}
     if stage.swap is None:
         return StagePrograms(texts)
@@ -108,7 +109,7 @@ def _stage_programs(program: Program, s: StageNumber) -> StagePrograms:
 
 
 def _ranges(numbers: Mapping[TensorNumber, int | None]) -> str:
-    """Return numbers in order, each with the setting of its codec, runs of equal ones abbreviated."""
+    """Return numbers in order, each with the room of its codec, runs of equal ones abbreviated."""
     runs: list[tuple[int, int, int | None]] = []
     for t, setting in sorted(numbers.items()):
         follows = bool(runs) and runs[-1][1:] == (t - 1, setting)
@@ -134,6 +135,12 @@ def _forms(traced: Traced) -> dict[str, Format]:
     """Return by name how a tensor may be stored or derived, codecs of the caller's own included."""
     policies = {traced.request.policy, *(op.policy for op in traced.objective.graph.operators if op.policy is not None)}
     own = {codec for policy in policies for _, codecs in policy.rules for codec in codecs if isinstance(codec, Codec)}
+    shared = sorted(name for name, count in Counter(codec.name for codec in own).items() if count > 1)
+    if shared:
+        raise PartitionError(
+            f"plan= tells codecs by their names, and several that differ are called {shared[0]!r}. Give each a name of "
+            "its own, and plan again."
+        )
     codecs = [*own, *itertools.chain.from_iterable(BUILT_IN.values())]
     return {codec.name: codec for codec in codecs} | {form.value: form for form in Derived}
 
@@ -145,13 +152,13 @@ def _formats(exact: StagePrograms, forms: Mapping[str, Format]) -> ResidualPlan:
         if name not in forms:
             raise ValueError(f"recipe.stages has tensors as {name!r}; there are {', '.join(map(repr, forms))}.")
         for t, setting in _numbers(text).items():
-            formats[t] = forms[name] if setting is None or name not in SIZED else SIZED[name](setting)
+            formats[t] = forms[name] if setting is None or name not in SPARSE else SPARSE[name](setting)
     return ResidualPlan(formats)
 
 
-def _stored(program: Program, traced: Traced, plan: Plan) -> Program:
+def _stored(program: Program, traced: Traced, plan: Plan, forms: Mapping[str, Format]) -> Program:
     """Return a program with its largest product in slices and with swaps, where the plan has them."""
-    stages, loss, forms = list(program.stages), program.objective.results[0], _forms(traced)
+    stages, loss = list(program.stages), program.objective.results[0]
     for k, (stage, planned, exact) in enumerate(zip(program.stages, plan.stages, recipe_in(plan).stages, strict=True)):
         vjp, swap = stage.vjp, None
         assert vjp is not None
@@ -160,7 +167,7 @@ def _stored(program: Program, traced: Traced, plan: Plan) -> Program:
             sliced = in_slices(stage.graph, wrt, policy=policy, held=stage.used, seeds=[loss])
             if sliced is None or sliced.count != planned.slices:
                 raise ValueError(f"stages[{k}].slices is {planned.slices}, here {sliced and sliced.count}.")
-            vjp = vjp_program.assemble(sliced.vjp.backward_graph, _formats(exact, forms))
+            vjp = vjp_program.assemble(sliced.vjp.backward_graph, refitted(_formats(exact, forms), sliced.vjp.graph))
         if exact.targets:
             targets = tuple(SwapTarget(StageNumber(s), share) for s, share in exact.targets)
             swap = StashSwap(tuple(_numbers(exact.swapped)), targets)
@@ -182,15 +189,15 @@ def run_plan(traced: Traced) -> PlannedStep:
     plan, recipe = request.plan, recipe_in(request.plan)
     _check_program(traced, recipe)
     _check_cuts(traced, plan)
-    schedule, partition = _schedule(plan), _partition(traced, plan)
+    schedule, partition, forms = _schedule(plan), _partition(traced, plan), _forms(traced)
     try:
         # The default storage of a stage with a sliced product is that of another program.
         storage = tuple(
-            None if stage.slices > 1 else _formats(exact, _forms(traced))
+            None if stage.slices > 1 else _formats(exact, forms)
             for stage, exact in zip(plan.stages, recipe.stages, strict=True)
         )
         cut = Cut(traced, partition, storage=storage)
-        program = _stored(make_program(cut, schedule), traced, plan)
+        program = _stored(make_program(cut, schedule), traced, plan, forms)
     except (ValueError, KeyError) as error:
         raise PartitionError(
             f"plan= does not fit the programs of its stages: {error} It was made with {recipe.made_with}; this is "

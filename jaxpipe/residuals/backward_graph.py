@@ -20,7 +20,7 @@ from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, Array, TensorNumber
 from jaxpipe.graph import rules
 from jaxpipe.graph.allowed_codecs import FAST, Policy
-from jaxpipe.graph.derivative_rule import registered
+from jaxpipe.graph.derivative_rule import registered, rule_of
 from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, behind_rules, is_differentiable, live, ordered
 from jaxpipe.graph.operator_vjp import Cut, policy_within, writes_zeros
 from jaxpipe.graph.program_form import bits_of
@@ -157,7 +157,7 @@ def _operator_vjps(
             behind = tuple(k for k in varied if inputs[k] in ruled)
             here = op, None if match is None else match.name, varied, useful, behind
             if here not in cuts:
-                key = equality_key(op, avals, varied, useful, match), behind, policy_within(op)
+                key = equality_key(op, avals, varied, useful, match), behind, policy_within(op), rule_of(op)
                 if key not in cuts:
                     derived = match is None
                     axes = graph.stage_shape, graph.traced_in, behind

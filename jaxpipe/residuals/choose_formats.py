@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxpipe import _compat
 from jaxpipe.array_types import TensorNumber
+from jaxpipe.errors import ModelError
 from jaxpipe.graph.allowed_codecs import FAST, Policy
 from jaxpipe.graph.codec import Codec, Demand, SavedTensor
 from jaxpipe.graph.graph import Graph, Operator, element_bits
@@ -21,6 +22,7 @@ from jaxpipe.graph.op_cost import contraction, gpu_product_work, is_product, pro
 from jaxpipe.graph.primitives import ADDITIONS, ELEMENTWISE, ORDERINGS, VIEWS
 from jaxpipe.residuals.backward_graph import BackwardGraph
 from jaxpipe.residuals.codecs import allowed
+from jaxpipe.residuals.codecs.compaction import SparseCodec
 from jaxpipe.residuals.codecs.keep import KEEP
 from jaxpipe.residuals.density import room
 from jaxpipe.residuals.minimum_cut import minimum_cut
@@ -109,8 +111,37 @@ def smallest_format(
     if any(_compat.split_dimensions(tensor.aval)[min(1, len(tensor.shape) - 1) :]):
         return KEEP  # elements that several devices hold would have to be packed together
     seen = saved_tensor(graph, t, capacity)
-    fitted = [codec for form in allowed(codecs) if (codec := form.for_tensor(seen)) is not None]
+    fitted = [codec for form in allowed(codecs) if (codec := _for_tensor(form, seen)) is not None]
     return min((c for c in fitted if not (certain and c.may_overflow)), key=lambda c: stored_bytes(tensor, c))
+
+
+def _for_tensor(form: Codec, tensor: SavedTensor) -> Codec | None:
+    """Return a codec as it is set for a tensor; None if it does not allow it."""
+    try:
+        return form.for_tensor(tensor)
+    except Exception as error:
+        raise ModelError(
+            f"The codec {form.name!r} raised {type(error).__name__} for {tensor}: {error}. Its allows is asked of "
+            "every tensor, scalars and booleans among them."
+        ) from error
+
+
+def refitted(plan: ResidualPlan, graph: Graph) -> ResidualPlan:
+    """Return a plan with each codec as it is set for the tensors of a graph; room for values stays as it is.
+
+    Raises:
+      ValueError: if a codec does not allow a tensor.
+    """
+
+    def fitted(t: TensorNumber, form: Format) -> Format:
+        if isinstance(form, (Derived, SparseCodec)):
+            return form
+        codec = _for_tensor(form, saved_tensor(graph, t))
+        if codec is None:
+            raise ValueError(f"the codec {form.name!r} does not allow {graph.tensors[t].aval.str_short()}.")
+        return codec
+
+    return ResidualPlan({t: fitted(t, form) for t, form in plan.formats.items()})
 
 
 def saved_tensor(graph: Graph, t: TensorNumber, nonzeros: int | None = None) -> SavedTensor:

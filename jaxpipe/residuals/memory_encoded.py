@@ -82,9 +82,9 @@ def memory_encoded(target: object = None, *, codecs: Codecs = "fast", policy: Sa
         primitive, the shapes of its operands and its parameters. What it saves is not computed again: it is stored,
         encoded if a codec allows, if the backward pass needs it. All else may be computed again, matrix products too,
         where that saves bytes. Names are those of ``jax.ad_checkpoint.checkpoint_name``. What it offloads is stored on
-        the device, with a ``CodecWarning``. Decorated parts inside follow their own policies. A tensor that does not
-        fit the room of ``"bitmap"`` or ``"csr"`` is computed again whatever the policy says. Left out: cheap operators
-        run again, as ``codecs`` allows.
+        the device, with a ``CodecWarning``. Decorated parts inside follow their own policies, but in loops and
+        branches, where this one decides. A tensor that does not fit the room of ``"bitmap"`` or ``"csr"`` is computed
+        again whatever the policy says. Left out: cheap operators run again, as ``codecs`` allows.
 
     Returns:
       A class or function to be used in place of ``target``. A class is ``target`` in all but what its methods store:

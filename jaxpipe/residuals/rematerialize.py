@@ -21,7 +21,7 @@ from jaxpipe.graph.primitives import COSTLY, ELEMENTWISE, LOOPS, PRODUCTS
 from jaxpipe.residuals.backward_graph import BackwardOp, restricted
 from jaxpipe.residuals.choose_formats import Derivations, ResidualPlan, sums_of_branches
 from jaxpipe.residuals.codecs.keep import KEEP
-from jaxpipe.residuals.stored_formats import decode
+from jaxpipe.residuals.stored_formats import decode, has_overflowed
 from jaxpipe.targets.building import current
 
 
@@ -207,7 +207,7 @@ class Rematerializer:
             run(program, values)
             return values[t]
 
-        return jax.lax.cond(codec.fits(parts), lambda: decode(parts, form, codec), again)
+        return jax.lax.cond(has_overflowed(parts, codec), again, lambda: decode(parts, form, codec))
 
 
 def is_heavy(step: BackwardOp | Operator) -> bool:

@@ -1,5 +1,6 @@
 """Reports of what a model stores for its backward pass, tensor by tensor, as JAX traces it."""
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from jaxpipe.models.variable_trees import common_level
 from jaxpipe.residuals.equal_blocks import common_name, counted, grouped, pattern, sums_by_module
 from jaxpipe.residuals.memory_encoded import run_encoded, without_encoding
 from jaxpipe.residuals.residual_labels import Label, parse_label
+from jaxpipe.residuals.stored_formats import has_overflowed
 from jaxpipe.text.plain_table import PlainTable
 from jaxpipe.text.printed import Printed
 from jaxpipe.text.short_names import cut_middle
@@ -318,11 +320,11 @@ def _overflows(codec: Codec, label: Label, arrays: Sequence[Array]) -> int:
     """Return how many of the tensors do not fit that the arrays of one label are of: ``vmap`` adds axes in front."""
     if not codec.may_overflow:
         return 0
-    fits: Callable[[Sequence[Array]], Array] = codec.fits
+    overflowed: Callable[[Sequence[Array]], Array] = functools.partial(has_overflowed, codec=codec)
     first = jax.eval_shape(codec.encode, jax.ShapeDtypeStruct(label.shape, label.dtype))[0]
     for _ in range(arrays[0].ndim - first.ndim):
-        fits = jax.vmap(fits)
-    return int(np.sum(~fits(arrays)))
+        overflowed = jax.vmap(overflowed)
+    return int(np.sum(overflowed(arrays)))
 
 
 def _leaf_labels(saved: Callable[..., list[Array]], leaves: Sequence[Array]) -> list[Label | None]:

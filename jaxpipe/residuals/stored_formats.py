@@ -10,6 +10,8 @@ import functools
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxpipe.array_types import Array, Shaped
 from jaxpipe.errors import ModelError
@@ -31,7 +33,7 @@ Format = Codec | Derived
 def encode(value: Array, codec: Codec) -> tuple[Array, ...]:
     """The parts of a tensor."""
     parts = codec.encode(value)
-    if not isinstance(parts, tuple | list):
+    if not isinstance(parts, tuple | list) or not all(isinstance(part, jax.Array | np.ndarray) for part in parts):
         raise ModelError(
             f"The codec {codec.name!r} encoded {type_text(value)} as {type(parts).__name__}. encode returns a tuple of "
             "arrays, also of a single one."
@@ -42,12 +44,21 @@ def encode(value: Array, codec: Codec) -> tuple[Array, ...]:
 def decode(parts: Sequence[Array], shape_and_type: jax.ShapeDtypeStruct, codec: Codec) -> Array:
     """The tensor; if it does not fit its codec, something else."""
     value = codec.decode(parts, shape_and_type)
-    if (value.shape, value.dtype) != (shape_and_type.shape, shape_and_type.dtype):
+    given = type_text(value) if isinstance(value, jax.Array | np.ndarray) else type(value).__name__
+    if given != type_text(shape_and_type):
         raise ModelError(
-            f"The codec {codec.name!r} decoded {type_text(shape_and_type)} as {type_text(value)}. decode returns an "
+            f"The codec {codec.name!r} decoded {type_text(shape_and_type)} as {given}. decode returns an "
             "array of the shape and type that it is given; jaxpipe.testing.check_codec tries it on many."
         )
     return value
+
+
+def has_overflowed(parts: Sequence[Array], codec: Codec) -> Array:
+    """Return whether a tensor did not fit its codec, ``bool[]``."""
+    fits = codec.fits(parts)
+    if not isinstance(fits, jax.Array | np.bool_) or (fits.shape, fits.dtype) != ((), np.bool_):
+        raise ModelError(f"The codec {codec.name!r}: fits returned {fits!r}. It returns one boolean array, bool[].")
+    return jnp.logical_not(fits)
 
 
 def type_text(x: Shaped) -> str:

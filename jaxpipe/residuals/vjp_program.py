@@ -26,7 +26,7 @@ from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, build_ba
 from jaxpipe.residuals.choose_formats import ResidualPlan, check_plan, default_plan
 from jaxpipe.residuals.rematerialize import Rematerializer, is_heavy
 from jaxpipe.residuals.run_steps import Absorb, run_steps
-from jaxpipe.residuals.stored_formats import encode, part_avals
+from jaxpipe.residuals.stored_formats import encode, has_overflowed, part_avals
 from jaxpipe.residuals.xla_cpu import run_behind_barriers
 from jaxpipe.targets.building import current
 
@@ -157,7 +157,7 @@ def _read_by_convolutions(graph: Graph) -> set[TensorNumber]:
 def overflows(vjp: VJPProgram, stash: Sequence[Sequence[Array]]) -> Array:
     """Return how many tensors of a stash did not fit and will be computed again, ``int32[]``."""
     stored = zip(vjp.plan.codecs.values(), stash, strict=True)
-    flags = [~codec.fits(parts) for codec, parts in stored if codec.may_overflow]
+    flags = [has_overflowed(parts, codec) for codec, parts in stored if codec.may_overflow]
     return functools.reduce(jnp.add, (flag.astype(jnp.int32) for flag in flags), jnp.int32(0))
 
 

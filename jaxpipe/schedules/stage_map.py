@@ -7,7 +7,9 @@ device 2                       2  6          2  5
 device 3                       3  7          3  4
 """
 
+import operator
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxpipe.errors import ScheduleError
 
@@ -42,12 +44,18 @@ def stage_map(name: str, stage_of: StageMapLike, num_devices: int, num_chunks: i
       >>> stage_map("drawn", None, 2, 2), stage_map("drawn", lambda device, chunk: 2 * device + chunk, 2, 2)
       (((0, 2), (1, 3)), ((0, 1), (2, 3)))
     """
-    if stage_of is None or stage_of == ():
+    if stage_of is None or (isinstance(stage_of, tuple) and not stage_of):
         return tuple(tuple(range(d, num_devices * num_chunks, num_devices)) for d in range(num_devices))
-    if callable(stage_of):
-        stages = tuple(tuple(stage_of(d, c) for c in range(num_chunks)) for d in range(num_devices))
-    else:
-        stages = tuple(map(tuple, stage_of))
+    try:
+        rows: Any = stage_of
+        if callable(stage_of):
+            rows = [[stage_of(d, c) for c in range(num_chunks)] for d in range(num_devices)]
+        stages = tuple(tuple(map(operator.index, row)) for row in rows)
+    except TypeError as error:
+        raise ScheduleError(
+            f"{name}: stage_of={stage_of!r} ({error}); it must be rows of whole numbers, one for each device, or a "
+            "function of device and chunk."
+        ) from error
     lengths = [len(row) for row in stages]
     if lengths != [num_chunks] * num_devices:
         raise ScheduleError(

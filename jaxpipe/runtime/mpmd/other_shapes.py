@@ -13,6 +13,7 @@ from jaxpipe.errors import BatchError, ScheduleError
 from jaxpipe.models import check_batch
 from jaxpipe.models.microbatch_program import MicrobatchProgram, with_rows
 from jaxpipe.residuals import vjp_program
+from jaxpipe.residuals.choose_formats import refitted
 from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, followed_cuts
 from jaxpipe.runtime.fold_state import shared_stages
 from jaxpipe.runtime.stages import Stage, cut_stages, with_backward
@@ -97,7 +98,8 @@ def _stored_alike(stage: Stage, planned: Stage) -> Stage:
     if stage.vjp is None or planned.vjp is None or planned.vjp.plan.uncertain:
         return stage
     try:
-        vjp = vjp_program.assemble(stage.vjp.backward_graph, planned.vjp.plan)
-    except (ValueError, KeyError):  # its backward pass needs other tensors
+        plan = refitted(planned.vjp.plan, stage.vjp.graph)
+        vjp = vjp_program.assemble(stage.vjp.backward_graph, plan)
+    except (ValueError, KeyError, IndexError):  # its backward pass needs other tensors, or codecs allow others
         return stage
     return replace(stage, vjp=vjp)

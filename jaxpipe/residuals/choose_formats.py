@@ -121,8 +121,8 @@ def _for_tensor(form: Codec, tensor: SavedTensor) -> Codec | None:
         return form.for_tensor(tensor)
     except Exception as error:
         raise ModelError(
-            f"The codec {form.name!r} raised {type(error).__name__} for {tensor}: {error}. Its allows is asked of "
-            "every tensor, scalars and booleans among them."
+            f"The codec {form.name!r} raised {type(error).__name__} for {tensor}: {error}. allows gets every "
+            "tensor, scalars and booleans among them."
         ) from error
 
 

@@ -85,6 +85,8 @@ def cut_space(profile: Profile, *, reorder: bool = True, starts: Sequence[int] =
 
     Without ``reorder``, stages must begin at the operators ``starts``.
     """
+    if starts and reorder:
+        raise PartitionError(f"starts={tuple(starts)} needs reorder=False: an operator has no place in other orders.")
     count = len(profile.names)
     sets = _down_sets(profile) if reorder else None
     complete = sets is not None

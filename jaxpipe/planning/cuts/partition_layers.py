@@ -82,8 +82,6 @@ def partition_layers(
       ([(range(0, 2), (0,)), (range(2, 4), (1,))], 6.0)
     """
     _check_arguments(profile, network, cost_model, num_microbatches)
-    if starts and reorder:
-        raise PartitionError(f"starts={tuple(starts)} needs reorder=False: an operator has no place in other orders.")
     replicate = replicate if isinstance(replicate, bool | int) else tuple(replicate)
     held, limits = _memory(network, memory), _limits(network, replicate, num_stages)
     if not idle:

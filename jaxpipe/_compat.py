@@ -430,6 +430,8 @@ def run_time_zero(after: Array) -> Array | None:
 
 def split_dimensions(aval: AbstractArray) -> list[bool]:
     """By dimension, whether an array is split over an explicit mesh axis."""
+    if aval.sharding is None:  # a shape alone
+        return [False] * len(aval.shape)
     return [axis is not None for axis in aval.sharding.spec]
 
 

@@ -177,6 +177,17 @@ def test_bytes_on_a_tpu_are_the_measured_ones():
     assert len(rows) >= 4
 
 
+def test_seconds_on_a_tpu_are_the_estimated_ones():
+    shown, rows = table_rows(DOCS / "devices.md"), results("seconds-v5e-jax0.12")["rows"]
+    titles = {"GPT-2 8x512": "GPT-2 small, 8 x 512", "ResNet50": "ResNet-50"}
+    for row in rows:
+        name = row["name"].removesuffix(" bfloat16")
+        kind = "bfloat16" if row["name"].endswith("bfloat16") else "float32"
+        cells = [f"{1e3 * row['seconds'][key]:.1f}" for key in ("jaxpipe", "xla", "products_at_peak")]
+        assert shown[f"{titles.get(name, name)}, {kind}"] == cells, row["name"]
+    assert len(rows) == 6
+
+
 def test_budgets_of_one_device_are_the_measured_ones():
     models = results("memory-front-h100-jax0.12")["models"]
     shown, readme = table_rows(DOCS / "benchmarks.md"), table_rows(ROOT / "README.md")

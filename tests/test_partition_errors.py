@@ -218,7 +218,7 @@ def test_an_unknown_schedule():
 
 @pytest.mark.parametrize("profile", ["fast", 3])
 def test_an_unknown_profile(profile):
-    with pytest.raises(PartitionError, match=rf"profile={profile!r}; it must be 'measured', 'analytic' or a"):
+    with pytest.raises(PartitionError, match=rf"profile={profile!r}; it must be 'measured', 'analytic', a"):
         partition(profile=profile, loss=untouched)
 
 

@@ -403,7 +403,7 @@ def test_an_estimate_needs_no_device(monkeypatch):
 
 def test_wrong_requests():
     case = mlp(8)
-    with pytest.raises(jaxpipe.PartitionError, match=r"source='fast'; it must be 'measured' or 'analytic'"):
+    with pytest.raises(jaxpipe.PartitionError, match=r"source='fast'; it must be 'measured', 'analytic' or a function"):
         profile_of(case, source="fast")
     with pytest.raises(jaxpipe.PartitionError, match=r"device='H100' is the name of a kind .* source='analytic'"):
         profile_of(case, source="measured", device="H100")

@@ -18,8 +18,8 @@ def check_policy(policy: object) -> None:
     """Raise ``ModelError`` unless a policy is one that can be asked."""
     if policy is not None and (not callable(policy) or type(policy).__hash__ is None):
         raise ModelError(
-            f"policy={policy!r}: a save policy is a function, which can be hashed, of a primitive, the shapes of its "
-            "operands and its parameters, as jax.checkpoint takes it. Pass one of jax.checkpoint_policies, such as "
+            f"policy={policy!r}: a save policy is a function of a primitive, the shapes of its operands and its "
+            "parameters, and can be hashed, as jax.checkpoint takes it. Pass one of jax.checkpoint_policies, such as "
             'policy=jax.checkpoint_policies.dots_saveable or save_only_these_names("a"), or a function.'
         )
 

@@ -19,6 +19,7 @@ from jaxpipe.gradients import block_sparse
 from jaxpipe.planning import cut_scans, given_plan, make_plan, place_stages, trace_request
 from jaxpipe.planning.storage import integer_program
 from jaxpipe.schedules import gpipe
+from tests.support.codecs import Halves
 from tests.support.compare import arrays, assert_same_bits
 from tests.support.meshes import mesh_of, named_mesh
 from tests.support.pipeline_models import case_of, pipeline_of
@@ -130,22 +131,12 @@ def sparse(**options):
 
 
 @dataclasses.dataclass(frozen=True)
-class Halves(jaxpipe.Codec):
-    """Keeps the values of rows in two arrays of 16 bits."""
-
+class OfTanh(Halves):
     name = "halves"
     moves = 1.0
 
     def allows(self, tensor):
         return tensor.dtype == jnp.float32 and tensor.operator == "tanh"
-
-    def encode(self, x):
-        words = jax.lax.bitcast_convert_type(x, jnp.uint32)
-        return (words >> 16).astype(jnp.uint16), words.astype(jnp.uint16)
-
-    def decode(self, arrays, shape_and_type):
-        high, low = (part.astype(jnp.uint32) for part in arrays)
-        return jax.lax.bitcast_convert_type(high << 16 | low, jnp.float32)
 
     def nbytes(self, shape_and_type):
         return 4 * shape_and_type.size - 1  # so that it is chosen before the tensor as it is
@@ -156,7 +147,7 @@ CASES = {
     "zero bubble, BatchNorm": of_case("cnn-nnx", 2, 4, schedule="zero_bubble"),
     "interleaved, tied": of_case("transformer", 2, 4, schedule="interleaved"),
     "stages in a V": functools.partial(chain, schedule="zbv"),
-    "a codec of one's own": functools.partial(chain, storage=["fast", Halves()]),
+    "a codec of one's own": functools.partial(chain, storage=["fast", OfTanh()]),
     "searched schedule": functools.partial(chain, schedule="auto"),
     "replicas": of_case("cnn-linen", 2, 2, 2),
     "one program": of_case("mlp", 2, 4, runtime="spmd"),
@@ -255,7 +246,7 @@ def test_a_plan_names_the_codecs_and_stages_that_it_has():
 
 
 @dataclasses.dataclass(frozen=True)
-class Keyed(Halves):
+class Keyed(OfTanh):
     """Keeps values with a key that is chosen for each tensor."""
 
     name = "keyed"

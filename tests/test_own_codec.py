@@ -13,10 +13,12 @@ import pytest
 import jaxpipe
 from jaxpipe.graph.codec import SavedTensor
 from jaxpipe.graph.graph import trace
+from jaxpipe.graph.words import by_word
 from jaxpipe.residuals import codecs as built_in
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import saved_tensor
 from jaxpipe.testing import check_codec
+from tests.support.codecs import Halves
 from tests.support.compare import assert_same_bits
 from tests.support.meshes import mesh_of
 
@@ -42,21 +44,13 @@ class Short(jaxpipe.Codec):
         return arrays[1]
 
 
-class Swapped(jaxpipe.Codec):
-    """Keeps the bits of all that has 4 bytes, in another order, without a fallback and without a dataclass."""
+class Swapped(Halves):
+    """Is without a fallback and without a dataclass."""
 
     name = "swapped"
 
     def allows(self, tensor):
         return tensor.dtype in (jnp.float32, jnp.int32) and bool(tensor.path or tensor.operator)
-
-    def encode(self, x):
-        words = jax.lax.bitcast_convert_type(x, jnp.uint32)
-        return (words >> 16).astype(jnp.uint16), words.astype(jnp.uint16)
-
-    def decode(self, arrays, shape_and_type):
-        high, low = (x.astype(jnp.uint32) for x in arrays)
-        return jax.lax.bitcast_convert_type(high << 16 | low, shape_and_type.dtype)
 
 
 def network(x, ws):
@@ -130,7 +124,7 @@ def test_equal_codecs_make_equal_policies_and_others_do_not():
 
     first, second = parse([other()]), parse([other()])  # defined twice, as in a notebook
     assert first.name != second.name
-    assert jaxpipe.graph.codec.by_word(second.name) is second
+    assert by_word(second.name) is second
 
 
 def test_codecs_see_what_the_backward_pass_needs():

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import flax.linen as nn
 import jax
 import optax
 import pytest
@@ -10,16 +9,16 @@ from flax import nnx
 
 import jaxpipe
 from tests.support.compare import arrays, assert_same_bits
-from tests.support.pipeline_models import classifier, images, linen, mlp, nnx_case, pipeline_of, plain_gradients
-
-
-class Convolutions(nn.Module):
-    """Without a bias of the convolution, whose gradient XLA adds up in another order where it fuses another program."""
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.max_pool(nn.relu(nn.Conv(4, (3, 3), use_bias=False)(x)), (2, 2), strides=(2, 2))
-        return nn.Dense(10)(nn.relu(nn.Dense(16)(x.reshape(len(x), -1))))
+from tests.support.pipeline_models import (
+    Convolutions,
+    classifier,
+    images,
+    linen,
+    mlp,
+    nnx_case,
+    pipeline_of,
+    plain_gradients,
+)
 
 
 class Residual(nnx.Module):

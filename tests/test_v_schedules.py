@@ -4,7 +4,6 @@ import functools
 import itertools
 import re
 
-import flax.linen as nn
 import jax
 import numpy as np
 import optax
@@ -34,7 +33,15 @@ from jaxpipe.schedules.gpipe import forward_only
 from jaxpipe.schedules.schedule_makers import BUILT_IN
 from tests.support.compare import arrays, assert_same_bits
 from tests.support.meshes import mesh_of
-from tests.support.pipeline_models import classifier, images, linen, nnx_case, pipeline_of, plain_gradients
+from tests.support.pipeline_models import (
+    Convolutions,
+    classifier,
+    images,
+    linen,
+    nnx_case,
+    pipeline_of,
+    plain_gradients,
+)
 
 
 V = [zero_bubble_v, dual_pipe_v, v_half]
@@ -269,15 +276,6 @@ def test_torchs_zero_bubble_v_is_read():
 # Training
 
 
-class Linen(nn.Module):
-    """Without a bias of the convolution, whose gradient XLA adds up in another order where it fuses another program."""
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.max_pool(nn.relu(nn.Conv(4, (3, 3), use_bias=False)(x)), (2, 2), strides=(2, 2))
-        return nn.Dense(10)(nn.relu(nn.Dense(16)(x.reshape(len(x), -1))))
-
-
 class Residual(nnx.Module):
     def __init__(self, rngs):
         self.layers = nnx.List([nnx.Linear(12, width, rngs=rngs) for width in (12, 12, 12, 12, 10)])
@@ -290,7 +288,7 @@ class Residual(nnx.Module):
 
 
 CASES = {
-    "Linen": linen(Linen(), images(8, 8, 1, rows=16), classifier()),
+    "Linen": linen(Convolutions(), images(8, 8, 1, rows=16), classifier()),
     "NNX": nnx_case(Residual, images(12, rows=16)),
 }
 

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from jaxpipe.errors import CodecWarning, ModelError, warn
-from jaxpipe.graph.codec import Codec, check_own, word_for
+from jaxpipe.graph.codec import Codec, check_own
 from jaxpipe.graph.save_policy import SavePolicy, check_policy
+from jaxpipe.graph.words import word_for
 from jaxpipe.text.stable_text import stable_text
 
 

@@ -1,8 +1,8 @@
 """The interface of codecs, which keep a tensor in another form between the passes: jaxpipe's own, and a user's."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import jax
 
@@ -161,21 +161,3 @@ def check_own(codec: object, taken: Sequence[str], argument: str) -> None:
             f"{given}, which cannot be hashed ({error}). Codecs are compared and looked up: make it a frozen dataclass "
             "whose fields are numbers, texts and tuples."
         ) from error
-
-
-def word_for(value: Hashable, word: str) -> str:
-    """Return a word, like the one given, by which ``by_word`` finds a value: for equal values the same one.
-
-    The names of jitted functions, and labels of arrays, carry such words through JAX's tracing.
-    """
-    while _known.setdefault(word, value) != value:
-        word += "_"
-    return word
-
-
-def by_word(word: str) -> Any:
-    """Return the value for which ``word_for`` gave a word in this process."""
-    return _known[word]
-
-
-_known: dict[str, Hashable] = {}

@@ -22,10 +22,10 @@ from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Atom, DType, Equation, PyTree, Shaped, TensorNumber
 from jaxpipe.graph.allowed_codecs import Policy
 from jaxpipe.graph.axis_names import NO_AXES, TracedIn
-from jaxpipe.graph.codec import by_word
 from jaxpipe.graph.primitives import CALLS, FUNCTIONS, SHARDS
 from jaxpipe.graph.reverse_walk import needed
 from jaxpipe.graph.save_policy import is_saved
+from jaxpipe.graph.words import by_word
 
 
 #: A ``jit`` of this name is the body of a ``memory_encoded`` call; its suffix names the policy.
@@ -419,9 +419,14 @@ def read_graph(closed: AnyJaxpr, inline_shards: bool = False, policy: Policy | N
     return builder.build(inputs, builder.read(closed, inputs, boundaries=True, policy=policy))
 
 
+def operator_ends(op: Operator) -> tuple[tuple[TensorNumber, ...], tuple[TensorNumber, ...]]:
+    """Return the tensors that an operator makes, and those that it reads."""
+    return op.outputs, op.inputs
+
+
 def live(operators: Sequence[Operator], wanted: Iterable[TensorNumber]) -> tuple[Operator, ...]:
     """The operators that ``wanted`` tensors or side effects depend on."""
-    return needed(operators, wanted, lambda op: (op.outputs, op.inputs), always=lambda op: op.has_effects)[0]
+    return needed(operators, wanted, operator_ends, always=lambda op: op.has_effects)[0]
 
 
 def dependents(operators: Iterable[Operator], sources: Iterable[TensorNumber]) -> set[TensorNumber]:

@@ -1,7 +1,6 @@
 """A plan that is run again as it is: checked against a request, and made a program without any search.
 
-Plan, of which its recipe     check_plan, plan_request     trace     run_plan
-names programs exactly   ──▶  mesh, schedule, ...      ──▶       ──▶ the same cuts, devices, storage, order
+a plan with its recipe ──check_request──▶ mesh, schedule ──trace──▶ ──run_plan──▶ the same cuts, devices, storage
 """
 
 # More than 15 of our modules: the parts of a planned step are compared, and put together from a plan.
@@ -111,16 +110,14 @@ def _stage_programs(program: Program, s: StageNumber) -> StagePrograms:
 def _ranges(numbers: Mapping[TensorNumber, int | None]) -> str:
     """Return numbers in order, each with the room of its codec, runs of equal ones abbreviated."""
     runs: list[tuple[int, int, int | None]] = []
-    for t, setting in sorted(numbers.items()):
-        follows = bool(runs) and runs[-1][1:] == (t - 1, setting)
-        runs.append((runs.pop()[0] if follows else t, t, setting))
-    return " ".join(
-        f"{a}" + (f"-{b}" if b > a else "") + ("" if setting is None else f"x{setting}") for a, b, setting in runs
-    )
+    for t, room in sorted(numbers.items()):
+        follows = bool(runs) and runs[-1][1:] == (t - 1, room)
+        runs.append((runs.pop()[0] if follows else t, t, room))
+    return " ".join(f"{a}" + (f"-{b}" if b > a else "") + ("" if room is None else f"x{room}") for a, b, room in runs)
 
 
 def _numbers(text: str) -> dict[TensorNumber, int | None]:
-    """Return the numbers that ``_ranges`` has written, each with its setting."""
+    """Return the numbers that ``_ranges`` has written, each with its room."""
     numbers: dict[TensorNumber, int | None] = {}
     for part in text.split():
         match = _NUMBERS.fullmatch(part)
@@ -134,14 +131,14 @@ def _numbers(text: str) -> dict[TensorNumber, int | None]:
 def _forms(traced: Traced) -> dict[str, Format]:
     """Return by name how a tensor may be stored or derived, codecs of the caller's own included."""
     policies = {traced.request.policy, *(op.policy for op in traced.objective.graph.operators if op.policy is not None)}
-    own = {codec for policy in policies for _, codecs in policy.rules for codec in codecs if isinstance(codec, Codec)}
-    shared = sorted(name for name, count in Counter(codec.name for codec in own).items() if count > 1)
+    given = {codec for policy in policies for _, codecs in policy.rules for codec in codecs if isinstance(codec, Codec)}
+    shared = sorted(name for name, count in Counter(codec.name for codec in given).items() if count > 1)
     if shared:
         raise PartitionError(
             f"plan= tells codecs by their names, and several that differ are called {shared[0]!r}. Give each a name of "
             "its own, and plan again."
         )
-    codecs = [*own, *itertools.chain.from_iterable(BUILT_IN.values())]
+    codecs = [*given, *itertools.chain.from_iterable(BUILT_IN.values())]
     return {codec.name: codec for codec in codecs} | {form.value: form for form in Derived}
 
 
@@ -151,8 +148,8 @@ def _formats(exact: StagePrograms, forms: Mapping[str, Format]) -> ResidualPlan:
     for name, text in exact.formats.items():
         if name not in forms:
             raise ValueError(f"recipe.stages has tensors as {name!r}; there are {', '.join(map(repr, forms))}.")
-        for t, setting in _numbers(text).items():
-            formats[t] = forms[name] if setting is None or name not in SPARSE else SPARSE[name](setting)
+        for t, room in _numbers(text).items():
+            formats[t] = forms[name] if room is None or name not in SPARSE else SPARSE[name](room)
     return ResidualPlan(formats)
 
 

@@ -21,7 +21,16 @@ from jaxpipe.array_types import AbstractArray, Array, TensorNumber
 from jaxpipe.graph import rules
 from jaxpipe.graph.allowed_codecs import FAST, Policy
 from jaxpipe.graph.derivative_rule import registered, rule_of
-from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, behind_rules, is_differentiable, live, ordered
+from jaxpipe.graph.graph import (
+    Graph,
+    GraphBuilder,
+    Operator,
+    behind_rules,
+    is_differentiable,
+    live,
+    operator_ends,
+    ordered,
+)
 from jaxpipe.graph.operator_vjp import Cut, policy_within, writes_zeros
 from jaxpipe.graph.program_form import bits_of
 from jaxpipe.graph.reverse_walk import needed
@@ -136,7 +145,7 @@ def _operator_vjps(
     """
     covered = {op for match in matches.values() for op in match.covers}
     varied_tensors = set(wrt)
-    useful_tensors = needed(graph.operators, seeds, lambda op: (op.outputs, op.inputs))[1]
+    useful_tensors = needed(graph.operators, seeds, operator_ends)[1]
     ruled = graph.ruled | behind_rules(graph.operators)
     context = (
         None if graph.stage_shape is None else tuple(graph.stage_shape.items()),

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import msgspec
 
 from jaxpipe.array_types import TensorNumber
-from jaxpipe.graph.codec import word_for
 from jaxpipe.graph.graph import Operator
 from jaxpipe.graph.op_cost import contraction, is_product, rerun_work
+from jaxpipe.graph.words import word_for
 from jaxpipe.residuals.choose_formats import Derivations
 from jaxpipe.residuals.codecs.keep import KEEP
 from jaxpipe.residuals.vjp_program import VJPProgram

@@ -15,9 +15,10 @@ from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Equation, PyTree
 from jaxpipe.errors import DifferentiationError, JaxpipeError, ModelError
 from jaxpipe.graph.allowed_codecs import FAST
-from jaxpipe.graph.codec import Codec, by_word
+from jaxpipe.graph.codec import Codec
 from jaxpipe.graph.graph import GraphBuilder, Operator, encoded_policy, is_differentiable
 from jaxpipe.graph.primitives import JITS
+from jaxpipe.graph.words import by_word
 from jaxpipe.models.linen_facade import is_unbound, with_linen_model
 from jaxpipe.models.purify_nnx import PureCall, purify
 from jaxpipe.models.variable_trees import common_level

@@ -23,7 +23,7 @@ from jaxpipe.graph.graph import Graph, live, ordered
 from jaxpipe.graph.primitives import PRODUCTS
 from jaxpipe.graph.reverse_walk import needed
 from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, build_backward_graph, restricted, step_ends
-from jaxpipe.residuals.choose_formats import ResidualPlan, check_plan, default_plan
+from jaxpipe.residuals.choose_formats import ResidualPlan, check_plan, default_plan, refitted
 from jaxpipe.residuals.rematerialize import Rematerializer, is_heavy
 from jaxpipe.residuals.run_steps import Absorb, run_steps
 from jaxpipe.residuals.stored_formats import encode, has_overflowed, part_avals
@@ -83,10 +83,12 @@ def build(
       policy: the codecs that the plan may use.
       held: inputs that are kept alive anyway, so that to store them costs nothing.
       seeds: the outputs that will be given a cotangent; all if left out.
-      plan: what is stored.
+      plan: what is stored; codecs are set for the tensors of this graph.
     """
     backward_graph = build_backward_graph(graph, wrt, policy=policy, seeds=seeds)
-    return assemble(backward_graph, default_plan(backward_graph, policy, held) if plan is None else plan)
+    if plan is None:
+        return assemble(backward_graph, default_plan(backward_graph, policy, held))
+    return assemble(backward_graph, refitted(plan, backward_graph.graph))
 
 
 def assemble(backward_graph: BackwardGraph, plan: ResidualPlan) -> VJPProgram:

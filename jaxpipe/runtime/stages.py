@@ -12,7 +12,7 @@ from jaxpipe.graph.graph import Graph, is_differentiable
 from jaxpipe.graph.operator_order import allowed_cuts, spans, uses_apart
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.residuals import vjp_program
-from jaxpipe.residuals.choose_formats import ResidualPlan, refitted
+from jaxpipe.residuals.choose_formats import ResidualPlan
 from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.runtime.fold_state import Fold
 from jaxpipe.runtime.stash_swap import StashSwap
@@ -217,9 +217,7 @@ def with_backward(
     for stage, plan in zip(reversed(stages), reversed(plans or [None] * len(stages)), strict=True):
         given = [t for t in stage.graph.outputs if t in seeds]
         wrt = [t for t in (*stage.parameters, *stage.borrowed, *stage.arriving) if t in active]
-        built = vjp_program.build(stage.graph, wrt, policy=policy, held=stage.used, seeds=given)
-        if plan is not None:
-            built = vjp_program.assemble(built.backward_graph, refitted(plan, built.graph))
+        built = vjp_program.build(stage.graph, wrt, policy=policy, held=stage.used, seeds=given, plan=plan)
         reached = vjp_program.reached(built, given)
         returning = tuple(t for t in stage.arriving if t in reached)
         saved = tuple(t for t in built.saved if t in reached)

@@ -26,6 +26,15 @@ Loss = Callable[[Model, Batch], jax.Array]
 ROWS = 16
 
 
+class Convolutions(nn.Module):
+    """Without a bias of the convolution, whose gradient XLA adds up in another order where it fuses another program."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.max_pool(nn.relu(nn.Conv(4, (3, 3), use_bias=False)(x)), (2, 2), strides=(2, 2))
+        return nn.Dense(10)(nn.relu(nn.Dense(16)(x.reshape(len(x), -1))))
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, its loss, and the same computation without jaxpipe.

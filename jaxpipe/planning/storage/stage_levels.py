@@ -1,4 +1,4 @@
-"""What the stages of a pipeline store at fixed levels, from ample to small.
+"""The storage of the stages of a pipeline at fixed levels, from ample to small.
 
     more bytes, fewer products again ◀── default storage ── less room ──▶ the smallest
 

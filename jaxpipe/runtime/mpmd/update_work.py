@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, DType, TensorNumber
 from jaxpipe.gradients.squared_norm import squared_norm
-from jaxpipe.graph.graph import run
+from jaxpipe.graph.graph import operator_ends, run
 from jaxpipe.graph.reverse_walk import needed
 from jaxpipe.runtime.mpmd.stage_work import OVERFLOWS, STEP, Arrays, Avals, Context, Name, Role, Work, shape_of
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate, held_by
@@ -469,7 +469,7 @@ class StageUpdate:
         """Run what some tensors follow from: operators of the stage, and those that every stage runs."""
         stage_of, operators = self._by_stage.stage_of, self._by_stage.graph.operators
         allowed = [op for op in operators if {stage_of.get(t) for t in op.outputs} & {self._s, None}]
-        run(needed(allowed, wanted, lambda op: (op.outputs, op.inputs), known=env)[0], env)
+        run(needed(allowed, wanted, operator_ends, known=env)[0], env)
 
 
 def _chosen(stopped: Array | None, before: Array, after: Array) -> Array:

@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, TensorNumber
-from jaxpipe.graph.graph import run
+from jaxpipe.graph.graph import operator_ends, run
 from jaxpipe.graph.reverse_walk import needed
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate, held_by, operators_of
 from jaxpipe.runtime.overwrite_state import renewals
@@ -96,7 +96,7 @@ def _known_everywhere(
     def send(tensors: Sequence[TensorNumber], s: int) -> Array:
         here = known | read(s)
         mine = [t for t in tensors if update.stage_of[t] == s]
-        run(needed(operators_of(update, s), mine, lambda op: (op.outputs, op.inputs), known=here)[0], here)
+        run(needed(operators_of(update, s), mine, operator_ends, known=here)[0], here)
         avals = [graph.tensors[t].aval for t in tensors]
         values = [here[t] if t in mine else jnp.zeros(a.shape, a.dtype) for t, a in zip(tensors, avals, strict=True)]
         return pack_words(values, sum(map(word_count, avals)))

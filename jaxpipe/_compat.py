@@ -6,7 +6,7 @@ reach below the public API.
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard, TypeVar, cast
 
 import jax
@@ -142,10 +142,13 @@ def literals_as_arguments(closed: jex.ClosedJaxpr, places: Sequence[tuple[int, i
     return jex.ClosedJaxpr(_with_inputs(jaxpr, jaxpr.constvars, inputs, equations), consts)
 
 
-def part_of(closed: AnyJaxpr, inputs: Sequence[Atom], outputs: Sequence[Atom]) -> jex.ClosedJaxpr:
-    """Return a program with those of its inputs and outputs that are named."""
+def without_dead_code(closed: AnyJaxpr, outputs: Collection[int]) -> tuple[jex.ClosedJaxpr, list[bool]]:
+    """Return the part of a program that some of its outputs follow from, and which inputs that reads."""
     jaxpr, consts = open_jaxpr(closed)
-    return rebuilt(jaxpr, jaxpr.constvars, consts, inputs, jaxpr.eqns, outputs)
+    kept = [k in outputs for k in range(len(jaxpr.outvars))]
+    live, used = dce_jaxpr(cast(jex.Jaxpr, jaxpr), kept)
+    part = cast(OpenJaxpr, live)
+    return rebuilt(part, part.constvars, consts, part.invars, part.eqns, part.outvars), used
 
 
 def rebuilt(

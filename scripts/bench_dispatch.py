@@ -105,16 +105,16 @@ def _timed(dispatch, given, spent):
     registers = [None] * dispatch.registers
     for register, x in given.items():
         registers[register] = x
-    for step, instruction in zip(dispatch.steps, dispatch.calls.instructions, strict=True):
+    for step, instruction in zip(dispatch.steps, dispatch.graph.instructions, strict=True):
         begin = time.perf_counter()
         follow(registers, (step,))
         seconds = time.perf_counter() - begin
         kind = {Call: "call", Send: "send"}.get(type(instruction), "other")
         spent.setdefault(kind, []).append(seconds)
         if isinstance(instruction, Call):
-            label = dispatch.calls.programs[instruction.program].traced.work.label
+            label = dispatch.graph.tasks[instruction.task].label
             spent.setdefault(label.split(": ")[-1], []).append(seconds)
-    return {key: registers[register] for key, register in dispatch.calls.outputs.items()}
+    return {port: registers[number] for port, number in dispatch.graph.outputs.items()}
 
 
 if __name__ == "__main__":

@@ -100,12 +100,8 @@ def measure(pipeline: jaxpipe.Pipeline) -> dict[str, Any]:
                 "temporaries": run.temporary_bytes,
                 "collectives": collectives(run.run.as_text()),
             }
-    calls = dispatch.calls
-    stash = [
-        (str(calls.avals[register].shape), str(calls.specs[register]))
-        for register in sorted(calls.free)
-        if calls.avals[register].size > 2**16
-    ]
+    free = [value for value in dispatch.graph.values if value.form.is_free]
+    stash = [(str(x.aval.shape), str(x.form.spec)) for x in free if x.aval.size > 2**16]
     split = sum("model" in spec for _, spec in stash)
     stages = [
         {"predicted": sum(memory.values()), "compiled": peaks[row[0]].total, "split": peaks[row[0]].components}

@@ -155,7 +155,7 @@ def measure(pipeline: Any) -> list[dict[str, Any]]:
 
 def traced_program(dispatch: Dispatch, number: int) -> Any:
     """Return the jaxpr of one of the programs."""
-    return _compat.open_jaxpr(dispatch.calls.programs[number].traced.program.closed)[0]
+    return _compat.open_jaxpr(dispatch.graph.tasks[number].program.closed)[0]
 
 
 def main() -> None:

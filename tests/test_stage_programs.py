@@ -13,8 +13,7 @@ import pytest
 import jaxpipe
 from jaxpipe.errors import BatchError, ModelError, PartitionError
 from jaxpipe.runtime.mpmd.instructions import Call, Send
-from jaxpipe.runtime.mpmd.schedule_to_calls import program_kinds, training_list
-from jaxpipe.runtime.mpmd.stage_work import Role
+from jaxpipe.runtime.mpmd.training_graph import program_kinds, training_graph
 from jaxpipe.schedules import Kind, gpipe, interleaved, one_f_one_b, zero_bubble
 from tests.support.compare import FUSION, arrays, assert_same_bits, relative_l2
 from tests.support.meshes import mesh_of
@@ -84,7 +83,7 @@ def list_of(name: str, stages: int, m: int, schedule):
     """The list of a training step, and where it is."""
     runtime = stages_of(name, stages, m, None, schedule=schedule)._runtime
     layout = runtime._layout
-    return training_list(layout, runtime._update), layout
+    return training_graph(layout, runtime._update), layout
 
 
 def test_the_gradients_of_vectors_are_summed_in_one_array():
@@ -96,8 +95,8 @@ def test_the_gradients_of_vectors_are_summed_in_one_array():
         profile="analytic", schedule="zero_bubble", runtime="mpmd",
     )  # fmt: skip
     runtime = pipeline._runtime
-    for program in training_list(runtime._layout, runtime._update).programs:
-        assert sum(name.role is Role.GRADIENT for name in program.traced.written_names) <= 1
+    for task in training_graph(runtime._layout, runtime._update).tasks:
+        assert sum(path[0] in ("sums", "packs") for path in task.writes) <= 1
     (_, _), gradients = pipeline.value_and_grad(pipeline.init(jax.random.key(1)), batch)
     rows = batch.reshape(4, 2, 8)
     parts = [jax.grad(lambda vs, x: model.func(vs, x).mean())(scales, x) for x in rows]
@@ -113,17 +112,17 @@ def test_a_stage_holds_as_many_stashes_as_the_schedule_has_in_flight():
         num_microbatches=8, profile="analytic", schedule=one_f_one_b, runtime="mpmd",
     )  # fmt: skip
     runtime = pipeline._runtime
-    calls = training_list(runtime._layout, runtime._update)
+    calls = training_graph(runtime._layout, runtime._update)
     stashes: dict[int, int] = {}  # by register, its stage: what a stage makes and its backward pass reads
     held, most = [set() for _ in range(4)], [0] * 4
     for instruction in calls.instructions:
         if isinstance(instruction, Call):
-            names = calls.programs[instruction.program].traced.read_names
-            reads = dict(zip(instruction.reads, names, strict=True))
-            kept = {r for r, name in reads.items() if name.role in (Role.STASH, Role.ACTIVATION)}
-            if any(name.role is Role.COTANGENT for name in names):
+            groups = [path[0] for path in calls.tasks[instruction.task].reads]
+            reads = dict(zip(instruction.reads, groups, strict=True))
+            kept = {r for r, group in reads.items() if group == "stash"}
+            if "cotangents" in groups:
                 stashes |= dict.fromkeys(kept, instruction.place.stage)
-    for instruction, dropped in zip(calls.instructions, calls.dropped, strict=True):
+    for instruction, dropped in zip(calls.instructions, calls.drops, strict=True):
         if isinstance(instruction, Call):
             s = instruction.place.stage
             held[s] |= {r for r in instruction.writes if stashes.get(r) == s}
@@ -159,7 +158,7 @@ def test_nothing_is_copied_within_a_device():
 
 
 def test_equal_stages_are_compiled_once(monkeypatch):
-    from jaxpipe.runtime.mpmd import compile_work as compiling
+    from jaxpipe.runtime.mpmd import compile_tasks as compiling
 
     counts, compiled = [], []
     lower, build = compiling._lower, compiling._compile
@@ -297,8 +296,8 @@ def test_an_error_before_the_updates_leaves_the_state_usable(monkeypatch):
     state = pipeline.init(jax.random.key(3))
     expected, _ = pipeline.step(pipeline.adopt(state), case.batch)
     dispatch = pipeline._runtime._training(pipeline._planned.batch).dispatch
-    programs = [getattr(instruction, "program", None) for instruction in dispatch.calls.instructions]
-    labels = ["" if k is None else dispatch.calls.programs[k].traced.work.label for k in programs]
+    tasks = [getattr(instruction, "task", None) for instruction in dispatch.graph.instructions]
+    labels = ["" if k is None else dispatch.graph.tasks[k].label for k in tasks]
     update = next(k for k, label in enumerate(labels) if label.endswith("update"))
     broken = [*dispatch.steps]
 
@@ -401,9 +400,9 @@ def test_layers_may_call_python(replicas):
 @pytest.mark.parametrize("m", [1, 2])
 def test_gradients_of_a_single_micro_batch_are_not_added_to_zeros(m):
     pipeline = stages_of("mlp", 2, m, None, schedule=one_f_one_b)
-    zeros = [program for program in pipeline._runtime.calls.programs if program.traced.work.label.endswith("zeros")]
-    roles = {name.role for program in zeros for name in program.traced.written_names}
-    assert roles == ({Role.TOTAL} if m == 1 else {Role.TOTAL, Role.GRADIENT})
+    zeros = [task for task in pipeline._runtime.graph.tasks if task.label.endswith("zeros")]
+    groups = {path[0] for task in zeros for path in task.writes}
+    assert groups == ({"totals"} if m == 1 else {"totals", "sums", "packs"})
     case, state = case_of("mlp"), pipeline.init(jax.random.key(3))
     _, gradients = pipeline.value_and_grad(state, case.batch)
     keys = jnp.stack([pipeline.microbatch_key(state, j) for j in range(m)])

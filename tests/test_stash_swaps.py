@@ -20,7 +20,7 @@ from jaxpipe.planning.storage.fastest_choice import choose
 from jaxpipe.planning.storage.storage_problem import Item, Option, Problem
 from jaxpipe.runtime.mpmd import device_bytes
 from jaxpipe.runtime.mpmd.instructions import Send
-from jaxpipe.runtime.mpmd.swap_instructions import cut_arrays
+from jaxpipe.runtime.mpmd.swap_stashes import cut_arrays
 from jaxpipe.runtime.stash_swap import SwapTarget
 from jaxpipe.schedules import gpipe, interleaved, one_f_one_b, zero_bubble
 from jaxpipe.schedules.swap_points import HOST, swap_points
@@ -76,16 +76,17 @@ def test_stashes_go_to_the_memory_of_the_host():
 def test_arrays_in_the_host_s_memory_are_there():
     pipeline = chain(memory=budget_of(usual()[0]), options=jaxpipe.PlanOptions(host_memory="1GiB", compile=False))
     runtime = pipeline._runtime
-    list_of_calls = runtime.calls
-    sends = [i for i in list_of_calls.instructions if isinstance(i, Send) and i.to_host]
+    graph = runtime.graph
+    sends = [i for i in graph.instructions if isinstance(i, Send) and i.to_host]
     assert sends and all(send.source == send.target for send in sends)
-    assert {register for send in sends for register in send.writes} == set(list_of_calls.hosted)
+    hosted = {k for k, value in enumerate(graph.values) if value.form.purpose == device_bytes.HOST_PURPOSE}
+    assert {number for send in sends for number in send.writes} == hosted
     action = next(
         step[0]
-        for step, instruction in zip(runtime.compiled_step.steps, list_of_calls.instructions, strict=True)
+        for step, instruction in zip(runtime.compiled_step.steps, graph.instructions, strict=True)
         if instruction == sends[0]
     )
-    moved = action(*(jnp.ones(list_of_calls.avals[k].shape) for k in sends[0].reads))
+    moved = action(*(jnp.ones(graph.avals[k].shape) for k in sends[0].reads))
     assert {x.sharding.memory_kind for x in moved} == {"pinned_host"}
 
 
@@ -233,10 +234,10 @@ def test_a_plan_that_is_made_smaller_when_it_is_compiled_takes_steps(monkeypatch
 
     monkeypatch.setattr(device_bytes, "peak_bytes", peak_bytes)
     pipeline = chain(schedule="1f1b", memory=budget, options=jaxpipe.PlanOptions(host_memory="1GiB", compile=False))
-    planned = pipeline._runtime.calls
+    planned = pipeline._runtime.graph
     pipeline.compile()
     state, metrics = pipeline.step(pipeline.init(jax.random.key(0)), BATCH)
-    assert pipeline._runtime.compiled_step.calls is not planned
+    assert pipeline._runtime.compiled_step.graph is not planned
     expected, plain_metrics = plain.step(plain.init(jax.random.key(0)), BATCH)
     pairs = (pipeline.parameters(state), metrics["loss"]), (plain.parameters(expected), plain_metrics["loss"])
     assert_same_bits(*(list(map(np.asarray, jax.tree.leaves(pair))) for pair in pairs))

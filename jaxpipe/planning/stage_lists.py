@@ -33,7 +33,7 @@ class StageLists:
         program = planned.program
         if id(program) not in self._listed:  # with the program, so that its number stays its own
             with building_for(planned.mesh.devices.flat[0]):
-                runtime = MpmdRuntime(replace(planned, traces=self._traces, calls=None))
+                runtime = MpmdRuntime(replace(planned, traces=self._traces, graph=None))
                 self._listed[id(program)] = program, runtime, runtime.predicted
         return self._listed[id(program)][1:]
 
@@ -52,7 +52,7 @@ class StageLists:
         )
         if plan.host is not None:
             plan = replace(plan, host=replace(plan.host, bytes=max(peak.host for peak in peaks.values())))
-        return replace(planned, plan=plan, traces=self._traces, calls=runtime.calls)
+        return replace(planned, plan=plan, traces=self._traces, graph=runtime.graph)
 
     def needs(self, planned: ExecutablePlan, program: Program) -> list[int]:
         """Return the predicted bytes of each device along the stage axis, for a plan with another program."""

@@ -18,9 +18,9 @@ from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.models.variable_shardings import Shardings
 from jaxpipe.plan import Plan
-from jaxpipe.runtime.mpmd.call_list import CallList
-from jaxpipe.runtime.mpmd.compile_work import Traces
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
+from jaxpipe.runtime.mpmd.step_graph import StepGraph
+from jaxpipe.runtime.mpmd.trace_task import Traces
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.replica_exchange import StageExchange
@@ -91,8 +91,8 @@ class ExecutablePlan:
     retrace: Callable[[PyTree], MicrobatchProgram]  # traces the loss for the shapes of one micro-batch
     shardings: Shardings  # of variables within a stage
     compiled: Compiled | None = None  # stage programs that were compiled while planning
-    calls: CallList | None = None  # of stage programs, the training step
-    traces: Traces = field(default_factory=dict)  # of plans with the same cuts; filled while lists are written
+    graph: StepGraph | None = None  # of stage programs, the training step
+    traces: Traces = field(default_factory=dict)  # of plans with the same cuts; filled while graphs are written
 
 
 def followed_cuts(

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from jaxpipe.array_types import Device
 from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Instruction, Place, Send
-from jaxpipe.runtime.mpmd.stage_devices import StageDevices
+from jaxpipe.runtime.mpmd.stage_devices import Layout, StageDevices
+from jaxpipe.runtime.mpmd.step_graph import StepGraph
 
 
 def ends(message: Send | Exchange) -> tuple[Place, Place]:
@@ -22,6 +23,11 @@ def crosses(message: Send | Exchange, devices: StageDevices) -> bool:
     """Return whether a message goes between processes."""
     source, target = map(devices.of, ends(message))
     return any(a.process_index != b.process_index for a, b in zip(source, target, strict=True))
+
+
+def combine_sends(graph: StepGraph, layout: Layout) -> StepGraph:
+    """Return a graph with as few messages between processes as the order of its instructions allows."""
+    return replace(graph, instructions=tuple(join_messages(graph.instructions, layout.devices)))
 
 
 def join_messages(instructions: Sequence[Instruction], devices: StageDevices) -> list[Instruction]:

@@ -1,12 +1,12 @@
-"""Bytes that a list needs on each device, from the sizes of its arrays and of its compiled programs.
+"""Bytes that a step needs on each device, from the sizes of its arrays and of its compiled programs.
 
-The host follows a list far ahead of the devices, and memory is reserved in its order: an array exists from the
-instruction that writes it to the last that reads it, a program's temporaries during its call.
+The host follows a graph's instructions far ahead of the devices, and memory is reserved in their order: an array exists
+from the instruction that writes it to the last that reads it, a program's temporaries during its call.
 """
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jax.sharding import PartitionSpec as P
@@ -15,31 +15,21 @@ from jaxpipe.array_types import Device, Shaped
 from jaxpipe.graph.graph import itemsize, live, read_graph
 from jaxpipe.graph.liveness import temporary_bytes
 from jaxpipe.graph.sharding_propagation import of_one_device, propagate
-from jaxpipe.runtime.mpmd.call_list import CallList, Program
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
 from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Join, Place, Send, Split
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
-from jaxpipe.runtime.mpmd.stage_work import Name, Role
+from jaxpipe.runtime.mpmd.step_graph import StepGraph
 from jaxpipe.sharding.submesh import count_parts
 
 
-#: Components of a device's memory in the order in which they are printed, with the roles of arrays in each.
-COMPONENTS = {
-    "parameters": (Role.PARAMETER,),
-    "gradients": (Role.GRADIENT, Role.MEAN),
-    "optimizer": (Role.OPTIMIZER, Role.SHARED),
-    "residual": (Role.RESIDUAL,),
-    "state": (),  # with keys, totals and counters
-    "batch": (Role.BATCH,),
-    "stash": (Role.STASH, Role.SAVED, Role.PIECE),
-    "messages": (Role.ACTIVATION, Role.COTANGENT, Role.RESULT, Role.EXCHANGED),
-    "peers": (),  # parts of other stages' stashes
-}
+#: Components of a device's memory in the order in which they are printed; ``"state"`` has keys, totals, counters too.
+COMPONENTS = ("parameters", "gradients", "optimizer", "residual", "state", "batch", "stash", "messages", "peers")
 
-#: The component of what is in the host's memory, which takes nothing of the device's.
-_HOST = "host"
+#: The component of parts of other stages' stashes.
+PEER_PURPOSE = "peers"
 
-_COMPONENT: dict[Role | None, str] = {role: name for name, roles in COMPONENTS.items() for role in roles}
+#: What is in the host's memory, which takes nothing of the device's.
+HOST_PURPOSE = "host"
 
 
 @dataclass(frozen=True)
@@ -88,78 +78,76 @@ NOTHING = Needs("")
 
 
 def peak_bytes(dispatch: Dispatch, devices: StageDevices) -> dict[Device, Peak]:
-    """Return the most bytes that each device of this process holds at once while it follows a list."""
+    """Return the most bytes that each device of this process holds at once while it follows a graph."""
     needs = {key: Needs(run.label, run.temporary_bytes, run.alias_bytes) for key, run in dispatch.executables.items()}
-    return walk(dispatch.calls, devices, needs)
+    return walk(dispatch.graph, devices, needs)
 
 
-def predicted_bytes(calls: CallList, devices: StageDevices) -> dict[Device, Peak]:
-    """Return the most bytes that each device is predicted to hold at once while a list is followed.
+def predicted_bytes(graph: StepGraph, devices: StageDevices) -> dict[Device, Peak]:
+    """Return the most bytes that each device is predicted to hold at once while a graph is followed.
 
     It is the same walk, with estimated temporaries, before anything is compiled.
     """
     needs: dict[tuple[int, Place], Needs] = {}
-    for call in calls.instructions:
-        if isinstance(call, Call) and (call.program, call.place) not in needs:
-            specs, shape = [calls.specs[register] for register in call.reads], devices.mesh_shape(call.place)
-            program = calls.programs[call.program]
-            reused = _reusable_bytes(program, [count_parts(spec, shape) for spec in specs])
-            temporary = _working_bytes(program, specs, shape)
-            needs[call.program, call.place] = Needs(program.traced.work.label, temporary, reused)
-    return walk(calls, devices, needs)
+    for call in graph.instructions:
+        if isinstance(call, Call) and (call.task, call.place) not in needs:
+            specs, shape = [graph.specs[number] for number in call.reads], devices.mesh_shape(call.place)
+            reused = _reusable_bytes(graph, call.task, [count_parts(spec, shape) for spec in specs])
+            temporary = _working_bytes(graph, call.task, specs, shape)
+            needs[call.task, call.place] = Needs(graph.tasks[call.task].label, temporary, reused)
+    return walk(graph, devices, needs)
 
 
-def _working_bytes(program: Program, specs: Sequence[P], shape: Mapping[str, int]) -> int:
-    """Return the estimated bytes of a program's temporaries on each device: what it needs besides operands and results.
+def _working_bytes(graph: StepGraph, number: int, specs: Sequence[P], shape: Mapping[str, int]) -> int:
+    """Return the estimated bytes of a task's temporaries on each device: what it needs besides operands and results.
 
     Args:
       specs: by operand that it reads, how it is split.
       shape: the mesh axes of its devices, and their sizes.
     """
-    traced = program.traced
+    task, donated = graph.tasks[number], graph.donated[number]
     several = any(size > 1 for size in shape.values())
-    key = "bytes", tuple(specs) if several else (), program.donated
-    if key not in traced.estimate:
-        graph = read_graph(traced.program.closed, inline_shards=True)
-        graph = replace(graph, operators=live(graph.operators, graph.outputs))
+    key = "bytes", tuple(specs) if several else (), donated
+    if key not in task.estimate:
+        program = read_graph(task.program.closed, inline_shards=True)
+        program = replace(program, operators=live(program.operators, program.outputs))
         if several:
-            given = dict(zip(graph.inputs, specs, strict=True))
-            graph = of_one_device(graph, propagate(graph, given, shape).specs, shape)
-        donated = [graph.inputs[k] for k in sorted(program.donated)]
-        traced.estimate[key] = temporary_bytes(graph, donated)
-    return traced.estimate[key]
+            given = dict(zip(program.inputs, specs, strict=True))
+            program = of_one_device(program, propagate(program, given, shape).specs, shape)
+        task.estimate[key] = temporary_bytes(program, [program.inputs[k] for k in sorted(donated)])
+    return task.estimate[key]
 
 
-def _reusable_bytes(program: Program, parts: Sequence[int]) -> int:
+def _reusable_bytes(graph: StepGraph, number: int, parts: Sequence[int]) -> int:
     """Return the bytes of donated operands that results are written over: those of their shape and type.
 
     Args:
       parts: by operand, in how many parts its devices have it.
     """
-    traced = program.traced
-    donated = [((traced.read_avals[k].shape, traced.read_avals[k].dtype), parts[k]) for k in sorted(program.donated)]
-    given = Counter(form for form, _ in donated)
-    split = dict(donated)
-    sizes = {(aval.shape, aval.dtype): array_bytes(aval) for aval in traced.written_avals}
-    written = Counter((aval.shape, aval.dtype) for aval in traced.written_avals)
+    task, donated = graph.tasks[number], sorted(graph.donated[number])
+    forms = [((task.read_avals[k].shape, task.read_avals[k].dtype), parts[k]) for k in donated]
+    given = Counter(form for form, _ in forms)
+    split = dict(forms)
+    sizes = {(aval.shape, aval.dtype): array_bytes(aval) for aval in task.written_avals}
+    written = Counter((aval.shape, aval.dtype) for aval in task.written_avals)
     return sum(count * sizes[form] // split[form] for form, count in (given & written).items())
 
 
-def walk(calls: CallList, devices: StageDevices, needs: Mapping[tuple[int, Place], Needs]) -> dict[Device, Peak]:
+def walk(graph: StepGraph, devices: StageDevices, needs: Mapping[tuple[int, Place], Needs]) -> dict[Device, Peak]:
     """Return the most bytes that each device holds at once.
 
     Args:
-      needs: of each program at each place; those that are left out need nothing besides their arrays.
+      needs: of each task at each place; those that are left out need nothing besides their arrays.
     """
-    memory = _Memory(calls, devices)
-    seen: set[tuple[Device, Name, int]] = set()
-    for key, register in calls.inputs.items():
+    memory = _Memory(graph, devices)
+    seen: set[tuple[Device, str, Hashable, int]] = set()
+    for port, number in graph.inputs.items():
         # What every stage has is there once on a device with several stages.
-        array = devices.at(key.place), key.name, key.microbatch
+        array = devices.at(port.place), port.field, port.number, port.microbatch
         if array not in seen:
             seen.add(array)
-            memory.add(register, key.place)
-    for instruction, left in zip(calls.instructions, calls.dropped, strict=True):
+            memory.add(number, port.place)
+    for instruction, left in zip(graph.instructions, graph.drops, strict=True):
         if isinstance(instruction, (Split, Join)):
             memory.share(instruction)
         elif isinstance(instruction, Exchange):
@@ -168,21 +156,21 @@ def walk(calls: CallList, devices: StageDevices, needs: Mapping[tuple[int, Place
         elif isinstance(instruction, Send):
             memory.send(instruction)
         elif isinstance(instruction, Call):
-            memory.call(instruction, needs.get((instruction.program, instruction.place), NOTHING))
-        for register in left:
-            memory.drop(register)
+            memory.call(instruction, needs.get((instruction.task, instruction.place), NOTHING))
+        for number in left:
+            memory.drop(number)
     return {d: replace(peak, host=memory.host_peaks.get(d, 0)) for d, peak in memory.peaks.items()}
 
 
 class _Memory:
-    """The arrays on each device while a list is followed, and the most bytes so far."""
+    """The arrays on each device while a graph is followed, and the most bytes so far."""
 
-    def __init__(self, calls: CallList, devices: StageDevices):
+    def __init__(self, graph: StepGraph, devices: StageDevices):
         self.peaks: dict[Device, Peak] = {d: Peak(0, 0, "") for d in devices.every}
-        self._calls, self._devices = calls, devices
+        self._graph, self._devices = graph, devices
         self._held: dict[Device, int] = defaultdict(int)
         self._parts: dict[Device, dict[str, int]] = {d: defaultdict(int) for d in devices.every}
-        self._components = _components(calls)
+        self._components = _components(graph)
         self._alive: dict[int, dict[Device, int]] = {}
         self._waiting: set[int] = set()
         self.host_peaks: dict[Device, int] = defaultdict(int)
@@ -190,8 +178,8 @@ class _Memory:
     def _size(self, register: int, place: Place) -> int:
         """Return the bytes of an array on each device of a place."""
         groups = len(self._devices.firsts(place))
-        shards = self._devices.submesh.shards(self._calls.specs[register], groups)
-        return -(-array_bytes(self._calls.avals[register]) // shards)
+        shards = self._devices.submesh.shards(self._graph.specs[register], groups)
+        return -(-array_bytes(self._graph.avals[register]) // shards)
 
     def add(self, register: int, place: Place) -> None:
         """Reserve an array."""
@@ -206,8 +194,8 @@ class _Memory:
 
     def _change(self, device: Device, component: str, size: int) -> None:
         self._parts[device][component] += size
-        if component == _HOST:
-            self.host_peaks[device] = max(self.host_peaks[device], self._parts[device][_HOST])
+        if component == HOST_PURPOSE:
+            self.host_peaks[device] = max(self.host_peaks[device], self._parts[device][HOST_PURPOSE])
         else:
             self._held[device] += size
 
@@ -234,7 +222,7 @@ class _Memory:
         for register in call.writes:
             self.add(register, call.place)
         written = [(self._size(register, call.place), self._components[register]) for register in call.writes]
-        reused = _reused(self._calls, call, needed, written)
+        reused = _reused(self._graph, call, needed, written)
         for device in self._devices.of(call.place):
             self._note(device, needed, reused)
 
@@ -253,52 +241,38 @@ class _Memory:
         total = self._held[device] + needed.temporary - needed.reused
         if total > self.peaks[device].total:
             parts = self._parts[device].items()
-            here = {name: n - reused.get(name, 0) for name, n in parts if name != _HOST}
+            here = {name: n - reused.get(name, 0) for name, n in parts if name != HOST_PURPOSE}
             self.peaks[device] = Peak(total, needed.temporary, needed.label, here)
 
 
-def _reused(calls: CallList, call: Call, needed: Needs, written: Sequence[tuple[int, str]]) -> dict[str, int]:
+def _reused(graph: StepGraph, call: Call, needed: Needs, written: Sequence[tuple[int, str]]) -> dict[str, int]:
     """By component, bytes of a call's results that are written over donated operands: those of an operand's shape."""
     left, reused = needed.reused, defaultdict[str, int](int)
-    program = calls.programs[call.program]
-    donated = {(calls.avals[r].shape, calls.avals[r].dtype) for k, r in enumerate(call.reads) if k in program.donated}
-    shaped = [(calls.avals[r].shape, calls.avals[r].dtype) in donated for r in call.writes]
+    avals, free = graph.avals, graph.donated[call.task]
+    donated = {(avals[r].shape, avals[r].dtype) for k, r in enumerate(call.reads) if k in free}
+    shaped = [(avals[r].shape, avals[r].dtype) in donated for r in call.writes]
     for _, (size, component) in sorted(zip(shaped, written, strict=True), key=lambda entry: not entry[0]):
         reused[component] += min(size, left)
         left -= min(size, left)
     return reused
 
 
-def _components(calls: CallList) -> dict[int, str]:
-    """The component of each register, by the name that its maker or its first reader has for it.
+def _components(graph: StepGraph) -> list[str]:
+    """The component of each value.
 
-    An activation or a cotangent that several calls of one stage make or read is kept there, as a part of the stash;
-    what a stage's replicas exchange is a message.
+    An activation or a cotangent that several calls of one stage make or read is kept there, as a part of the stash.
     """
-    names: dict[int, Name] = {register: key.name for key, register in calls.inputs.items()}
     touched: dict[int, list[Place]] = defaultdict(list)
-    for instruction in calls.instructions:
-        if isinstance(instruction, Call):
-            traced = calls.programs[instruction.program].traced
-            reads, writes = (instruction.reads, traced.read_names), (instruction.writes, traced.written_names)
-            for registers, known in (reads, writes):
-                for register, name in zip(registers, known, strict=True):
-                    names.setdefault(register, name)
-                    touched[register].append(instruction.place)
-        elif isinstance(instruction, (Split, Join)):
-            source = names.get(instruction.reads[0])
-            names |= {register: source for register in instruction.writes if source is not None}
-    components_of: dict[int, str] = {}
-    for register in range(len(calls.avals)):
-        role = names[register].role if register in names else None
-        component = _COMPONENT.get(role, "state")
-        if register in calls.away or register in calls.hosted:
-            components_of[register] = "peers" if register in calls.away else _HOST
-            continue
-        places = touched[register]
-        kept = component == "messages" and role is not Role.EXCHANGED and len(places) > len(set(places))
-        components_of[register] = "stash" if kept else component
-    return components_of
+    for call in graph.instructions:
+        if isinstance(call, Call):
+            for number in (*call.reads, *call.writes):
+                touched[number].append(call.place)
+    components = [value.form.purpose for value in graph.values]
+    for number, places in touched.items():
+        is_message = components[number] == "messages" and graph.values[number].form.tensor is not None
+        if is_message and len(places) > len(set(places)):
+            components[number] = "stash"
+    return components
 
 
 def array_bytes(aval: Shaped) -> int:

@@ -17,12 +17,12 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe import agreement, multihost
 from jaxpipe.agreement import Part
 from jaxpipe.array_types import Array
-from jaxpipe.runtime.mpmd.call_list import CallList
 from jaxpipe.runtime.mpmd.combine_sends import crosses, ends
-from jaxpipe.runtime.mpmd.compile_work import Executable, Job, compile_jobs
-from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Instruction, Join, Key, Place, Send, Split, Spread
+from jaxpipe.runtime.mpmd.compile_tasks import Executable, Job, compile_jobs
+from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Instruction, Join, Place, Send, Split, Spread
 from jaxpipe.runtime.mpmd.send_between_processes import Transfer, Transfers, of_member
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
+from jaxpipe.runtime.mpmd.step_graph import Port, StepGraph
 from jaxpipe.runtime.waiting_thread import Awaited, Results, ended, started
 from jaxpipe.text.stable_text import writer
 
@@ -48,18 +48,18 @@ Step = tuple[Action | Started, Callable[[Registers], Sequence[Array]], slice | t
 class Dispatch:
     """A list that can be followed."""
 
-    calls: CallList  # with the specs that XLA has chosen
+    graph: StepGraph  # with the specs that XLA has chosen
     executables: dict[tuple[int, Place], Executable]  # those of other processes cannot be run
     steps: tuple[Step, ...]  # this process's
     registers: int  # those of the list, and those for actions that have not ended
 
-    def run(self, given: dict[int, Array]) -> dict[Key, Array | None]:
+    def run(self, given: dict[int, Array]) -> dict[Port, Array | None]:
         """Follow the list from its inputs by register; outputs on other processes' devices are None."""
         registers: Registers = [None] * self.registers
         for register, x in given.items():
             registers[register] = x
         follow(registers, self.steps)
-        return {key: registers[register] for key, register in self.calls.outputs.items()}
+        return {port: registers[number] for port, number in self.graph.outputs.items()}
 
 
 def follow(registers: Registers, steps: Sequence[Step]) -> None:
@@ -94,52 +94,51 @@ def _runs(registers: Sequence[int]) -> list[slice]:
     return runs
 
 
-def compile_list(calls: CallList, devices: StageDevices, call: str) -> Dispatch:
+def compile_graph(graph: StepGraph, devices: StageDevices, call: str) -> Dispatch:
     """Compile the programs of a list, that of a function of ``Pipeline``, for this process's devices."""
     if len(devices.processes) > 1:
-        agreement.agree(call, lambda: _parts(calls))
-    executables, specs = _compile_programs(calls, devices)
-    calls = replace(calls, specs=specs)
-    steps = _Steps(calls, devices, executables, call)
-    for instruction, left in zip(calls.instructions, calls.dropped, strict=True):
+        agreement.agree(call, lambda: _parts(graph))
+    executables, specs = _compile_tasks(graph, devices)
+    pairs = zip(graph.values, specs, strict=True)
+    graph = replace(graph, values=tuple(x._replace(form=x.form._replace(spec=spec)) for x, spec in pairs))
+    steps = _Steps(graph, devices, executables, call)
+    for instruction, left in zip(graph.instructions, graph.drops, strict=True):
         steps.add(instruction, left)
     steps.end_all()
     every = {key: program for some in multihost.gathered(_shown(executables)) for key, program in some.items()}
-    return Dispatch(calls, every | executables, tuple(steps.steps), steps.registers)
+    return Dispatch(graph, every | executables, tuple(steps.steps), steps.registers)
 
 
-def _parts(calls: CallList) -> dict[str, Part | str]:
+def _parts(graph: StepGraph) -> dict[str, Part | str]:
     """Return what processes that follow a list together must have alike."""
     write = writer()
-    programs = {
-        f"{x.traced.work.label} (number {k})": write(x.traced.program.closed) for k, x in enumerate(calls.programs)
-    }
-    return {"the list of calls": repr((calls.instructions, calls.avals)), "programs": Part(str(programs), programs)}
+    programs = {f"{x.label} (number {k})": write(x.program.closed) for k, x in enumerate(graph.tasks)}
+    return {"the list of calls": repr((graph.instructions, graph.avals)), "programs": Part(str(programs), programs)}
 
 
-def _compile_programs(
-    calls: CallList, devices: StageDevices
+def _compile_tasks(
+    graph: StepGraph, devices: StageDevices
 ) -> tuple[dict[tuple[int, Place], Executable], tuple[P, ...]]:
     """Compile the programs of a list: those of this process, and by register how its array is split.
 
     Where XLA chooses how results are split, programs that read them wait for it.
     """
     first: dict[tuple[int, Place], Call] = {}
-    for instruction in calls.instructions:
+    for instruction in graph.instructions:
         if isinstance(instruction, Call):
-            first.setdefault((instruction.program, instruction.place), instruction)
-    specs, open_registers = list(calls.specs), set(calls.free)
+            first.setdefault((instruction.task, instruction.place), instruction)
+    specs, open_registers = list(graph.specs), {k for k, value in enumerate(graph.values) if value.form.is_free}
     executables: dict[tuple[int, Place], Executable] = {}
     while first:
         ready = {key: call for key, call in first.items() if open_registers.isdisjoint(call.reads)}
         assert ready, "a program reads what no program before it has written"
         jobs = [
             Job(
-                calls.programs[number].traced,
-                calls.programs[number].donated,
+                graph.tasks[number],
+                graph.donated[number],
                 devices.mesh(place),
                 tuple(specs[register] for register in call.reads),
-                tuple(None if register in calls.free else specs[register] for register in call.writes),
+                tuple(None if graph.values[register].form.is_free else specs[register] for register in call.writes),
             )
             for (number, place), call in ready.items()
         ]
@@ -152,17 +151,17 @@ def _compile_programs(
             known = {
                 key: x.writes for some in (multihost.gathered(shown) if first else [shown]) for key, x in some.items()
             }
-            _follow_specs(calls, specs, open_registers, known)
+            _follow_specs(graph, specs, open_registers, known)
     return executables, tuple(specs)
 
 
 def _follow_specs(
-    calls: CallList, specs: list[P], open_registers: set[int], known: dict[tuple[int, Place], tuple[P, ...]]
+    graph: StepGraph, specs: list[P], open_registers: set[int], known: dict[tuple[int, Place], tuple[P, ...]]
 ) -> None:
     """Note how the results of compiled programs are split (``known``), and with them their copies."""
-    for instruction in calls.instructions:
+    for instruction in graph.instructions:
         if isinstance(instruction, Call):
-            chosen = known.get((instruction.program, instruction.place))
+            chosen = known.get((instruction.task, instruction.place))
             pairs = () if chosen is None else zip(instruction.writes, chosen, strict=True)
         else:
             copies = (instruction.forth, instruction.back) if isinstance(instruction, Exchange) else (instruction,)
@@ -189,16 +188,16 @@ class _Steps:
 
     def __init__(
         self,
-        calls: CallList,
+        graph: StepGraph,
         devices: StageDevices,
         executables: dict[tuple[int, Place], Executable],
         call: str,
     ):
         self.steps: list[Step] = []
         self._call = call
-        self.registers = len(calls.avals)
-        self._calls, self._devices, self._executables = calls, devices, executables
-        self._transfers = Transfers(calls.avals, calls.specs)
+        self.registers = len(graph.avals)
+        self._graph, self._devices, self._executables = graph, devices, executables
+        self._transfers = Transfers(graph.avals, graph.specs)
         self._running: dict[int, tuple[Transfer, tuple[int, ...]]] = {}
 
     def add(self, instruction: Instruction, left: tuple[int, ...]) -> None:
@@ -206,8 +205,7 @@ class _Steps:
         part = self._part(instruction)
         if part is None:
             return
-        programs = self._calls.programs
-        positions = programs[instruction.program].donated if isinstance(instruction, Call) else ()
+        positions = self._graph.donated[instruction.task] if isinstance(instruction, Call) else ()
         donated = {instruction.reads[k] for k in positions}
         for register, (running, _) in list(self._running.items()):
             if not (donated.isdisjoint(running.reads) and set(part.reads).isdisjoint(running.writes)):
@@ -241,12 +239,12 @@ class _Steps:
             takes_part = any(multihost.mine(devices.of(place)) for place in ends(instruction))
             return self._transfers.between(instruction, devices) if takes_part else None
         if isinstance(instruction, Call):
-            executable = self._executables.get((instruction.program, instruction.place))
+            executable = self._executables.get((instruction.task, instruction.place))
             action = None if executable is None else executable.run
         elif isinstance(instruction, Send):
-            action = _send(instruction, devices, self._calls.specs)
+            action = _send(instruction, devices, self._graph.specs)
         elif isinstance(instruction, (Split, Join)):
-            action = _share(instruction, self._calls, devices)
+            action = _share(instruction, self._graph, devices)
         return None if action is None else Transfer(action, instruction.reads, instruction.writes)
 
     def _awaited(self, instruction: Instruction) -> Awaited | None:
@@ -281,23 +279,23 @@ def _reader(reads: Sequence[int]) -> Callable[[Registers], Sequence[Array]]:
     return lambda registers: (registers[register],)
 
 
-def _share(instruction: Split | Join, calls: CallList, devices: StageDevices) -> Action | None:
+def _share(instruction: Split | Join, graph: StepGraph, devices: StageDevices) -> Action | None:
     """Return what this process does to take arrays apart or to put them together; None for nothing."""
     places = [Place(instruction.stage, r) for r in devices.members(instruction.stage)]
     mine = [r for r, place in enumerate(places) if multihost.mine(devices.of(place))]
     meshes, write = [devices.mesh(place) for place in places], instruction.writes[0]
-    sharding = NamedSharding(devices.mesh(Place(instruction.stage)), calls.specs[write])
+    sharding = NamedSharding(devices.mesh(Place(instruction.stage)), graph.specs[write])
 
     def split(x: Array) -> list[Array | None]:
         shards = {shard.device: shard.data for shard in x.addressable_shards}
-        return [of_member(x.shape, shards, mesh, calls.specs[instruction.reads[0]]) for mesh in meshes]
+        return [of_member(x.shape, shards, mesh, graph.specs[instruction.reads[0]]) for mesh in meshes]
 
     def join(*parts: Array) -> tuple[Array]:
         members = [parts[r] for r in mine]
         if isinstance(instruction, Join) and instruction.sharded and not members[0].shape:
             members = [x.reshape(1) for x in members]
         local = [shard.data for x in members for shard in x.addressable_shards]
-        return (jax.make_array_from_single_device_arrays(calls.avals[write].shape, sharding, local),)
+        return (jax.make_array_from_single_device_arrays(graph.avals[write].shape, sharding, local),)
 
     return None if not mine else split if isinstance(instruction, Split) else join
 

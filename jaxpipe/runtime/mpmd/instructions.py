@@ -1,6 +1,6 @@
-"""Places, named arrays, and the instructions of a list, which read and write numbered registers.
+"""Places, and the operators of a step's graph, which read and write numbered values.
 
-Call      run a program on the device of a stage, or on those of all its replicas
+Call      run a task on the device of a stage, or on those of all its replicas
 Send      copy arrays to another device, or to the host's memory and back
 Exchange  copy arrays between two devices both ways, which belong to different processes
 Spread    copy arrays to all devices, if they belong to several processes
@@ -11,7 +11,6 @@ Join      put the replicas' arrays together, without a copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxpipe.runtime.mpmd.stage_work import Name
 from jaxpipe.schedules.table import StageNumber
 
 
@@ -27,22 +26,19 @@ class Place(NamedTuple):
         return self.replica < 0
 
 
-class Key(NamedTuple):
-    """An array that a list names: where it is, what it is, and of which micro-batch."""
-
-    place: Place
-    name: Name
-    microbatch: int = -1
-
-
 @dataclass(frozen=True)
 class Call:
-    """Run program ``program`` of the list."""
+    """Run task number ``task`` of the graph.
 
-    program: int
+    ``microbatch`` is -1 for work at the end of a step; ``action`` is the position in the order of a device's actions.
+    """
+
+    task: int
     place: Place
     reads: tuple[int, ...]
     writes: tuple[int, ...]
+    microbatch: int = -1
+    action: int = -1
 
 
 @dataclass(frozen=True)
@@ -65,12 +61,12 @@ class Exchange:
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """Return the registers that either device sends."""
+        """Return the values that either device sends."""
         return self.forth.reads + self.back.reads
 
     @property
     def writes(self) -> tuple[int, ...]:
-        """Return the registers that either device writes."""
+        """Return the values that either device writes."""
         return self.forth.writes + self.back.writes
 
 

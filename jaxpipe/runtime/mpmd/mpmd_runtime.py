@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,17 +22,16 @@ from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.runtime import check_state
 from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, followed_cuts
 from jaxpipe.runtime.interface import Bytes, ForwardPass, Gradients, Part, StepResults
-from jaxpipe.runtime.mpmd.call_list import CallList
 from jaxpipe.runtime.mpmd.device_bytes import Peak, peak_bytes, predicted_bytes
-from jaxpipe.runtime.mpmd.dispatch import Dispatch, compile_list
-from jaxpipe.runtime.mpmd.instructions import Key, Place
+from jaxpipe.runtime.mpmd.dispatch import Dispatch, compile_graph
+from jaxpipe.runtime.mpmd.instructions import Place
 from jaxpipe.runtime.mpmd.other_shapes import check_shapes, shaped_for
-from jaxpipe.runtime.mpmd.report_work import COUNTERS
-from jaxpipe.runtime.mpmd.schedule_to_calls import evaluation_list, gradient_list, prediction_list, training_list
 from jaxpipe.runtime.mpmd.stage_devices import Layout, StageDevices
 from jaxpipe.runtime.mpmd.stage_state import Loader, StateLayout, adopt
-from jaxpipe.runtime.mpmd.stage_work import Context, Name, Role
-from jaxpipe.runtime.mpmd.update_work import NONFINITE, STOPPED, UpdateContext
+from jaxpipe.runtime.mpmd.stage_tasks import Context
+from jaxpipe.runtime.mpmd.step_graph import Port, StepGraph
+from jaxpipe.runtime.mpmd.training_graph import evaluation_graph, gradient_graph, prediction_graph, training_graph
+from jaxpipe.runtime.mpmd.update_tasks import UpdateContext
 from jaxpipe.runtime.recent import recent
 from jaxpipe.runtime.stages import cut_stages
 from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays, on_host
@@ -46,21 +45,27 @@ from jaxpipe.text.progress import progress, tell
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Compiled:
-    """A compiled list, and what it needs to be run."""
+    """A compiled graph, and what it needs to be run."""
 
     layout: Layout
     dispatch: Dispatch
     loader: Loader
 
-    def run(self, state: TrainState, batch: PyTree) -> tuple[dict[Key, Array | None], dict[Name, Array]]:
-        """Return the outputs of the list, and its reports, on the device that computes them or where they are sent."""
+    def outputs(self, state: TrainState, batch: PyTree) -> dict[Port, Array | None]:
+        """Return the outputs of the graph."""
         batch = self.loader.place_batch(jax.tree.leaves(batch))
-        outputs = self.dispatch.run(self.loader.load(state) | batch)
-        return outputs, {key.name: cast(Array, x) for key, x in outputs.items() if key.place == self.layout.home}
+        return self.dispatch.run(self.loader.load(state) | batch)
 
-    def loss_and_metrics(self, reports: dict[Name, Array]) -> list[Array]:
-        """Return the loss and the leaves of the metrics."""
-        return [reports[Name(Role.REPORT, k)] for k in range(len(self.layout.context.objective.results) - 1)]
+    def run(self, state: TrainState, batch: PyTree) -> tuple[dict[Port, Array | None], Array, list[Array]]:
+        """Return the outputs of a graph with a loss, that, and the leaves of the metrics."""
+        outputs = self.outputs(state, batch)
+        loss, metrics = outputs[Port(self.layout.home, "loss")], self.reports(outputs, "metrics")
+        return outputs, cast(Array, loss), [metrics[k] for k in range(len(metrics))]
+
+    def reports(self, outputs: dict[Port, Array | None], field: str) -> dict[Any, Array]:
+        """Return the reports of a field, on the device that computes them or where they are sent."""
+        home = self.layout.home
+        return {p.number: x for p, x in outputs.items() if (p.place, p.field) == (home, field) and x is not None}
 
 
 class MpmdRuntime:
@@ -91,19 +96,19 @@ class MpmdRuntime:
 
     def stage_part(self, place: int, arrays: StageArrays) -> Part:
         """Put a stage's arrays onto its devices."""
-        held = {field: [x for x in rows if x.key.place.stage == place] for field, rows in self._where.arrays.items()}
+        held = {field: [x for x in rows if x.port.place.stage == place] for field, rows in self._where.arrays.items()}
         avals = [x.aval for x in held["residual"]]
         residuals = arrays.residuals or [np.zeros(aval.shape, aval.dtype) for aval in avals]
         residuals = [np.asarray(x, aval.dtype) for x, aval in zip(residuals, avals, strict=True)]
         values = itertools.chain(arrays.parameters, arrays.variables, arrays.optimizer, residuals)
         pairs = zip(itertools.chain.from_iterable(held.values()), values, strict=True)
-        return {x.key: multihost.place(value, x.aval.sharding) for x, value in pairs}
+        return {x.port: multihost.place(value, x.aval.sharding) for x, value in pairs}
 
     def assemble(self, parts: Mapping[int, Part], common: CommonArrays) -> TrainState:
         """Return the state of the parts of this process's stages."""
-        where, held = self._where, {key: x for part in parts.values() for key, x in part.items()}
+        where, held = self._where, {port: x for part in parts.values() for port, x in part.items()}
         groups: dict[str, PyTree] = {
-            field: tuple(held[x.key] if x.key in held else _elsewhere(x.aval) for x in arrays)
+            field: tuple(held[x.port] if x.port in held else _elsewhere(x.aval) for x in arrays)
             for field, arrays in where.arrays.items()
         }
         groups |= {"shared": tuple(common.shared), "key": common.key}
@@ -123,23 +128,20 @@ class MpmdRuntime:
     def step(self, state: TrainState, batch: PyTree, shapes: PyTree) -> StepResults:
         """Run a training step; donates the state."""
         compiled = self._training(shapes)
-        outputs, reports = compiled.run(state, batch)
+        outputs, loss, metrics = compiled.run(state, batch)
         new = made_for(self._token, self._where.state_of(state, outputs))
-        loss, *metrics = compiled.loss_and_metrics(reports)
-        counters = {name: reports.get(Name(Role.REPORT, -1 - k)) for k, name in enumerate(COUNTERS)}
-        counters |= {"nonfinite_stages": reports.get(NONFINITE), "stopped": reports.get(STOPPED)}
-        return StepResults(new, loss, {k: x for k, x in counters.items() if x is not None}, metrics)
+        counters = compiled.reports(outputs, "counters")
+        return StepResults(new, loss, counters, metrics)
 
     def gradients(self, state: TrainState, batch: PyTree, shapes: PyTree) -> Gradients:
         """Return loss, metrics and the mean gradient of each trained parameter, None of others."""
-        compiled = self._for_shapes(shapes, gradient_list, "Compiling the gradient")
-        outputs, reports = compiled.run(state, batch)
-        loss, *metrics = compiled.loss_and_metrics(reports)
+        compiled = self._for_shapes(shapes, gradient_graph, "Compiling the gradient")
+        outputs, loss, metrics = compiled.run(state, batch)
         objective = compiled.layout.context.objective
         pairs = zip(objective.parameters, self._where.arrays["parameters"], strict=True)
         held = {t: x for t, x in pairs if t not in objective.frozen}
-        arrays = [outputs[Key(x.key.place, Name(Role.MEAN, t))] for t, x in held.items()]
-        values = self._on_hosts([x.key.place.stage for x in held.values()], arrays, [x.aval for x in held.values()])
+        arrays = [outputs[Port(x.port.place, "gradients", t)] for t, x in held.items()]
+        values = self._on_hosts([x.port.place.stage for x in held.values()], arrays, [x.aval for x in held.values()])
         by_parameter = dict(zip(held, values, strict=True))
         return loss, metrics, [by_parameter.get(t) for t in objective.parameters]
 
@@ -157,16 +159,15 @@ class MpmdRuntime:
             program = dataclasses.replace(planned.program, **parts, num_microbatches=batching.num_microbatches)
             shaped = dataclasses.replace(planned, batch=shapes, batching=batching, program=program)
             layout = self._layout_of(shaped, collects=name == "predict")
-            calls = evaluation_list(layout) if name == "evaluate" else prediction_list(layout)
-            compiled = self._compile(layout, calls, f"Pipeline.{name}")
+            graph = evaluation_graph(layout) if name == "evaluate" else prediction_graph(layout)
+            compiled = self._compile(layout, graph, f"Pipeline.{name}")
 
         def run(state: TrainState, batch: PyTree) -> PyTree:
-            outputs, reports = compiled.run(state, batch)
             if name == "evaluate":
-                loss, *metrics = compiled.loss_and_metrics(reports)
-                return loss, metrics
-            names = [Name(Role.REPORT, k) for k in range(len(objective.results))]
-            parts = [[x for key, x in outputs.items() if key.name == name] for name in names]
+                return compiled.run(state, batch)[1:]
+            outputs = compiled.outputs(state, batch)
+            leaves = range(len(objective.results))
+            parts = [[x for p, x in outputs.items() if (p.field, p.number) == ("predictions", k)] for k in leaves]
             return [self._by_replica_rows(layout, rows) for rows in parts]
 
         return run
@@ -175,7 +176,7 @@ class MpmdRuntime:
         """Copy a state to the host of every process that keeps it."""
         where, copies = self._where, {}
         for field in ("parameters", "variables", "optimizer"):
-            arrays, owners = getattr(state, field), [x.key.place.stage for x in where.arrays[field]]
+            arrays, owners = getattr(state, field), [x.port.place.stage for x in where.arrays[field]]
             copies[field] = self._on_hosts(owners, arrays, arrays)
         rows = [self._residual_rows(state, r) for r in range(self.devices.replicas)]
         residuals = [np.concatenate(parts) for parts in zip(*rows, strict=True)]
@@ -187,7 +188,7 @@ class MpmdRuntime:
 
     def _residual_rows(self, state: TrainState, r: int) -> list[ArrayLike]:
         """Copy the residuals of a replica to the host of every process."""
-        owners = [x.key.place.stage for x in self._where.arrays["residual"]]
+        owners = [x.port.place.stage for x in self._where.arrays["residual"]]
         avals = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in state.residual]
         rows = []
         for s, x in zip(owners, state.residual, strict=True):
@@ -278,44 +279,44 @@ class MpmdRuntime:
         return StateLayout(self._layout, self.planned)
 
     def _training(self, shapes: PyTree) -> Compiled:
-        return self._for_shapes(shapes, training_list, "Compiling the training step")
+        return self._for_shapes(shapes, training_graph, "Compiling the training step")
 
     @cached_property
-    def calls(self) -> CallList:
-        """The list of a training step; traced once, as a rule while the plan was made."""
-        return self.planned.calls or training_list(self._layout, self._update)
+    def graph(self) -> StepGraph:
+        """The graph of a training step; traced once, as a rule while the plan was made."""
+        return self.planned.graph or training_graph(self._layout, self._update)
 
     @cached_property
     @progress("Compiling the training step")
     def compiled_step(self) -> Dispatch:
-        """The compiled list of a training step."""
+        """The compiled graph of a training step."""
         return self.build() if self.planned.compiled is None else self.planned.compiled.step
 
     def build(self) -> Dispatch:
-        """Compile the list of a training step as it is planned."""
+        """Compile the graph of a training step as it is planned."""
         with self._building():
-            return compile_list(self.calls, self.devices, "Pipeline.step")
+            return compile_graph(self.graph, self.devices, "Pipeline.step")
 
     @property
     def predicted(self) -> dict[Device, Peak]:
         """The most bytes that each device needs in a step, in the order of the mesh, before anything is compiled."""
-        return self.in_mesh_order(predicted_bytes(self.calls, self.devices))
+        return self.in_mesh_order(predicted_bytes(self.graph, self.devices))
 
     def in_mesh_order(self, peaks: Mapping[Device, Peak]) -> dict[Device, Peak]:
         """Return the bytes of devices in the order of the mesh."""
         return {d: peaks[d] for d in self._where.all_devices.devices.flat}
 
-    def _for_shapes(self, shapes: PyTree, make: Callable[[Layout, UpdateContext], CallList], text: str) -> Compiled:
+    def _for_shapes(self, shapes: PyTree, make: Callable[[Layout, UpdateContext], StepGraph], text: str) -> Compiled:
         key = make, shape_key(shapes)
 
         def compiled() -> Compiled:
             is_planned = key[1] == shape_key(self.planned.batch)
-            if is_planned and make is training_list:
+            if is_planned and make is training_graph:
                 return self._loaded(self._layout, self.compiled_step)
             with progress(text), self._building():
                 layout = self._layout if is_planned else self._layout_for(shapes)
                 update = dataclasses.replace(self._update, pipeline=layout.context)
-                call = "Pipeline.step" if make is training_list else "Pipeline.value_and_grad"
+                call = "Pipeline.step" if make is training_graph else "Pipeline.value_and_grad"
                 return self._compile(layout, make(layout, update), call)
 
         return recent(self._compiled_steps, key, compiled)
@@ -329,11 +330,11 @@ class MpmdRuntime:
     def _building(self) -> AbstractContextManager[None]:
         return building_for(self.planned.mesh.devices.flat[0])
 
-    def _compile(self, layout: Layout, calls: CallList, call: str) -> Compiled:
-        return self._loaded(layout, compile_list(calls, self.devices, call))
+    def _compile(self, layout: Layout, graph: StepGraph, call: str) -> Compiled:
+        return self._loaded(layout, compile_graph(graph, self.devices, call))
 
     def _loaded(self, layout: Layout, dispatch: Dispatch) -> Compiled:
-        return Compiled(layout, dispatch, Loader(dataclasses.replace(self._where, layout=layout), dispatch.calls))
+        return Compiled(layout, dispatch, Loader(dataclasses.replace(self._where, layout=layout), dispatch.graph))
 
     def _by_replica_rows(self, layout: Layout, parts: Sequence[Array | None]) -> Array | None:
         """Put the rows of all replicas together, on the last stage or where they have been spread."""

@@ -11,9 +11,9 @@ from functools import cached_property
 from jax.sharding import Mesh
 
 from jaxpipe.array_types import Device, TensorNumber
-from jaxpipe.runtime.mpmd.compile_work import Traces
 from jaxpipe.runtime.mpmd.instructions import Place
-from jaxpipe.runtime.mpmd.stage_work import Context
+from jaxpipe.runtime.mpmd.stage_tasks import Context
+from jaxpipe.runtime.mpmd.trace_task import Traces
 from jaxpipe.schedules.table import Schedule, StageNumber
 from jaxpipe.sharding.mesh_axes import DATA
 from jaxpipe.sharding.submesh import Submesh
@@ -113,7 +113,7 @@ class Layout:
     schedule: Schedule
     devices: StageDevices
     homes: dict[TensorNumber, StageNumber]  # by parameter, its stage
-    traces: Traces = field(default_factory=dict)  # of the same cuts; filled while lists are written
+    traces: Traces = field(default_factory=dict)  # of the same cuts; filled while graphs are written
 
     @property
     def stages(self) -> tuple[StageNumber, ...]:

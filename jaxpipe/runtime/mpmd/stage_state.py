@@ -1,7 +1,7 @@
 """A training state as arrays of the stages: parameters, state and optimizer state are leaves on their stage's devices.
 
-    TrainState, batch ──Loader──▶ inputs of a list
-    outputs of a list ──StateLayout.state_of──▶ TrainState
+    TrainState, batch ──Loader──▶ inputs of a step's graph
+    outputs of a graph ──StateLayout.state_of──▶ TrainState
 
 What every stage needs (shared optimizer state, the random key, numbers of steps) is one array on all devices.
 """
@@ -25,12 +25,10 @@ from jaxpipe.array_types import Array, ArrayLike, Device, PyTree, Shaped
 from jaxpipe.errors import ModelError
 from jaxpipe.runtime import check_state, shard_batch
 from jaxpipe.runtime.executable_plan import ExecutablePlan
-from jaxpipe.runtime.mpmd.call_list import CallList
-from jaxpipe.runtime.mpmd.instructions import Key, Place
+from jaxpipe.runtime.mpmd.instructions import Place
 from jaxpipe.runtime.mpmd.send_between_processes import of_member
 from jaxpipe.runtime.mpmd.stage_devices import Layout
-from jaxpipe.runtime.mpmd.stage_work import Name, Role
-from jaxpipe.runtime.mpmd.update_work import SKIPPED
+from jaxpipe.runtime.mpmd.step_graph import Path, Port, StepGraph
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate
 from jaxpipe.runtime.state_arrays import of_replicas
 from jaxpipe.runtime.train_state import TrainState
@@ -42,14 +40,14 @@ from jaxpipe.sharding.submesh import joined_mesh
 class StateArray(NamedTuple):
     """An array of a training state that belongs to a stage."""
 
-    key: Key  # in a list
+    port: Port  # of a step's graph
     aval: jax.ShapeDtypeStruct  # with its sharding
     name: str
 
 
 @dataclass(frozen=True, eq=False)
 class StateLayout:
-    """The arrays of a training state in a list."""
+    """The arrays of a training state at the ports of a graph."""
 
     layout: Layout
     planned: ExecutablePlan
@@ -69,31 +67,33 @@ class StateLayout:
         trained = [t for t in objective.parameters if self.planned.update.exchange and t not in objective.frozen]
         return {
             "parameters": [
-                self._array(Role.PARAMETER, t, s, variables[t].aval, variables[t].name) for t, s in homes.items()
+                self._array("parameters", t, s, ("parameters", t), variables[t].aval, variables[t].name)
+                for t, s in homes.items()
             ],
             "variables": [
-                self._array(Role.STATE, t, s, v.aval, v.name)
+                self._array("variables", t, s, ("state", t), v.aval, v.name)
                 for t, s, v in zip(objective.state, placement.state, model.state, strict=True)
             ],
             "optimizer": [
-                self._array(Role.OPTIMIZER, k, s, aval, name)
+                self._array("optimizer", k, s, ("optimizer", k), aval, name)
                 for k, (s, aval, name) in enumerate(pieces)
                 if s is not None
             ],
             "residual": [
-                self._array(Role.RESIDUAL, t, homes[t], variables[t].aval, variables[t].name) for t in trained
+                self._array("residual", t, homes[t], ("residual", t), variables[t].aval, variables[t].name)
+                for t in trained
             ],
         }
 
-    def _array(self, role: Role, number: int, s: int, aval: Shaped, name: str) -> StateArray:
+    def _array(self, field: str, number: int, s: int, path: Path, aval: Shaped, name: str) -> StateArray:
         devices, stage = self.layout.devices, self.layout.stages[s]
-        key, shape, dtype = Key(devices.place(stage), Name(role, number)), aval.shape, aval.dtype
-        spec = self.layout.context.spec(stage, key.name)
-        if role is Role.RESIDUAL:  # one of each replica, of at least 32 bits
+        shape, dtype, spec = aval.shape, aval.dtype, self.layout.context.form(stage, path).spec
+        if field == "residual":  # one of each replica, of at least 32 bits
             shape, dtype = (len(devices.members(stage)), *shape), jnp.promote_types(dtype, jnp.float32)
             spec = side_by_side(spec, DATA)
         sharding = NamedSharding(devices.mesh(Place(stage)), spec)
-        return StateArray(key, jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), name)
+        port = Port(devices.place(stage), field, number)
+        return StateArray(port, jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), name)
 
     @property
     def shared(self) -> list[int]:
@@ -130,25 +130,23 @@ class StateLayout:
         names = {field: [x.name for x in arrays] for field, arrays in self.arrays.items()}
         return names | {"shared": [self.by_stage.state_names[k] for k in self.shared]}
 
-    def state_of(self, old: TrainState, outputs: dict[Key, Array | None]) -> TrainState:
-        """Return the state after a step, of the outputs of its list; arrays elsewhere stay as they are."""
-
+    def state_of(self, old: TrainState, outputs: dict[Port, Array | None]) -> TrainState:
+        """Return the state after a step, of the outputs of its graph; arrays elsewhere stay as they are."""
         new: dict[str, PyTree] = {}
         for field, arrays in self.arrays.items():
             pairs = zip(arrays, getattr(old, field), strict=True)
-            new[field] = tuple(before if (after := outputs.get(x.key)) is None else after for x, before in pairs)
-        shared = tuple(
-            self._everywhere(Name(Role.SHARED, k), x, outputs) for k, x in zip(self.shared, old.shared, strict=True)
-        )
-        step = self._everywhere(Name(Role.STEP), old.step, outputs)
-        skipped = self._everywhere(SKIPPED, old.skipped, outputs)
-        return replace(old, **new, shared=shared, step=step, skipped=skipped)
+            new[field] = tuple(before if (after := outputs.get(x.port)) is None else after for x, before in pairs)
+        pairs = zip(self.shared, old.shared, strict=True)
+        new["shared"] = tuple(self._everywhere("shared", k, x, outputs) for k, x in pairs)
+        for field in ("step", "skipped"):
+            new[field] = self._everywhere(field, 0, getattr(old, field), outputs)
+        return replace(old, **new)
 
-    def _everywhere(self, name: Name, old: Array, outputs: dict[Key, Array | None]) -> Array:
+    def _everywhere(self, field: str, number: int, old: Array, outputs: dict[Port, Array | None]) -> Array:
         """A value of all devices, of what the stages have made of it; the old one if they have not."""
         parts: dict[Device, Array] = {}
-        for key, x in outputs.items():
-            if key.name == name and x is not None:
+        for port, x in outputs.items():
+            if (port.field, port.number) == (field, number) and x is not None:
                 parts |= {shard.device: shard.data for shard in x.addressable_shards}
         if not parts:
             return old
@@ -157,66 +155,59 @@ class StateLayout:
 
 
 class Loader:
-    """The arrays of a training state, and constants, by register of a list."""
+    """The arrays of a training state, of a batch, and constants, by number of a graph's value."""
 
-    def __init__(self, where: StateLayout, calls: CallList):
+    def __init__(self, where: StateLayout, graph: StepGraph):
         """Find out what goes where."""
-        self._where = where
-        keys = calls.inputs
-        leaves = ((field, n, x.key) for field, arrays in where.arrays.items() for n, x in enumerate(arrays))
-        self._leaves = [(field, n, keys[key]) for field, n, key in leaves if key in keys]
+        self._where, devices = where, where.layout.devices
+        leaves = ((field, n, x.port) for field, arrays in where.arrays.items() for n, x in enumerate(arrays))
+        self._leaves = [(field, n, graph.inputs[port]) for field, n, port in leaves if port in graph.inputs]
         positions = {k: n for n, k in enumerate(where.shared)}
-        self._common: list[tuple[Name | int, Mesh, int]] = []
+        self._common: list[tuple[str, int, Mesh, int]] = []
         self._keys: list[tuple[Mesh, int]] = []
         self._batch: list[tuple[int, int, NamedSharding, int]] = []
         self._constants: dict[int, Array] = {}
-        devices = where.layout.devices
-        for key, register in keys.items():
-            name, mesh = key.name, devices.mesh(key.place)
+        for port, number in graph.inputs.items():
+            mesh, leaf = devices.mesh(port.place), cast(int, port.number)
             sharding = NamedSharding(mesh, P())
             if not multihost.mine(list(mesh.devices.flat)):
                 continue
-            if name.role is Role.SHARED:
-                self._common.append((positions[name.number], mesh, register))
-            elif name.role is Role.STEP:
-                self._common.append((name, mesh, register))
-            elif name.role is Role.KEY:
-                self._keys.append((mesh, register))
-            elif name.role is Role.BATCH:
-                self._batch.append((name.number, devices.replica(key.place), sharding, register))
-            elif name.role in (Role.INDEX, Role.WEIGHT):
-                self._constants[register] = multihost.place(self._constant(key), sharding)
+            if port.field in ("shared", "step", "skipped"):
+                self._common.append((port.field, positions.get(leaf, 0), mesh, number))
+            elif port.field == "key":
+                self._keys.append((mesh, number))
+            elif port.field == "batch":
+                self._batch.append((leaf, devices.replica(port.place), sharding, number))
+            elif port.field in ("index", "weight"):
+                self._constants[number] = multihost.place(self._constant(port), sharding)
         self._key: Array | None = None
         self._key_data: dict[int, Array] = {}
 
     def load(self, state: TrainState) -> dict[int, Array]:
-        """Return the arrays of a state, by register."""
+        """Return the arrays of a state, by number of their value."""
         given = dict(self._constants)
-        for field, k, register in self._leaves:
-            given[register] = getattr(state, field)[k]
-        for what, mesh, register in self._common:
-            x = state.skipped if what == SKIPPED else state.step if isinstance(what, Name) else state.shared[what]
-            given[register] = _at(x, mesh)
+        for field, k, number in self._leaves:
+            given[number] = getattr(state, field)[k]
+        for field, k, mesh, number in self._common:
+            given[number] = _at(state.shared[k] if field == "shared" else getattr(state, field), mesh)
         if state.key is not self._key:
             data = jax.random.key_data(state.key)
-            self._key_data = {register: _at(data, mesh) for mesh, register in self._keys}
+            self._key_data = {number: _at(data, mesh) for mesh, number in self._keys}
             self._key = state.key
         return given | self._key_data
 
-    def _constant(self, key: Key) -> np.ndarray:
+    def _constant(self, port: Port) -> np.ndarray:
         context, devices = self._where.layout.context, self._where.layout.devices
         m = context.num_microbatches
-        if key.name.role is Role.WEIGHT:
+        if port.field == "weight":
             return np.array(m * devices.replicas, np.float32)
-        return np.array([key.microbatch, devices.replica(key.place) * m + key.microbatch], np.int32)
+        return np.array([port.microbatch, devices.replica(port.place) * m + port.microbatch], np.int32)
 
     def place_batch(self, leaves: Sequence[ArrayLike]) -> dict[int, Array]:
         """Return a batch's leaves, global or of this process's replicas, on the devices that read them."""
         shared, mesh = self._where.layout.context.shared, self._where.all_devices
         parts = [_parts(x, common, mesh) for x, common in zip(leaves, shared, strict=True)]
-        return {
-            register: multihost.place(parts[k](replica), sharding) for k, replica, sharding, register in self._batch
-        }
+        return {number: multihost.place(parts[k](replica), sharding) for k, replica, sharding, number in self._batch}
 
 
 def _at(x: Array, mesh: Mesh) -> Array:

@@ -1,15 +1,14 @@
-"""Traced, lowered and compiled work: once for all that computes the same.
+"""Tasks, lowered and compiled: once for all that compute the same.
 
-Work ──trace──▶ operands that are read, results that are new ──form──▶ equal ones are lowered and compiled once,
-     in parallel threads ──▶ executables, loaded on each device
+tasks ──form──▶ equal ones are lowered and compiled once, in parallel threads ──▶ executables, loaded on each device
 """
 
 import functools
 import os
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import jax
@@ -19,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled, Lowered
 
 from jaxpipe import _compat, multihost
-from jaxpipe.array_types import Array, Atom, Device
-from jaxpipe.graph.program_form import TracedProgram, shared_program
-from jaxpipe.runtime.mpmd.stage_work import Name, Work, shape_of
+from jaxpipe.array_types import Array, Device
+from jaxpipe.graph.program_form import shared_program
+from jaxpipe.runtime.mpmd.step_graph import Task
 from jaxpipe.text.progress import tell
 
 
@@ -30,69 +29,10 @@ Call: TypeAlias = Callable[..., Sequence[Array]]
 
 
 @dataclass(frozen=True, eq=False)
-class TracedWork:
-    """Work without the operands that it does not read, and without results that are operands."""
-
-    work: Work
-    program: TracedProgram
-    read_names: tuple[Name, ...]
-    written_names: tuple[Name, ...]
-    same: Mapping[Name, Name]  # of a result that is an operand or another result
-    estimate: dict[Hashable, int] = field(default_factory=dict)  # of temporary bytes (``device_bytes``)
-
-    @functools.cached_property
-    def read_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes of the operands."""
-        return tuple(shape_of(v.aval) for v in _compat.open_jaxpr(self.program.closed)[0].invars)
-
-    @functools.cached_property
-    def written_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes of the results."""
-        return tuple(shape_of(v.aval) for v in _compat.open_jaxpr(self.program.closed)[0].outvars)
-
-
-#: Work that was traced, by what decides it.
-Traces: TypeAlias = dict[Hashable, TracedWork]
-
-
-def trace_work(work: Work, wanted: Callable[[Name], bool] = lambda _: True) -> TracedWork:
-    """Trace some work, of whose results those that are wanted are computed."""
-    results: list[Name] = []
-
-    def function(*operands: Array) -> list[Array]:
-        arrays = work.function(dict(zip(work.operands, operands, strict=True)))
-        results[:] = arrays
-        return [*arrays.values()]
-
-    closed = jax.make_jaxpr(function)(*work.operands.values())
-    jaxpr, _ = _compat.open_jaxpr(closed)
-    operand = dict(zip(jaxpr.invars, work.operands, strict=True))
-    writes: dict[Name, Atom] = {}
-    same: dict[Name, Name] = {}
-    written: dict[Atom, Name] = {}
-    for name, atom in zip(results, jaxpr.outvars, strict=True):
-        if not wanted(name):
-            continue
-        if not _compat.is_literal(atom):
-            source = operand.get(atom, written.get(atom))
-            if source is not None and (source == name or source.role.is_of_microbatch):
-                same[name] = source
-                continue
-            written[atom] = name
-        writes[name] = atom
-    needed = {a for eqn in jaxpr.eqns for a in eqn.invars if not _compat.is_literal(a)}
-    needed |= {atom for atom in writes.values() if not _compat.is_literal(atom)}
-    read = {v: name for v, name in operand.items() if v in needed}
-    part = _compat.part_of(closed, list(read), list(writes.values()))
-    program = TracedProgram(part, jax.tree.structure((0,) * len(writes)))
-    return TracedWork(work, program, tuple(read.values()), tuple(writes), same)
-
-
-@dataclass(frozen=True, eq=False)
 class Job:
-    """Work to be compiled."""
+    """A task to be compiled."""
 
-    traced: TracedWork
+    task: Task
     donated: frozenset[int]  # positions, among the operands that are read, of arrays that it may write over
     mesh: Mesh  # that it runs on
     reads: tuple[P, ...]  # by operand
@@ -106,12 +46,12 @@ class Job:
     @property
     def is_bound(self) -> bool:
         """True if its program is lowered for its very devices: they are absent, or it calls Python on their host."""
-        return _compat.is_absent(self.devices[0]) or _compat.needs_devices(self.traced.program.closed)
+        return _compat.is_absent(self.devices[0]) or _compat.needs_devices(self.task.program.closed)
 
 
 @dataclass(frozen=True, eq=False)
 class Executable:
-    """Compiled work."""
+    """A compiled task."""
 
     run: Call
     label: str
@@ -127,9 +67,8 @@ def compile_jobs(jobs: Sequence[Job], platform: str) -> list[Executable | None]:
     """
     groups: dict[Hashable, list[int]] = {}
     for number, job in enumerate(jobs):
-        traced = job.traced
         where = job.devices if job.is_bound else tuple(job.mesh.shape.items())
-        key = (traced.program.form, job.donated, where, job.reads, job.writes)
+        key = (job.task.program.form, job.donated, where, job.reads, job.writes)
         groups.setdefault(key, []).append(number)
     local_jobs = {number for number, job in enumerate(jobs) if multihost.mine(job.devices)}
     local_groups = [numbers for numbers in groups.values() if not local_jobs.isdisjoint(numbers)]
@@ -140,7 +79,7 @@ def compile_jobs(jobs: Sequence[Job], platform: str) -> list[Executable | None]:
         nonlocal done
         built = _compile(equal, lowered, rows)
         done += 1
-        tell(f"Compiled {done} of {len(local_groups)} programs: {equal[0].traced.work.label}")
+        tell(f"Compiled {done} of {len(local_groups)} programs: {equal[0].task.label}")
         return built
 
     with warnings.catch_warnings(), ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
@@ -174,7 +113,7 @@ def _compile(jobs: Sequence[Job], lowered: Lowered, rows: Sequence[np.ndarray | 
     return [
         Executable(
             call if row is None else _with_row(call, row, job.mesh),
-            job.traced.work.label,
+            job.task.label,
             sizes.temp_size_in_bytes,
             sizes.alias_size_in_bytes,
             writes,
@@ -195,15 +134,14 @@ def _elsewhere(program: Compiled, lowered: Lowered, jobs: Sequence[Job]) -> list
 def _lower(jobs: Sequence[Job], platform: str) -> tuple[Lowered, list[np.ndarray | None]]:
     """Lower equal work; numbers that keys are folded with become an operand where they differ, given by job."""
     first = jobs[0]
-    traced = first.traced
-    program = shared_program([job.traced.program for job in jobs])
-    rows = [np.array([value for _, value in job.traced.program.folds], np.uint32) for job in jobs]
+    program = shared_program([job.task.program for job in jobs])
+    rows = [np.array([value for _, value in job.task.program.folds], np.uint32) for job in jobs]
     varies = any((row != rows[0]).any() for row in rows)
     mesh = first.mesh if first.is_bound else _abstract(first.mesh)
 
     function = program if varies else functools.partial(program, rows[0])
     offset = 1 if varies else 0
-    avals = [jax.ShapeDtypeStruct(rows[0].shape, np.uint32)] * offset + [*traced.read_avals]
+    avals = [jax.ShapeDtypeStruct(rows[0].shape, np.uint32)] * offset + [*first.task.read_avals]
     shaped = [
         jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
         for a, spec in zip(avals, (*(P(),) * offset, *first.reads), strict=True)

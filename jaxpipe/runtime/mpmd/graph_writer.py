@@ -1,0 +1,120 @@
+"""Writes a step's graph: functions of value numbers, which return value numbers."""
+
+from collections.abc import Hashable, Sequence
+from typing import TypeVar
+
+import jax
+
+from jaxpipe.array_types import PyTree
+from jaxpipe.runtime.mpmd.instructions import Call, Instruction, Join, Place, Send, Split, Spread
+from jaxpipe.runtime.mpmd.stage_devices import StageDevices
+from jaxpipe.runtime.mpmd.step_graph import Port, StepGraph, Task, Value
+from jaxpipe.runtime.mpmd.trace_task import Arrays, Traced, Traces, Work, trace_task
+from jaxpipe.schedules.table import StageNumber
+from jaxpipe.sharding.mesh_axes import DATA
+from jaxpipe.sharding.partition_specs import side_by_side
+
+
+#: A tree of value numbers.
+Tree = TypeVar("Tree", bound=PyTree)
+
+
+class GraphWriter:
+    """A graph that is being written, on some devices."""
+
+    def __init__(self, devices: StageDevices, traces: Traces):
+        """Begin without a value; tasks are traced once among all who have the same ``traces``."""
+        self.devices, self._traces = devices, traces
+        self.values: list[Value] = []
+        self.instructions: list[Instruction] = []
+        self.inputs: dict[Port, int] = {}
+        self._tasks: dict[Task, int] = {}
+        self._joined: dict[tuple[int, ...], int] = {}
+
+    def value(self, value: Value) -> int:
+        """Return the number of a new value."""
+        self.values.append(value)
+        return len(self.values) - 1
+
+    def input(self, port: Port, value: Value) -> int:
+        """Return an array that exists at the beginning."""
+        if port not in self.inputs:
+            self.inputs[port] = self.value(value)
+        return self.inputs[port]
+
+    def avals(self, tree: Tree) -> Tree:
+        """Return the shapes of some values."""
+        return jax.tree.map(lambda number: self.values[number].aval, tree)
+
+    def run(
+        self,
+        key: Hashable,
+        work: Work,
+        place: Place,
+        operands: Arrays,
+        consumes: bool = False,
+        microbatch: int = -1,
+        action: int = -1,
+    ) -> Arrays:
+        """Run some work at a place; ``key`` says what it is, with operands of which shapes."""
+        if key not in self._traces:
+            self._traces[key] = trace_task(work, self.avals(operands), consumes)
+        traced: Traced = self._traces[key]
+        leaves, structure = jax.tree.flatten(operands)
+        assert structure == traced.operands, f"{work.label}: other operands than before"
+        task = traced.task
+        pairs = zip(task.written_avals, task.forms, strict=True)
+        writes = [self.value(Value(aval, place, form)) for aval, form in pairs]
+        if writes:
+            number = self._tasks.setdefault(task, len(self._tasks))
+            reads = tuple(leaves[k] for k in traced.reads)
+            self.instructions.append(Call(number, place, reads, tuple(writes), microbatch, action))
+        return traced.tree.unflatten([writes[k] if k >= 0 else leaves[~k] for k in traced.sources])
+
+    def send(self, source: Place, target: Place, tree: Tree) -> Tree:
+        """Copy values to another place; within a device nothing is copied."""
+        reads, structure = jax.tree.flatten(tree)
+        if not reads or self.devices.at(source) == self.devices.at(target):
+            return tree
+        writes = tuple(self.value(self.values[k]._replace(place=target)) for k in reads)
+        self.instructions.append(Send(source, target, tuple(reads), writes))
+        return structure.unflatten(writes)
+
+    def spread(self, source: Place, replicas: Sequence[int], tree: Tree) -> Tree:
+        """Copy values to the devices of all stages of some replicas, as arrays that these have in common."""
+        reads, structure = jax.tree.flatten(tree)
+        writes = tuple(self.value(self.values[k]) for k in reads)
+        self.instructions.append(Spread(source, tuple(replicas), tuple(reads), writes))
+        return structure.unflatten(writes)
+
+    def split(self, stage: StageNumber, tree: Tree) -> list[Tree]:
+        """Return what each member of a stage has of arrays of all: its part; all of one that is the same everywhere."""
+        members = self.devices.members(stage)
+        if len(members) == 1:
+            return [tree]
+        leaves, structure = jax.tree.flatten(tree)
+        rows = [[self.value(self.values[k]._replace(place=Place(stage, r))) for r in members] for k in leaves]
+        self.instructions += [Split(stage, (k,), tuple(row)) for k, row in zip(leaves, rows, strict=True)]
+        return [structure.unflatten(row[r] for row in rows) for r in members]
+
+    def join(self, trees: Sequence[Tree], own: bool) -> Tree:
+        """Put the members' arrays together: side by side if each has its ``own``; else they are equal."""
+        if len(trees) == 1:
+            return trees[0]
+        rows = [jax.tree.leaves(tree) for tree in trees]
+        return jax.tree.structure(trees[0]).unflatten([self._join(parts, own) for parts in zip(*rows, strict=True)])
+
+    def _join(self, parts: tuple[int, ...], own: bool) -> int:
+        if parts in self._joined:
+            return self._joined[parts]
+        aval, place, form = self.values[parts[0]]
+        if own:
+            rows = (len(parts) * (aval.shape or (1,))[0], *aval.shape[1:])
+            aval, form = jax.ShapeDtypeStruct(rows, aval.dtype), form._replace(spec=side_by_side(form.spec, DATA))
+        self._joined[parts] = whole = self.value(Value(aval, Place(place.stage), form))
+        self.instructions.append(Join(place.stage, parts, (whole,), own))
+        return whole
+
+    def finish(self, outputs: dict[Port, int]) -> StepGraph:
+        """Return the graph that ends with some arrays."""
+        return StepGraph(tuple(self.values), tuple(self._tasks), tuple(self.instructions), self.inputs, outputs)

@@ -1,0 +1,28 @@
+"""The passes that make a step's graph one that runs: each a function from graph to graph, one file each."""
+
+from collections.abc import Callable
+
+from jaxpipe.runtime.mpmd.combine_sends import combine_sends
+from jaxpipe.runtime.mpmd.drop_values import drop_values
+from jaxpipe.runtime.mpmd.infer_donation import infer_donation
+from jaxpipe.runtime.mpmd.remove_unread import remove_unread
+from jaxpipe.runtime.mpmd.stage_devices import Layout
+from jaxpipe.runtime.mpmd.step_graph import StepGraph
+from jaxpipe.runtime.mpmd.swap_stashes import swap_stashes
+
+
+#: In this order.
+PASSES: tuple[Callable[[StepGraph, Layout], StepGraph], ...] = (
+    remove_unread,
+    swap_stashes,
+    combine_sends,
+    infer_donation,
+    drop_values,
+)
+
+
+def apply_passes(graph: StepGraph, layout: Layout) -> StepGraph:
+    """Return the graph after all passes."""
+    for apply in PASSES:
+        graph = apply(graph, layout)
+    return graph

@@ -1,0 +1,203 @@
+"""Moves stashes to other memory between the forward and the backward pass.
+
+    forward pass ─▶ arrays ─▶ slices ──one send to each target──▶ a peer's memory, the host's
+    backward pass ◀─ arrays ◀─ slices ◀──one send from each──────┘
+
+Slices follow each other in the order of the arrays; an array in which one ends is cut along its first axis.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpipe.runtime.mpmd.device_bytes import HOST_PURPOSE, PEER_PURPOSE, array_bytes
+from jaxpipe.runtime.mpmd.instructions import Call, Instruction, Place, Send
+from jaxpipe.runtime.mpmd.stage_devices import Layout
+from jaxpipe.runtime.mpmd.step_graph import Form, StepGraph, Task, Value
+from jaxpipe.runtime.mpmd.trace_task import Arrays, Work, trace_task
+from jaxpipe.runtime.stash_swap import StashSwap, SwapTarget
+from jaxpipe.schedules.swap_points import HOST, swap_points
+from jaxpipe.schedules.table import StageNumber
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of an array that go to one target."""
+
+    target: int  # position among the stage's targets
+    begin: int = 0  # rows along the first axis; 0 to 0 of an array that is not cut
+    end: int = 0
+
+
+def cut_arrays(avals: Sequence[jax.ShapeDtypeStruct], targets: Sequence[SwapTarget]) -> list[list[Piece]]:
+    """Return the pieces of each array, so that each target gets its share of all bytes, to a row."""
+    total, shares = sum(map(array_bytes, avals)), [target.share for target in targets]
+    ends = [total * part / sum(shares) for part in itertools.accumulate(shares)]
+    pieces, start = [], 0.0
+    for aval in avals:
+        size = array_bytes(aval)
+        rows = aval.shape[0] if aval.shape and size else 1
+        bounds = [0, *(min(rows, max(0, round((end - start) * rows / max(1, size)))) for end in ends[:-1]), rows]
+        parts = [Piece(k, *ends) for k, ends in enumerate(itertools.pairwise(bounds)) if ends[1] > ends[0]]
+        pieces.append(parts if len(parts) > 1 else [Piece(parts[0].target)])
+        start += size
+    return pieces
+
+
+def swap_stashes(graph: StepGraph, layout: Layout) -> StepGraph:
+    """Return a graph in which stages with a ``StashSwap`` send stashes away and, in time, back."""
+    swapped = [s for s, stage in zip(layout.stages, layout.context.stages, strict=True) if stage.swap is not None]
+    if not swapped or not layout.context.trains:
+        return graph
+    mover = _Mover(graph, layout)
+    for s in swapped:
+        mover.swap(s)
+    return mover.graph()
+
+
+class _Mover:
+    """A graph into which swaps are written."""
+
+    def __init__(self, graph: StepGraph, layout: Layout):
+        self._graph, self._layout = graph, layout
+        self._values, self._tasks = list(graph.values), list(graph.tasks)
+        self._calls: dict[tuple[Place, int], list[int]] = defaultdict(list)  # by place and micro-batch, positions
+        for k, x in enumerate(graph.instructions):
+            if isinstance(x, Call) and x.microbatch >= 0:
+                self._calls[x.place, x.microbatch].append(k)
+        self._before: dict[int, list[Instruction]] = defaultdict(list)
+        self._after: dict[int, list[Instruction]] = defaultdict(list)
+        self._returned: dict[int, dict[int, int]] = defaultdict(dict)  # by position of a call, what it reads instead
+
+    def graph(self) -> StepGraph:
+        """Return the graph with what was written."""
+        instructions: list[Instruction] = []
+        for k, x in enumerate(self._graph.instructions):
+            if k in self._returned:
+                assert isinstance(x, Call)
+                x = replace(x, reads=tuple(self._returned[k].get(number, number) for number in x.reads))
+            instructions += [*self._before[k], x, *self._after[k]]
+        new = {"values": tuple(self._values), "tasks": tuple(self._tasks), "instructions": tuple(instructions)}
+        return replace(self._graph, **new)
+
+    def swap(self, s: StageNumber) -> None:
+        """Swap the stashes of a stage that are away for long enough."""
+        layout, graph = self._layout, self._graph
+        swap, schedule = layout.context.stages[s].swap, layout.schedule
+        assert swap is not None
+        points, cutting = swap_points(schedule, s), None
+        actions = [
+            (x.action, k)
+            for k, x in enumerate(graph.instructions)
+            if isinstance(x, Call) and x.action >= 0 and schedule.device(x.place.stage) == schedule.device(s)
+        ]
+        for j, r in itertools.product(points.leaves, layout.replicas):
+            place = layout.devices.place(s, r)
+            first, *later = self._calls[place, j]
+            read = {number for k in later for number in graph.instructions[k].reads}
+            made = dict.fromkeys((*graph.instructions[first].reads, *graph.instructions[first].writes))
+            kept = [k for t in swap.tensors for k in made if k in read and graph.values[k].form.tensor == t]
+            cutting = cutting or self._cutting(s, swap, kept)
+            back = next(k for action, k in actions if action >= points.returns[j])
+            returned = self._send_away(cutting, swap, kept, place, first, back)
+            for k in later:
+                self._returned[k] |= zip(kept, returned, strict=True)
+
+    def _cutting(self, s: StageNumber, swap: StashSwap, kept: Sequence[int]) -> "_Cutting":
+        """Return how the arrays of a stash are cut, and the tasks that do it."""
+        values = [self._values[k] for k in kept]
+        pieces = cut_arrays([value.aval for value in values], swap.targets)
+        cut = [k for k, parts in enumerate(pieces) if len(parts) > 1]
+        tasks: list[int] = []
+        if cut:
+            is_free = self._layout.context.specs.submesh.size > 1
+            works = _cutting_work(s, [pieces[k] for k in cut], [values[k].form for k in cut], is_free)
+            avals = {"arrays": [values[k].aval for k in cut]}
+            first = trace_task(works[0], avals).task
+            last = trace_task(works[1], {"pieces": list(first.written_avals)}).task
+            tasks = [self._task(first), self._task(last)]
+        return _Cutting(pieces, cut, tasks)
+
+    def _task(self, task: Task) -> int:
+        self._tasks.append(task)
+        return len(self._tasks) - 1
+
+    def _call(self, task: int, place: Place, reads: Sequence[int]) -> Call:
+        pairs = zip(self._tasks[task].written_avals, self._tasks[task].forms, strict=True)
+        return Call(task, place, tuple(reads), tuple(self._new(Value(aval, place, form)) for aval, form in pairs))
+
+    def _new(self, value: Value) -> int:
+        self._values.append(value)
+        return len(self._values) - 1
+
+    def _send_away(
+        self, cutting: "_Cutting", swap: StashSwap, kept: Sequence[int], place: Place, first: int, back: int
+    ) -> list[int]:
+        """Write a swap, away after instruction ``first``, home before ``back``; return what is home then."""
+        pieces = [[k] for k in kept]
+        if cutting.tasks:
+            call = self._call(cutting.tasks[0], place, [kept[k] for k in cutting.cut])
+            self._after[first].append(call)
+            remaining = iter(call.writes)
+            for k in cutting.cut:
+                pieces[k] = [next(remaining) for _ in cutting.pieces[k]]
+        returned = [[-1] * len(row) for row in pieces]
+        for number, target in enumerate(swap.targets):
+            to_host = target.stage == HOST
+            holder = place if to_host else self._layout.devices.place(target.stage, place.replica)
+            where = [
+                (k, n) for k, parts in enumerate(cutting.pieces) for n, x in enumerate(parts) if x.target == number
+            ]
+            reads = tuple(pieces[k][n] for k, n in where)
+            if not reads:
+                continue
+            away = tuple(self._moved(k, holder, HOST_PURPOSE if to_host else PEER_PURPOSE) for k in reads)
+            home = tuple(self._moved(k, place, "stash") for k in reads)
+            self._after[first].append(Send(place, holder, reads, away, to_host))
+            self._before[back].append(Send(holder, place, away, home))
+            for (k, n), x in zip(where, home, strict=True):
+                returned[k][n] = x
+        whole = [row[0] for row in returned]
+        if cutting.tasks:
+            call = self._call(cutting.tasks[1], place, [x for k in cutting.cut for x in returned[k]])
+            self._before[back].append(call)
+            for k, x in zip(cutting.cut, call.writes, strict=True):
+                whole[k] = x
+        return whole
+
+    def _moved(self, number: int, place: Place, purpose: str) -> int:
+        aval, _, form = self._values[number]
+        return self._new(Value(aval, place, form._replace(purpose=purpose)))
+
+
+@dataclass(frozen=True)
+class _Cutting:
+    """Arrays of a stash in pieces: those of each array, the arrays that are cut, the tasks that cut and join them."""
+
+    pieces: list[list[Piece]]
+    cut: list[int]
+    tasks: list[int]
+
+
+def _cutting_work(
+    s: StageNumber, cut: Sequence[Sequence[Piece]], forms: Sequence[Form], is_free: bool
+) -> tuple[Work, Work]:
+    """The work that cuts arrays into pieces, and that which puts them together again."""
+
+    def slices(values: Arrays) -> Arrays:
+        pairs = ((x, piece) for x, parts in zip(values["arrays"], cut, strict=True) for piece in parts)
+        return {"pieces": [lax.slice_in_dim(x, piece.begin, piece.end) for x, piece in pairs]}
+
+    def join(values: Arrays) -> Arrays:
+        remaining = iter(values["pieces"])
+        return {"arrays": [jnp.concatenate([next(remaining) for _ in parts]) for parts in cut]}
+
+    return (
+        Work(f"stage {s}: slices of a stash", slices, lambda _: Form("stash", is_free=is_free)),
+        Work(f"stage {s}: stash of its slices", join, lambda path: forms[path[1]]),
+    )

@@ -1,0 +1,437 @@
+"""The end of a step: gradients become an update of each stage's own parameters.
+
+    sums of gradients ──replicas──▶ mean ──▶ small values that other stages need (norms), round by round
+    mean, parameters, optimizer state, values of others ──▶ new parameters, new optimizer state
+
+Every stage runs its own part of the optimizer (``jaxpipe.runtime.optimizer_by_stage``). Where stages have replicas,
+this work is one program over the devices of a stage, in which XLA adds the replicas' arrays up. Of arrays that each
+replica has for itself it gets those of all, side by side along their first axis. All work of a stage gets the same
+arrays, by group; tracing shows which of them it reads.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe import _compat
+from jaxpipe.array_types import Array, DType, TensorNumber
+from jaxpipe.gradients.squared_norm import squared_norm
+from jaxpipe.graph.graph import operator_ends, run
+from jaxpipe.graph.reverse_walk import needed
+from jaxpipe.runtime.mpmd.stage_tasks import Context
+from jaxpipe.runtime.mpmd.step_graph import Form, Path
+from jaxpipe.runtime.mpmd.trace_task import Arrays, Work
+from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate, held_by
+from jaxpipe.runtime.overwrite_state import renewals
+from jaxpipe.runtime.replica_exchange import StageExchange
+from jaxpipe.schedules.table import StageNumber
+from jaxpipe.sharding.mesh_axes import DATA
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateContext:
+    """Data that the work at the end of a step needs in every stage."""
+
+    pipeline: Context
+    by_stage: PartitionedUpdate  # the optimizer
+    replicas: int
+    exchange: StageExchange | None = None
+    guarded: bool = False  # a step that is not finite changes nothing
+    skips: bool = False  # such a step counts as one
+
+    @functools.cached_property
+    def tensor_of(self) -> dict[TensorNumber, TensorNumber]:
+        """By tensor number in the optimizer of a parameter or its gradient, that in the objective."""
+        objective = self.pipeline.objective
+        trained = [t for t in objective.parameters if t not in objective.frozen]
+        pairs = zip(self.by_stage.parameters, objective.parameters, strict=True)
+        return dict(pairs) | dict(zip(self.by_stage.gradients, trained, strict=True))
+
+    @functools.cached_property
+    def taken_dtype(self) -> dict[TensorNumber, DType]:
+        """By trained parameter of the objective, the type in which the optimizer takes its gradient."""
+        return {self.tensor_of[t]: self.by_stage.graph.tensors[t].dtype for t in self.by_stage.gradients}
+
+    def returns_sum(self, s: StageNumber, k: StageNumber) -> bool:
+        """Return whether stage ``k`` returns gradients to ``s`` as one sum, not from each member to another one."""
+        return self.pipeline.members[s] != self.pipeline.members[k]
+
+    def lenders(self, s: StageNumber, t: TensorNumber) -> list[StageNumber]:
+        """The other stages that compute gradients of a parameter."""
+        return [k for k in self.pipeline.stage_numbers if k != s and t in self.pipeline.trained(k)]
+
+    def state_paths(self, s: StageNumber) -> dict[TensorNumber, Path]:
+        """By tensor number in the optimizer, the state of a stage and that which every stage has."""
+        groups = {s: "optimizer", None: "shared"}
+        owned = enumerate(zip(self.by_stage.state, self.by_stage.state_stage, strict=True))
+        return {t: (groups[owner], k) for k, (t, owner) in owned if owner in groups}
+
+    def renewed(self, s: StageNumber) -> dict[TensorNumber, Path]:
+        """By tensor number in the optimizer, the parameters and the optimizer state that a stage writes."""
+        parameters = held_by(self.by_stage, s)[0]
+        return {t: ("parameters", self.tensor_of[t]) for t in parameters} | self.state_paths(s)
+
+
+def fold_work(context: Context, s: StageNumber) -> Work:
+    """Return the state of a stage after all micro-batches, of what each of them adds, in their order."""
+    fold, m = context.stages[s].fold, context.num_microbatches
+    assert fold is not None
+
+    def function(arrays: Arrays) -> Arrays:
+        statistics = [jnp.stack([row[t] for row in arrays["statistics"]]) for t in fold.statistics]
+
+        def step(now: list[Array], row: list[Array]) -> tuple[list[Array], None]:
+            return fold.graph.evaluate([*now, *row]), None
+
+        folded = lax.scan(step, [arrays["state"][t] for t in fold.state], statistics, m)[0]
+        return {"state": dict(zip(fold.state, folded, strict=True))}
+
+    return Work(f"stage {s}: state", function, functools.partial(context.form, s))
+
+
+def zeros_work(context: Context, s: StageNumber, what: str, avals: Arrays) -> Work:
+    """Return the work that makes zeros, and what is below all gradients of parameters that become their gradient."""
+    low = context.objective.overwritten
+
+    def function(_: Arrays) -> Arrays:
+        zeros = jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), avals)
+        sums = avals.get("sums", {})
+        lowest = {t: jnp.full(aval.shape, -jnp.inf, aval.dtype) for t, aval in sums.items() if t in low}
+        return zeros | ({"sums": zeros["sums"] | lowest} if lowest else {})
+
+    return Work(f"stage {s}: {what}", function, functools.partial(context.form, s))
+
+
+class StageUpdate:
+    """The work of a stage at the end of a step, each a function of the arrays that the stage has then."""
+
+    def __init__(self, context: UpdateContext, s: StageNumber):
+        """Note what the stage has."""
+        self._context, self._s = context, s
+        self._pipeline, self._by_stage = context.pipeline, context.by_stage
+        self._held = self._pipeline.held(s)
+        self._is_alone = self._pipeline.members[s] == 1
+        # Members that share micro-batches have the same state already.
+        alike = self._is_alone or self._pipeline.stages[s].fold is not None
+        self.state = self._pipeline.renewed_state(s) if context.guarded or not alike else []
+        self.renewed = context.renewed(s)
+
+    @functools.cached_property
+    def residuals(self) -> dict[TensorNumber, jax.ShapeDtypeStruct]:
+        """By parameter, the shape of what all replicas have not sent of its gradients."""
+        if self._context.exchange is None:
+            return {}
+        avals = {t: self._pipeline.aval(t) for t in self._held}
+        count = self._pipeline.members[self._s]
+        shapes = {t: (count, *aval.shape) if count > 1 else aval.shape for t, aval in avals.items()}
+        wide = {t: jnp.promote_types(aval.dtype, jnp.float32) for t, aval in avals.items()}
+        return {t: jax.ShapeDtypeStruct(shape, wide[t]) for t, shape in shapes.items()}
+
+    def _work(self, what: str, function: Callable[[Arrays], Arrays]) -> Work:
+        return Work(f"stage {self._s}: {what}", function, self.form)
+
+    def form(self, path: Path) -> Form:
+        """Return what an array is for, and how it is split over all members of the stage."""
+        form = self._pipeline.form(self._s, path)
+        return form._replace(spec=P(DATA)) if path[0] == "residual" and not self._is_alone else form
+
+    def returned_sum(self, t: TensorNumber) -> Work:
+        """Return the sum over the members of this stage, which borrows a parameter of another one, of its gradients."""
+        return self._work("sum of gradients", lambda x: {"mean": {t: self._over_members(x["sums"][t])}})
+
+    def exchange(self) -> Work:
+        """Return the block-sparse exchange: residuals and gradients become messages and new residuals."""
+        plan, pipeline, members = self._context.exchange, self._pipeline, self._pipeline.members[self._s]
+        assert plan is not None
+        avals = [pipeline.aval(t) for t in self._held]
+        arriving = jax.tree.leaves(plan.messages(self._s))
+
+        def of_member(shares: list[Array], before: list[Array], step: Array, stopped: Array | bool) -> list[Array]:
+            own_shares, left = ([x.reshape(a.shape) for x, a in zip(xs, avals, strict=True)] for xs in (shares, before))
+            gradients = [g.astype(x.dtype) + x for g, x in zip(own_shares, left, strict=True)]
+            arrived, (rest, squares, unsent) = plan.send(self._s, step, gradients)
+            new = [x.reshape(old.shape) for x, old in zip(rest, before, strict=True)]
+            if self._context.guarded:
+                new = [jnp.where(stopped, old, x) for old, x in zip(before, new, strict=True)]
+            return [*jax.tree.leaves(arrived), *new, *_in_order([squares, unsent])]
+
+        def function(arrays: Arrays) -> Arrays:
+            share = arrays["weight"] / members
+            shares = [g / share.astype(g.dtype) for g in self._own_sums(arrays)]
+            mapped = jax.shard_map(
+                of_member,
+                mesh=pipeline.specs.submesh.abstract(members),
+                in_specs=(P(DATA), P(DATA), P(), P()),
+                out_specs=[*(P() for _ in arriving), *(P(DATA) for _ in avals), P(), P()],
+                check_vma=False,
+            )
+            before = [arrays["residual"][t] for t in self._held]
+            *results, had, unsent = mapped(shares, before, arrays["step"], arrays.get("stopped", False))
+            residual = dict(zip(self._held, results[len(arriving) :], strict=True))
+            return {"messages": results[: len(arriving)], "residual": residual, "had": had, "unsent": unsent}
+
+        return self._work("exchange", function)
+
+    def averages(self) -> Work:
+        """Return the averages of the gradients, of the messages of their exchange.
+
+        They are made by another program than the messages, so that they take the memory of the gradients.
+        """
+        plan = self._context.exchange
+        assert plan is not None
+        tree = jax.tree.structure(plan.messages(self._s))
+
+        def function(arrays: Arrays) -> Arrays:
+            averages = plan.averages(self._s, arrays["step"], jax.tree.unflatten(tree, arrays["messages"]))
+            return {"averages": dict(zip(self._held, averages, strict=True))}
+
+        return self._work("averages", function)
+
+    def look_at_norm(self) -> Work:
+        """Return whether any gradient was not finite: the sum of their squares is not, either."""
+        what = "look for a norm that is not finite"
+        return self._work(what, lambda x: {"nonfinite": (~jnp.isfinite(x["squares"])).astype(jnp.int32)})
+
+    def look(self) -> Work:
+        """Return the search of the gradients for what is not finite."""
+
+        def function(arrays: Arrays) -> Arrays:
+            if self._context.exchange is None:
+                gradients = self._gradients(arrays).values()
+            else:
+                gradients = [g / arrays["weight"].astype(g.dtype) for g in self._own_sums(arrays)]
+            here = sum((jnp.sum(~jnp.isfinite(g), dtype=jnp.int32) for g in gradients), start=jnp.int32(0))
+            return {"nonfinite": (here > 0).astype(jnp.int32)}
+
+        return self._work("look for what is not finite", function)
+
+    def share(self, number: int) -> Work:
+        """Return the work for what the stage tells the others before a round of the optimizer."""
+        told = [t for t in self._by_stage.exchanged[number] if self._by_stage.stage_of[t] == self._s]
+
+        def function(arrays: Arrays) -> Arrays:
+            env = self._environment(number, arrays, self._gradients(arrays))
+            self._compute(told, env)
+            return {"exchanged": {t: env[t] for t in told}}
+
+        return self._work(f"optimizer, round {number}", function)
+
+    def update(self) -> Work:
+        """Return the last round of the optimizer; if the stage counts, with what every device has."""
+
+        def function(arrays: Arrays) -> Arrays:
+            results, squares = self._new_values(arrays, arrays.get("stopped"), "skipped" in arrays)
+            return results | self._ends(arrays) | {"squares": squares}
+
+        return self._work("update", function)
+
+    def early_update(self, group: int) -> Work:
+        """Return the update by the mean gradient of a group of micro-batches; adds up its squared norm.
+
+        A stage of an asynchronous schedule renews its weights as soon as it has that gradient. Schedules say which
+        version of the weights a micro-batch uses (``jaxpipe.schedules.asynchronous``); each version is there until the
+        last backward pass that reads it.
+        """
+
+        def function(arrays: Arrays) -> Arrays:
+            weight = jnp.float32(group * self._context.replicas)
+            results, squares = self._new_values(arrays | {"weight": weight}, None, True)
+            return results | {"squares": arrays["squares"] + squares}
+
+        return self._work("early update", function)
+
+    def end(self) -> Work:
+        """Return the end of a step after early updates: state of all replicas, numbers of steps if the stage counts.
+
+        Under a guard it also writes parameters and optimizer state, those from before the step if it is stopped.
+        """
+
+        def function(arrays: Arrays) -> Arrays:
+            renewed = self.renewed.values() if self._context.guarded else ()
+            stopped, old = arrays.get("stopped"), arrays.get("old", {})
+            new = {path: _chosen(stopped, _at(old, path), _at(arrays, path)) for path in renewed}
+            return _grouped(new) | self._ends(arrays)
+
+        return self._work("end of the step", function)
+
+    def mean_gradient(self) -> Work:
+        """Return the work for the mean gradients."""
+
+        def function(arrays: Arrays) -> Arrays:
+            mean = self._mean(arrays)
+            return {"mean": {t: g.astype(self._pipeline.aval(t).dtype) for t, g in mean.items()}}
+
+        return self._work("gradient", function)
+
+    def _own_sums(self, arrays: Arrays) -> list[Array]:
+        """Sums of each member, with what members of stages that borrow a parameter have returned."""
+        return [self._own_sum(arrays, t) for t in self._held]
+
+    def _own_sum(self, arrays: Arrays, t: TensorNumber) -> Array:
+        pipeline, members, aval = self._pipeline, self._pipeline.members[self._s], self._pipeline.sum_aval(self._s, t)
+        # A leading axis over the members stands in the place of the axis of length 1 that each has.
+        shape = aval.shape if self._is_alone else (members, *aval.shape[1:])
+        pack = pipeline.packs[self._s].get(t)
+        total = arrays["sums"].get(t) if pack is None else pack.part(arrays["packs"][pack.tensors[0]], t)
+        total = jnp.zeros(shape, aval.dtype) if total is None else total
+        returned = self._returned(arrays, t, sums=False)
+        return (total + _add_up(returned) if returned else total).reshape(shape)
+
+    def _returned(self, arrays: Arrays, t: TensorNumber, sums: bool) -> list[Array]:
+        """What other stages have returned of a parameter's gradients: of each member, or ``sums`` of all of these."""
+        lenders = self._context.lenders(self._s, t)
+        return [arrays["returned"][k][t] for k in lenders if self._context.returns_sum(self._s, k) == sums]
+
+    def _mean(self, arrays: Arrays) -> dict[TensorNumber, Array]:
+        """The gradients of the stage's parameters, by tensor number, in the types of their sums."""
+        return {t: self._mean_of(arrays, t) for t in self._held}
+
+    def _mean_of(self, arrays: Arrays, t: TensorNumber) -> Array:
+        if t in self._pipeline.objective.overwritten:
+            largest = self._own_sum(arrays, t)
+            largest = largest if self._is_alone else jnp.max(largest, 0)
+            return jnp.where(largest == -jnp.inf, 0, largest)  # where no micro-batch has a gradient
+        total = self._over_members(self._own_sum(arrays, t))
+        total = functools.reduce(operator.add, self._returned(arrays, t, sums=True), total)
+        return total / arrays["weight"].astype(total.dtype)
+
+    def _over_members(self, value: Array) -> Array:
+        """The sum over the members of a stage, of their values side by side."""
+        return value if self._is_alone else jnp.sum(value, 0, dtype=value.dtype)
+
+    def _gradients(self, arrays: Arrays) -> dict[TensorNumber, Array]:
+        """The gradients of the stage's parameters, by tensor number, as the optimizer takes them."""
+        gradients = self._mean(arrays) if self._context.exchange is None else arrays["averages"]
+        return {t: gradients[t].astype(self._context.taken_dtype[t]) for t in self._held}
+
+    def _ends(self, arrays: Arrays) -> Arrays:
+        """Return what a stage writes besides the optimizer: its state, the numbers of steps if it counts."""
+        stopped, state, pipeline = arrays.get("stopped"), {}, self._pipeline
+        for t in self.state:
+            aval, after = pipeline.aval(t), arrays["state"][t]
+            if not self._is_alone:
+                each = after.reshape(pipeline.members[self._s], *aval.shape)
+                mean = jnp.issubdtype(aval.dtype, jnp.inexact) and self._context.replicas > 1
+                axis = pipeline.objective.axis_of_examples(t)
+                if axis is not None:  # of each replica the rows of its own micro-batches
+                    rows = [jnp.split(x, len(each), axis)[r] for r, x in enumerate(each)]
+                    after = jnp.concatenate(rows, axis)
+                else:
+                    after = self._over_members(each) / len(each) if mean else each[0]
+            state[t] = after if stopped is None else jnp.where(stopped, arrays["old"]["state"][t], after)
+        results: Arrays = {"state": state} if state else {}
+        if "skipped" not in arrays:
+            return results
+        step, skipped = arrays["step"], arrays["skipped"]
+        if stopped is not None and self._context.skips:
+            return results | {"step": step + 1, "skipped": skipped + stopped.astype(jnp.int32)}
+        return results | {"step": _chosen(stopped, step, step + 1), "skipped": skipped}
+
+    def _new_values(self, arrays: Arrays, stopped: Array | None, counts: bool) -> tuple[Arrays, Array]:
+        """Run the optimizer: parameters and state, shared if it counts, and the squared norm of the gradient."""
+        by_stage = self._by_stage
+        paths = {t: path for t, path in self.renewed.items() if counts or path[0] != "shared"}
+        olds, news = (*by_stage.parameters, *by_stage.state), (*by_stage.new_parameters, *by_stage.new_state)
+        new = dict(zip(olds, news, strict=True))
+        gradients = self._gradients(arrays)
+        written, squares = self._overwrite(arrays, gradients, stopped)
+        env = self._environment(len(by_stage.exchanged), arrays, gradients)
+        self._compute([new[t] for t in paths if t not in written], env)
+        results = {
+            path: written[t] if t in written else _chosen(stopped, _at(arrays, path), env[new[t]])
+            for t, path in paths.items()
+        }
+        counted = [t for t in gradients if t not in self._pipeline.objective.overwritten]
+        return _grouped(results), sum((squares[t] for t in counted), start=jnp.zeros((), self._pipeline.norm_dtype))
+
+    def _overwrite(
+        self, arrays: Arrays, gradients: dict[TensorNumber, Array], stopped: Array | None
+    ) -> tuple[dict[TensorNumber, Array], dict[TensorNumber, Array]]:
+        """Write parameters and state one after the other, each over the old one (``overwrite_state.renewals``).
+
+        Returns new values by tensor number of the old one in the optimizer, and the squared norm of each gradient.
+        """
+        by_stage, context = self._by_stage, self._context
+        taken = {t: context.tensor_of[t] for t in held_by(by_stage, self._s)[1]}
+        # One by one, just before each is read, but where members make them together.
+        lazy = context.exchange is None and self._is_alone
+        env = self._environment(len(by_stage.exchanged), arrays, gradients)
+        common = [t for op in by_stage.graph.operators for t in op.outputs if t not in by_stage.stage_of]
+        self._compute(common, env)
+        steps = renewals(by_stage, self._s, [t for t in env if t not in taken])
+        waiting = set(taken) if lazy else set()
+        before: list[Array] = []
+        written: dict[TensorNumber, Array] = {}
+        dtype = self._pipeline.norm_dtype
+        squares = {} if lazy else {t: squared_norm([g], dtype) for t, g in gradients.items()}
+        for step in steps:
+            fresh = [t for t in step.reads if t in waiting]
+            waiting.difference_update(fresh)
+            sums = self._sums_of(arrays, [taken[t] for t in fresh])
+            others = {t: env[t] for t in (step.old, *step.reads) if t not in fresh and t not in waiting}
+            _, sums, others = _compat.barrier((before, sums, others))
+            env |= others
+            means = {t: self._mean_of(arrays | sums, taken[t]) for t in fresh}
+            env |= {t: g.astype(context.taken_dtype[taken[t]]) for t, g in means.items()}
+            squares |= {taken[t]: squared_norm([env[t]], dtype) for t in fresh}
+            run(step.operators, env)
+            env[step.new] = written[step.old] = _chosen(stopped, env[step.old], env[step.new])
+            before = [env[step.new], *(squares[taken[t]] for t in fresh)]
+        return written, {t: squares[t] if t in squares else squared_norm([g], dtype) for t, g in gradients.items()}
+
+    def _sums_of(self, arrays: Arrays, tensors: Collection[TensorNumber]) -> Arrays:
+        """The arrays that the gradients of some parameters are made of."""
+        packs = self._pipeline.packs[self._s]
+        packed = {packs[t].tensors[0] for t in tensors if t in packs}
+        groups = {"sums": set(tensors), "packs": packed}
+        sums = {name: {t: x for t, x in arrays[name].items() if t in wanted} for name, wanted in groups.items()}
+        returned = {k: {t: x for t, x in row.items() if t in tensors} for k, row in arrays["returned"].items()}
+        return sums | {"returned": returned}
+
+    def _environment(
+        self, rounds: int, arrays: Arrays, gradients: Mapping[TensorNumber, Array]
+    ) -> dict[TensorNumber, Array]:
+        """Values by tensor number in the optimizer that the stage begins a round with."""
+        taken = held_by(self._by_stage, self._s)[1]
+        env: dict[TensorNumber, Array] = dict(self._by_stage.graph.constants)
+        env |= {t: _at(arrays, path) for t, path in self.renewed.items()}
+        env |= {t: gradients[self._context.tensor_of[t]] for t in taken}
+        return env | {t: arrays["exchanged"][t] for ts in self._by_stage.exchanged[:rounds] for t in ts}
+
+    def _compute(self, wanted: Sequence[TensorNumber], env: dict[TensorNumber, Array]) -> None:
+        """Run what some tensors follow from: operators of the stage, and those that every stage runs."""
+        stage_of, operators = self._by_stage.stage_of, self._by_stage.graph.operators
+        allowed = [op for op in operators if {stage_of.get(t) for t in op.outputs} & {self._s, None}]
+        run(needed(allowed, wanted, operator_ends, known=env)[0], env)
+
+
+def _at(arrays: Arrays, path: Path) -> Array:
+    group, key = path
+    return arrays[str(group)][key]
+
+
+def _grouped(values: Mapping[Path, Array]) -> Arrays:
+    groups: Arrays = {}
+    for (group, key), x in values.items():
+        groups.setdefault(str(group), {})[key] = x
+    return groups
+
+
+def _add_up(values: Sequence[Array]) -> Array:
+    return functools.reduce(operator.add, values)
+
+
+def _chosen(stopped: Array | None, before: Array, after: Array) -> Array:
+    """Return the value to write: the old one where the step is stopped."""
+    return after if stopped is None else jnp.where(stopped, before, after)
+
+
+def _in_order(values: Sequence[Array]) -> list[Array]:
+    rows = [lax.all_gather(x, DATA) for x in values]
+    return [functools.reduce(operator.add, [row[r] for r in range(row.shape[0])]) for row in rows]

@@ -8,21 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxpipe.array_types import Device
-from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Instruction, Place, Send
+from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Instruction, Send, ends
 from jaxpipe.runtime.mpmd.stage_devices import Layout, StageDevices
 from jaxpipe.runtime.mpmd.step_graph import StepGraph
-
-
-def ends(message: Send | Exchange) -> tuple[Place, Place]:
-    """Return the place that a message leaves, and the one that it goes to; of an exchange, of its first half."""
-    send = message.forth if isinstance(message, Exchange) else message
-    return send.source, send.target
-
-
-def crosses(message: Send | Exchange, devices: StageDevices) -> bool:
-    """Return whether a message goes between processes."""
-    source, target = map(devices.of, ends(message))
-    return any(a.process_index != b.process_index for a, b in zip(source, target, strict=True))
 
 
 def combine_sends(graph: StepGraph, layout: Layout) -> StepGraph:
@@ -38,7 +26,7 @@ def join_messages(instructions: Sequence[Instruction], devices: StageDevices) ->
     """
     results: list[Instruction | None] = []
     for instruction in instructions:
-        if isinstance(instruction, Send) and crosses(instruction, devices):
+        if isinstance(instruction, Send) and devices.cross(*ends(instruction)):
             waiting = _waiting(results, instruction, devices)
             if waiting is not None:
                 before = results[waiting]

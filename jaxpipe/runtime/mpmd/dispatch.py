@@ -17,9 +17,8 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe import agreement, multihost
 from jaxpipe.agreement import Part
 from jaxpipe.array_types import Array
-from jaxpipe.runtime.mpmd.combine_sends import crosses, ends
 from jaxpipe.runtime.mpmd.compile_tasks import Executable, Job, compile_jobs
-from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Instruction, Join, Place, Send, Split, Spread
+from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Instruction, Join, Place, Send, Split, Spread, ends
 from jaxpipe.runtime.mpmd.send_between_processes import Transfer, Transfers, of_member
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.step_graph import Port, StepGraph
@@ -235,7 +234,7 @@ class _Steps:
         if isinstance(instruction, Spread):
             takes_part = multihost.mine(devices.of_replicas(instruction.replicas))
             return self._transfers.spread(instruction, devices) if takes_part else None
-        if isinstance(instruction, (Send, Exchange)) and crosses(instruction, devices):
+        if isinstance(instruction, (Send, Exchange)) and devices.cross(*ends(instruction)):
             takes_part = any(multihost.mine(devices.of(place)) for place in ends(instruction))
             return self._transfers.between(instruction, devices) if takes_part else None
         if isinstance(instruction, Call):
@@ -254,7 +253,7 @@ class _Steps:
             what, every = f"work of stage {instruction.place.stage}", devices.of(instruction.place)
         elif isinstance(instruction, Spread):
             what, every = f"values of stage {instruction.source.stage}", devices.of_replicas(instruction.replicas)
-        elif isinstance(instruction, (Send, Exchange)) and crosses(instruction, devices):
+        elif isinstance(instruction, (Send, Exchange)) and devices.cross(*ends(instruction)):
             source, target = ends(instruction)
             what = f"messages of stages {source.stage} and {target.stage}"
             every = (*devices.of(source), *devices.of(target))

@@ -100,3 +100,9 @@ class Join:
 
 
 Instruction = Call | Send | Exchange | Spread | Split | Join
+
+
+def ends(message: Send | Exchange) -> tuple[Place, Place]:
+    """Return the place that a message leaves, and the one that it goes to; of an exchange, of its first half."""
+    send = message.forth if isinstance(message, Exchange) else message
+    return send.source, send.target

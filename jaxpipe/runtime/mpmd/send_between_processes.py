@@ -21,8 +21,7 @@ from jax.stages import Compiled
 
 from jaxpipe import multihost
 from jaxpipe.array_types import Array, ArrayLike, Device, Shaped
-from jaxpipe.runtime.mpmd.combine_sends import ends
-from jaxpipe.runtime.mpmd.instructions import Exchange, Send, Spread
+from jaxpipe.runtime.mpmd.instructions import Exchange, Send, Spread, ends
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.uint32_words import from_words, pack_words, to_words, unpack_words, word_count
 from jaxpipe.runtime.waiting_thread import Results

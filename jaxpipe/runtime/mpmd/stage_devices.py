@@ -72,6 +72,11 @@ class StageDevices:
         """Return the devices of a place."""
         return tuple(d for first in self.firsts(place) for d in self.submesh.group(first))
 
+    def cross(self, source: Place, target: Place) -> bool:
+        """Return whether what is sent between two places goes to another process."""
+        pairs = zip(self.of(source), self.of(target), strict=True)
+        return any(a.process_index != b.process_index for a, b in pairs)
+
     def mesh(self, place: Place) -> Mesh:
         """Return the devices of a place as a mesh."""
         return self.submesh.mesh(self.firsts(place))

@@ -1,0 +1,198 @@
+"""The graph of a step: each pass alone, on literal little graphs; a pass of one's own; features that can be removed."""
+
+import functools
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpipe
+from jaxpipe.runtime.mpmd.drop_values import drop_values
+from jaxpipe.runtime.mpmd.infer_donation import infer_donation
+from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Join, Place, Send, Split
+from jaxpipe.runtime.mpmd.remove_unread import remove_unread
+from jaxpipe.runtime.mpmd.step_graph import Form, Port, StepGraph, Value
+from jaxpipe.runtime.mpmd.trace_task import Work, trace_task
+from tests.support.meshes import mesh_of
+
+
+HERE, THERE = Place(0, 0), Place(1, 0)
+SHAPE = jax.ShapeDtypeStruct((4,), jnp.float32)
+
+
+def task(function, *groups: str, consumes: bool = False):
+    """A task of one array in each of some groups."""
+    work = Work("work", function, lambda path: Form("state"))
+    return trace_task(work, dict.fromkeys(groups, SHAPE), consumes).task
+
+
+def graph(tasks, instructions, inputs, outputs) -> StepGraph:
+    numbers = [k for x in instructions for k in (*x.reads, *x.writes)]
+    values = tuple(Value(SHAPE, HERE, Form("state")) for _ in range(max(numbers) + 1))
+    ports = [{Port(HERE, "state", k): k for k in numbers} for numbers in (inputs, outputs)]
+    return StepGraph(values, tuple(tasks), tuple(instructions), *ports)
+
+
+def layout():
+    return SimpleNamespace(traces={})
+
+
+def test_a_result_that_is_an_operand_of_the_same_path_or_of_a_micro_batch_is_not_written():
+    def function(x):
+        return {"parameters": x["parameters"], "stash": x["arriving"], "state": x["parameters"], "sums": x["sums"] + 1}
+
+    traced = trace_task(Work("work", function, lambda path: Form("state")), dict.fromkeys(
+        ("parameters", "arriving", "sums", "unread"), SHAPE
+    ))  # fmt: skip
+    # Operands are sorted: arriving, parameters, sums, unread. The state is a copy, which outlives the parameters.
+    assert traced.task.writes == (("state",), ("sums",))
+    assert traced.task.reads == (("parameters",), ("sums",))
+    assert traced.sources == (~1, ~0, 0, 1)
+
+
+def test_what_nobody_reads_is_not_computed():
+    forward = task(lambda x: {"kept": x["a"] + 1, "unread": x["b"] * 2}, "a", "b")
+    dead = task(lambda x: {"unread": x["a"] * 3}, "a")
+    instructions = [
+        Call(0, HERE, (0, 1), (2, 3), 0),
+        Call(0, HERE, (2, 1), (4, 5), 1),
+        Call(1, HERE, (5,), (6,)),
+        Send(HERE, THERE, (4, 5), (7, 8)),
+    ]
+    small = remove_unread(graph([forward, dead], instructions, [0, 1], [7]), layout())
+    assert small.instructions == (
+        Call(0, HERE, (0,), (2,), 0),
+        Call(0, HERE, (2,), (4,), 1),
+        Send(HERE, THERE, (4,), (7,)),
+    )
+    assert small.tasks[0].writes == (("kept",),) and small.tasks[0].reads == (("a",),)
+    assert [e.primitive.name for e in small.tasks[0].program.closed.eqns] == ["add"]
+    assert list(small.inputs.values()) == [0]
+
+
+def test_a_result_that_one_call_needs_is_written_by_all():
+    double = task(lambda x: {"first": x["a"] * 2, "second": x["a"] * 3}, "a")
+    instructions = [Call(0, HERE, (0,), (1, 2), 0), Call(0, HERE, (1,), (3, 4), 1)]
+    kept = remove_unread(graph([double], instructions, [0], [4]), layout())
+    assert kept.instructions == tuple(instructions)
+
+
+def test_operands_that_nobody_reads_afterwards_are_donated():
+    add = task(lambda x: {"sum": x["a"] + x["b"]}, "a", "b")
+
+    def donated(instructions, inputs, outputs, of=add):
+        return infer_donation(graph([of], instructions, inputs, outputs), layout()).donated[0]
+
+    copies = Send(THERE, HERE, (0, 1), (2, 3))
+    assert donated([copies, Call(0, HERE, (2, 3), (4,))], [0, 1], [4]) == {0, 1}
+    assert donated([copies, Call(0, HERE, (2, 3), (4,))], [0, 1], [4, 2]) == {1}  # it is there after the step
+    assert donated([Call(0, HERE, (0, 1), (4,))], [0, 1], [4]) == set()  # they are there before it
+    again = [copies, Call(0, HERE, (2, 3), (4,)), Call(0, HERE, (4, 3), (5,))]
+    assert donated(again, [0, 1], [5]) == {0}  # the first call's second operand is read by the second
+    assert donated([copies, Call(0, HERE, (2, 2), (4,))], [0, 1], [4]) == set()
+    parts = [copies, Split(HERE.stage, (2,), (5, 6)), Call(0, HERE, (5, 3), (4,))]
+    assert donated(parts, [0, 1], [4]) == {1}  # a part shares its memory
+    joined = [*parts[:2], Join(HERE.stage, (5, 6), (7,), True), Call(0, HERE, (7, 3), (4,))]
+    assert donated(joined, [0, 1], [4]) == {1}
+    whole = [copies, Split(HERE.stage, (2,), (5, 6)), Call(0, HERE, (2, 3), (4,)), Send(HERE, THERE, (5,), (8,))]
+    assert donated(whole, [0, 1], [4, 8]) == {1}  # a part is read afterwards
+
+
+def test_what_is_there_before_a_step_is_written_over_by_its_new_value_alone():
+    update = task(lambda x: {"w": x["w"] - x["g"]}, "g", "w", consumes=True)
+    instructions = [Call(0, HERE, (0, 1), (2,))]
+    assert infer_donation(graph([update], instructions, [0, 1], [2]), layout()).donated[0] == {1}
+
+
+def test_a_value_is_dropped_after_the_last_instruction_that_reads_it():
+    add = task(lambda x: {"sum": x["a"] + 1, "other": x["a"] + 2}, "a")
+    instructions = [Call(0, HERE, (0,), (1, 2)), Send(HERE, THERE, (1,), (3,)), Call(0, THERE, (3,), (4, 5))]
+    drops = drop_values(graph([add], instructions, [0], [4]), layout()).drops
+    assert [set(x) for x in drops] == [{0, 2}, {1}, {3, 5}]
+
+
+def link_bytes(graph: StepGraph) -> Counter:
+    """Return the bytes that each link carries in a step, by the places at its ends."""
+    carried = Counter()
+    for instruction in graph.instructions:
+        halves = (instruction.forth, instruction.back) if isinstance(instruction, Exchange) else (instruction,)
+        for half in halves:
+            if isinstance(half, Send):
+                sizes = (graph.avals[k].size * graph.avals[k].dtype.itemsize for k in half.reads)
+                carried[half.source.stage, half.target.stage] += sum(sizes)
+    return carried
+
+
+def pipeline_of(stages: int, m: int, **options) -> jaxpipe.Pipeline:
+    weights = [jnp.eye(8) for _ in range(6)]
+    model = jax.tree_util.Partial(lambda ws, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x), weights)
+    return jaxpipe.partition(
+        model, mesh_of(stages, None), jnp.ones((16, 8)), loss=lambda f, x: f(x).mean(), optimizer=optax.sgd(0.1),
+        num_microbatches=m, profile="analytic", **options,
+    )  # fmt: skip
+
+
+def test_the_bytes_of_each_link_can_be_counted():
+    carried = link_bytes(pipeline_of(3, 4)._runtime.graph)
+    # Forward and back over each cut, 16 rows of 8 numbers; a stage's share of the gradient's squared norm.
+    rows, norm = 16 * 8 * 4, 4
+    assert carried == {(0, 1): rows, (1, 2): rows + norm, (2, 1): rows, (1, 0): rows, (0, 2): norm}
+
+
+#: Trains in a process of its own.
+TRAINS = """
+import functools, jax, jax.numpy as jnp, numpy as np, optax
+import jaxpipe
+from jaxpipe.runtime.mpmd import passes
+weights = [jax.random.normal(jax.random.key(k), (64, 64)) / 8 for k in range(16)]
+model = jax.tree_util.Partial(lambda ws, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x), weights)
+mesh = jax.make_mesh((4,), ("stage",), devices=jax.devices()[:4])
+batch = jax.random.normal(jax.random.key(99), (16 * 64, 64))
+def make(**options):
+    return jaxpipe.partition(
+        model, mesh, batch, loss=lambda f, x: jnp.square(f(x)).mean(), optimizer=optax.sgd(0.1),
+        num_microbatches=16, profile="analytic", schedule="1f1b", **options)
+plan = make().plan
+memory = plan.predicted_bytes - plan.stages[0].stash_bytes
+options = jaxpipe.PlanOptions(host_memory="1GiB", compile=False)
+pipeline = make(memory=memory, options=options)
+assert pipeline.plan.stages[0].pieces
+leaves = jax.tree.leaves(pipeline.value_and_grad(pipeline.init(jax.random.key(0)), batch))
+hosted = sum(getattr(x, "to_host", False) for x in pipeline._runtime.graph.instructions)
+print(len(passes.PASSES), hosted, *(np.asarray(x).tobytes().hex()[:4096] for x in leaves))
+"""
+
+
+@pytest.mark.versions
+def test_a_feature_is_removed_with_its_file_and_its_line_in_the_list_of_passes(tmp_path):
+    source = Path(jaxpipe.__file__).parent
+
+    def trained(*removed: str) -> list[str]:
+        root = tmp_path / ("without-" + "-".join(removed))
+        package = shutil.copytree(source, root / "jaxpipe", ignore=shutil.ignore_patterns("__pycache__"))
+        listed = package / "runtime" / "mpmd" / "passes.py"
+        for name in removed:
+            (package / "runtime" / "mpmd" / f"{name}.py").unlink()
+            lines = listed.read_text().splitlines(keepends=True)
+            listed.write_text("".join(line for line in lines if name not in line))
+        environment = {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu", "PATH": "", "HOME": str(tmp_path)}
+        environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+        command = [sys.executable, "-c", TRAINS]
+        run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr[-2000:]
+        return run.stdout.split()
+
+    (count, hosted, *numbers) = trained()
+    assert int(count) == 5 and int(hosted) > 0
+    for name, sends in (("swap_stashes", False), ("combine_sends", True)):
+        (fewer, left, *same) = trained(name)
+        assert int(fewer) == 4 and (int(left) > 0) == sends
+        assert np.array_equal(same, numbers)

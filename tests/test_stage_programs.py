@@ -13,8 +13,9 @@ import pytest
 import jaxpipe
 from jaxpipe.errors import BatchError, ModelError, PartitionError
 from jaxpipe.runtime.mpmd.instructions import Call, Send
-from jaxpipe.runtime.mpmd.training_graph import program_kinds, training_graph
+from jaxpipe.runtime.mpmd.training_graph import training_graph
 from jaxpipe.schedules import Kind, gpipe, interleaved, one_f_one_b, zero_bubble
+from jaxpipe.schedules.joined_work import program_kinds
 from tests.support.compare import FUSION, arrays, assert_same_bits, relative_l2
 from tests.support.meshes import mesh_of
 from tests.support.pipeline_models import CASES, case_of, pipeline_of, plain_gradients

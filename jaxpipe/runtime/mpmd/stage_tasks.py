@@ -335,3 +335,16 @@ def _hand_out(context: Context, s: StageNumber, arrays: Arrays, gradients: Mappi
         number, array = pack.tensors[0], jnp.concatenate(parts).reshape(pack.aval.shape)
         packed[number] = arrays["packs"][number] + array if number in arrays["packs"] else array
     return results | {"sums": sums, "packs": packed}
+
+
+def zeros_work(context: Context, s: StageNumber, what: str, avals: Arrays) -> Work:
+    """Return the work that makes zeros, and what is below all gradients of parameters that become their gradient."""
+    low = context.objective.overwritten
+
+    def function(_: Arrays) -> Arrays:
+        zeros = jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), avals)
+        sums = avals.get("sums", {})
+        lowest = {t: jnp.full(aval.shape, -jnp.inf, aval.dtype) for t, aval in sums.items() if t in low}
+        return zeros | ({"sums": zeros["sums"] | lowest} if lowest else {})
+
+    return Work(f"stage {s}: {what}", function, functools.partial(context.form, s))

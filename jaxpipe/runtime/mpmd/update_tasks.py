@@ -14,7 +14,6 @@ import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -95,19 +94,6 @@ def fold_work(context: Context, s: StageNumber) -> Work:
     return Work(f"stage {s}: state", function, functools.partial(context.form, s))
 
 
-def zeros_work(context: Context, s: StageNumber, what: str, avals: Arrays) -> Work:
-    """Return the work that makes zeros, and what is below all gradients of parameters that become their gradient."""
-    low = context.objective.overwritten
-
-    def function(_: Arrays) -> Arrays:
-        zeros = jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), avals)
-        sums = avals.get("sums", {})
-        lowest = {t: jnp.full(aval.shape, -jnp.inf, aval.dtype) for t, aval in sums.items() if t in low}
-        return zeros | ({"sums": zeros["sums"] | lowest} if lowest else {})
-
-    return Work(f"stage {s}: {what}", function, functools.partial(context.form, s))
-
-
 class StageUpdate:
     """The work of a stage at the end of a step, each a function of the arrays that the stage has then."""
 
@@ -122,81 +108,17 @@ class StageUpdate:
         self.state = self._pipeline.renewed_state(s) if context.guarded or not alike else []
         self.renewed = context.renewed(s)
 
-    @functools.cached_property
-    def residuals(self) -> dict[TensorNumber, jax.ShapeDtypeStruct]:
-        """By parameter, the shape of what all replicas have not sent of its gradients."""
-        if self._context.exchange is None:
-            return {}
-        avals = {t: self._pipeline.aval(t) for t in self._held}
-        count = self._pipeline.members[self._s]
-        shapes = {t: (count, *aval.shape) if count > 1 else aval.shape for t, aval in avals.items()}
-        wide = {t: jnp.promote_types(aval.dtype, jnp.float32) for t, aval in avals.items()}
-        return {t: jax.ShapeDtypeStruct(shape, wide[t]) for t, shape in shapes.items()}
+    def work(self, what: str, function: Callable[[Arrays], Arrays]) -> Work:
+        """Return some work of the stage."""
+        return Work(f"stage {self._s}: {what}", function, self._form)
 
-    def _work(self, what: str, function: Callable[[Arrays], Arrays]) -> Work:
-        return Work(f"stage {self._s}: {what}", function, self.form)
-
-    def form(self, path: Path) -> Form:
-        """Return what an array is for, and how it is split over all members of the stage."""
+    def _form(self, path: Path) -> Form:
         form = self._pipeline.form(self._s, path)
         return form._replace(spec=P(DATA)) if path[0] == "residual" and not self._is_alone else form
 
     def returned_sum(self, t: TensorNumber) -> Work:
         """Return the sum over the members of this stage, which borrows a parameter of another one, of its gradients."""
-        return self._work("sum of gradients", lambda x: {"mean": {t: self._over_members(x["sums"][t])}})
-
-    def exchange(self) -> Work:
-        """Return the block-sparse exchange: residuals and gradients become messages and new residuals."""
-        plan, pipeline, members = self._context.exchange, self._pipeline, self._pipeline.members[self._s]
-        assert plan is not None
-        avals = [pipeline.aval(t) for t in self._held]
-        arriving = jax.tree.leaves(plan.messages(self._s))
-
-        def of_member(shares: list[Array], before: list[Array], step: Array, stopped: Array | bool) -> list[Array]:
-            own_shares, left = ([x.reshape(a.shape) for x, a in zip(xs, avals, strict=True)] for xs in (shares, before))
-            gradients = [g.astype(x.dtype) + x for g, x in zip(own_shares, left, strict=True)]
-            arrived, (rest, squares, unsent) = plan.send(self._s, step, gradients)
-            new = [x.reshape(old.shape) for x, old in zip(rest, before, strict=True)]
-            if self._context.guarded:
-                new = [jnp.where(stopped, old, x) for old, x in zip(before, new, strict=True)]
-            return [*jax.tree.leaves(arrived), *new, *_in_order([squares, unsent])]
-
-        def function(arrays: Arrays) -> Arrays:
-            share = arrays["weight"] / members
-            shares = [g / share.astype(g.dtype) for g in self._own_sums(arrays)]
-            mapped = jax.shard_map(
-                of_member,
-                mesh=pipeline.specs.submesh.abstract(members),
-                in_specs=(P(DATA), P(DATA), P(), P()),
-                out_specs=[*(P() for _ in arriving), *(P(DATA) for _ in avals), P(), P()],
-                check_vma=False,
-            )
-            before = [arrays["residual"][t] for t in self._held]
-            *results, had, unsent = mapped(shares, before, arrays["step"], arrays.get("stopped", False))
-            residual = dict(zip(self._held, results[len(arriving) :], strict=True))
-            return {"messages": results[: len(arriving)], "residual": residual, "had": had, "unsent": unsent}
-
-        return self._work("exchange", function)
-
-    def averages(self) -> Work:
-        """Return the averages of the gradients, of the messages of their exchange.
-
-        They are made by another program than the messages, so that they take the memory of the gradients.
-        """
-        plan = self._context.exchange
-        assert plan is not None
-        tree = jax.tree.structure(plan.messages(self._s))
-
-        def function(arrays: Arrays) -> Arrays:
-            averages = plan.averages(self._s, arrays["step"], jax.tree.unflatten(tree, arrays["messages"]))
-            return {"averages": dict(zip(self._held, averages, strict=True))}
-
-        return self._work("averages", function)
-
-    def look_at_norm(self) -> Work:
-        """Return whether any gradient was not finite: the sum of their squares is not, either."""
-        what = "look for a norm that is not finite"
-        return self._work(what, lambda x: {"nonfinite": (~jnp.isfinite(x["squares"])).astype(jnp.int32)})
+        return self.work("sum of gradients", lambda x: {"mean": {t: self._over_members(x["sums"][t])}})
 
     def look(self) -> Work:
         """Return the search of the gradients for what is not finite."""
@@ -205,11 +127,11 @@ class StageUpdate:
             if self._context.exchange is None:
                 gradients = self._gradients(arrays).values()
             else:
-                gradients = [g / arrays["weight"].astype(g.dtype) for g in self._own_sums(arrays)]
+                gradients = [g / arrays["weight"].astype(g.dtype) for g in self.own_sums(arrays)]
             here = sum((jnp.sum(~jnp.isfinite(g), dtype=jnp.int32) for g in gradients), start=jnp.int32(0))
             return {"nonfinite": (here > 0).astype(jnp.int32)}
 
-        return self._work("look for what is not finite", function)
+        return self.work("look for what is not finite", function)
 
     def share(self, number: int) -> Work:
         """Return the work for what the stage tells the others before a round of the optimizer."""
@@ -220,45 +142,16 @@ class StageUpdate:
             self._compute(told, env)
             return {"exchanged": {t: env[t] for t in told}}
 
-        return self._work(f"optimizer, round {number}", function)
+        return self.work(f"optimizer, round {number}", function)
 
     def update(self) -> Work:
         """Return the last round of the optimizer; if the stage counts, with what every device has."""
 
         def function(arrays: Arrays) -> Arrays:
-            results, squares = self._new_values(arrays, arrays.get("stopped"), "skipped" in arrays)
-            return results | self._ends(arrays) | {"squares": squares}
+            results, squares = self.new_values(arrays, arrays.get("stopped"), "skipped" in arrays)
+            return results | self.state_after(arrays) | {"squares": squares}
 
-        return self._work("update", function)
-
-    def early_update(self, group: int) -> Work:
-        """Return the update by the mean gradient of a group of micro-batches; adds up its squared norm.
-
-        A stage of an asynchronous schedule renews its weights as soon as it has that gradient. Schedules say which
-        version of the weights a micro-batch uses (``jaxpipe.schedules.asynchronous``); each version is there until the
-        last backward pass that reads it.
-        """
-
-        def function(arrays: Arrays) -> Arrays:
-            weight = jnp.float32(group * self._context.replicas)
-            results, squares = self._new_values(arrays | {"weight": weight}, None, True)
-            return results | {"squares": arrays["squares"] + squares}
-
-        return self._work("early update", function)
-
-    def end(self) -> Work:
-        """Return the end of a step after early updates: state of all replicas, numbers of steps if the stage counts.
-
-        Under a guard it also writes parameters and optimizer state, those from before the step if it is stopped.
-        """
-
-        def function(arrays: Arrays) -> Arrays:
-            renewed = self.renewed.values() if self._context.guarded else ()
-            stopped, old = arrays.get("stopped"), arrays.get("old", {})
-            new = {path: _chosen(stopped, _at(old, path), _at(arrays, path)) for path in renewed}
-            return _grouped(new) | self._ends(arrays)
-
-        return self._work("end of the step", function)
+        return self.work("update", function)
 
     def mean_gradient(self) -> Work:
         """Return the work for the mean gradients."""
@@ -267,9 +160,9 @@ class StageUpdate:
             mean = self._mean(arrays)
             return {"mean": {t: g.astype(self._pipeline.aval(t).dtype) for t, g in mean.items()}}
 
-        return self._work("gradient", function)
+        return self.work("gradient", function)
 
-    def _own_sums(self, arrays: Arrays) -> list[Array]:
+    def own_sums(self, arrays: Arrays) -> list[Array]:
         """Sums of each member, with what members of stages that borrow a parameter have returned."""
         return [self._own_sum(arrays, t) for t in self._held]
 
@@ -307,10 +200,10 @@ class StageUpdate:
 
     def _gradients(self, arrays: Arrays) -> dict[TensorNumber, Array]:
         """The gradients of the stage's parameters, by tensor number, as the optimizer takes them."""
-        gradients = self._mean(arrays) if self._context.exchange is None else arrays["averages"]
+        gradients = arrays["averages"] if "averages" in arrays else self._mean(arrays)
         return {t: gradients[t].astype(self._context.taken_dtype[t]) for t in self._held}
 
-    def _ends(self, arrays: Arrays) -> Arrays:
+    def state_after(self, arrays: Arrays) -> Arrays:
         """Return what a stage writes besides the optimizer: its state, the numbers of steps if it counts."""
         stopped, state, pipeline = arrays.get("stopped"), {}, self._pipeline
         for t in self.state:
@@ -331,9 +224,9 @@ class StageUpdate:
         step, skipped = arrays["step"], arrays["skipped"]
         if stopped is not None and self._context.skips:
             return results | {"step": step + 1, "skipped": skipped + stopped.astype(jnp.int32)}
-        return results | {"step": _chosen(stopped, step, step + 1), "skipped": skipped}
+        return results | {"step": chosen(stopped, step, step + 1), "skipped": skipped}
 
-    def _new_values(self, arrays: Arrays, stopped: Array | None, counts: bool) -> tuple[Arrays, Array]:
+    def new_values(self, arrays: Arrays, stopped: Array | None, counts: bool) -> tuple[Arrays, Array]:
         """Run the optimizer: parameters and state, shared if it counts, and the squared norm of the gradient."""
         by_stage = self._by_stage
         paths = {t: path for t, path in self.renewed.items() if counts or path[0] != "shared"}
@@ -344,11 +237,11 @@ class StageUpdate:
         env = self._environment(len(by_stage.exchanged), arrays, gradients)
         self._compute([new[t] for t in paths if t not in written], env)
         results = {
-            path: written[t] if t in written else _chosen(stopped, _at(arrays, path), env[new[t]])
+            path: written[t] if t in written else chosen(stopped, value_at(arrays, path), env[new[t]])
             for t, path in paths.items()
         }
         counted = [t for t in gradients if t not in self._pipeline.objective.overwritten]
-        return _grouped(results), sum((squares[t] for t in counted), start=jnp.zeros((), self._pipeline.norm_dtype))
+        return in_groups(results), sum((squares[t] for t in counted), start=jnp.zeros((), self._pipeline.norm_dtype))
 
     def _overwrite(
         self, arrays: Arrays, gradients: dict[TensorNumber, Array], stopped: Array | None
@@ -360,7 +253,7 @@ class StageUpdate:
         by_stage, context = self._by_stage, self._context
         taken = {t: context.tensor_of[t] for t in held_by(by_stage, self._s)[1]}
         # One by one, just before each is read, but where members make them together.
-        lazy = context.exchange is None and self._is_alone
+        lazy = "averages" not in arrays and self._is_alone
         env = self._environment(len(by_stage.exchanged), arrays, gradients)
         common = [t for op in by_stage.graph.operators for t in op.outputs if t not in by_stage.stage_of]
         self._compute(common, env)
@@ -381,7 +274,7 @@ class StageUpdate:
             env |= {t: g.astype(context.taken_dtype[taken[t]]) for t, g in means.items()}
             squares |= {taken[t]: squared_norm([env[t]], dtype) for t in fresh}
             run(step.operators, env)
-            env[step.new] = written[step.old] = _chosen(stopped, env[step.old], env[step.new])
+            env[step.new] = written[step.old] = chosen(stopped, env[step.old], env[step.new])
             before = [env[step.new], *(squares[taken[t]] for t in fresh)]
         return written, {t: squares[t] if t in squares else squared_norm([g], dtype) for t, g in gradients.items()}
 
@@ -400,7 +293,7 @@ class StageUpdate:
         """Values by tensor number in the optimizer that the stage begins a round with."""
         taken = held_by(self._by_stage, self._s)[1]
         env: dict[TensorNumber, Array] = dict(self._by_stage.graph.constants)
-        env |= {t: _at(arrays, path) for t, path in self.renewed.items()}
+        env |= {t: value_at(arrays, path) for t, path in self.renewed.items()}
         env |= {t: gradients[self._context.tensor_of[t]] for t in taken}
         return env | {t: arrays["exchanged"][t] for ts in self._by_stage.exchanged[:rounds] for t in ts}
 
@@ -411,15 +304,17 @@ class StageUpdate:
         run(needed(allowed, wanted, operator_ends, known=env)[0], env)
 
 
-def _at(arrays: Arrays, path: Path) -> Array:
+def value_at(arrays: Arrays, path: Path) -> Array:
+    """Return the array of a group and a key."""
     group, key = path
-    return arrays[str(group)][key]
+    return arrays[group][key]
 
 
-def _grouped(values: Mapping[Path, Array]) -> Arrays:
+def in_groups(values: Mapping[Path, Array]) -> Arrays:
+    """Return arrays by group, of those by group and key."""
     groups: Arrays = {}
     for (group, key), x in values.items():
-        groups.setdefault(str(group), {})[key] = x
+        groups.setdefault(group, {})[key] = x
     return groups
 
 
@@ -427,11 +322,6 @@ def _add_up(values: Sequence[Array]) -> Array:
     return functools.reduce(operator.add, values)
 
 
-def _chosen(stopped: Array | None, before: Array, after: Array) -> Array:
+def chosen(stopped: Array | None, before: Array, after: Array) -> Array:
     """Return the value to write: the old one where the step is stopped."""
     return after if stopped is None else jnp.where(stopped, before, after)
-
-
-def _in_order(values: Sequence[Array]) -> list[Array]:
-    rows = [lax.all_gather(x, DATA) for x in values]
-    return [functools.reduce(operator.add, [row[r] for r in range(row.shape[0])]) for row in rows]

@@ -1,0 +1,80 @@
+"""Updates during a step: stages of an asynchronous schedule renew their weights as soon as they have a gradient.
+
+Schedules say which version of the weights a micro-batch uses (``jaxpipe.schedules.asynchronous``); each version is
+there until the last backward pass that reads it.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe.runtime.mpmd.microbatch_graph import put
+from jaxpipe.runtime.mpmd.stage_devices import Layout
+from jaxpipe.runtime.mpmd.stage_tasks import zeros_work
+from jaxpipe.runtime.mpmd.step_end_graph import StepEndWriter
+from jaxpipe.runtime.mpmd.trace_task import Arrays, Work
+from jaxpipe.runtime.mpmd.update_tasks import StageUpdate, UpdateContext, chosen, in_groups, value_at
+from jaxpipe.schedules.joined_work import Kinds
+from jaxpipe.schedules.table import Kind, StageNumber
+
+
+class EarlyUpdateWriter(StepEndWriter):
+    """A graph in which stages are updated after every group of micro-batches."""
+
+    def __init__(self, layout: Layout, update: UpdateContext):
+        super().__init__(layout, update)
+        assert layout.schedule.versions is not None
+        self._used, self._group = layout.schedule.versions, layout.schedule.group
+        self._versions = {s: [weights] for s, weights in self.weights.items()}
+        squares = {"squares": jax.ShapeDtypeStruct((), self.context.norm_dtype)}
+        for s in layout.stages:
+            put(self.held[s], self.run_whole(s, zeros_work(self.context, s, "zero", squares), {}))
+
+    def weights_for(self, s: StageNumber, j: int) -> list[Arrays]:
+        """Return the version of a stage's parameters, by member, that a micro-batch uses."""
+        return self._versions[s][min(self._used[s][j], len(self._versions[s]) - 1)]  # frozen stages have one version
+
+    def after_round(self, s: StageNumber, k: int, kinds: Kinds) -> None:
+        """Update a stage that has the gradient of a group, and add up from zero again."""
+        if Kind.BACKWARD not in kinds or (k + 1) % self._group:
+            return
+        self.renew(s, _early_update(self.ends[s], self._group * self.update.replicas))
+        self._versions[s].append(self.split(s, self.held[s]["parameters"]))
+        for r in self.members_of(s):
+            member = self.members[self.place(s, r)]
+            member.arrays |= {"sums": {}, "packs": {}}
+            member.started.clear()
+
+    def look(self, s: StageNumber) -> Work:
+        """Return whether any gradient was not finite: the sum of their squares is not, either."""
+        what = "look for a norm that is not finite"
+        return self.ends[s].work(what, lambda x: {"nonfinite": (~jnp.isfinite(x["squares"])).astype(jnp.int32)})
+
+    def update_stages(self) -> None:
+        """End a step whose updates have been made."""
+        for s in self.layout.stages:
+            self.renew(s, _end(self.ends[s], self.update.guarded))
+        self.count(self.context.num_microbatches // self._group)
+
+
+def _early_update(end: StageUpdate, count: int) -> Work:
+    """Return the update by the mean gradient of so many micro-batches; adds up its squared norm."""
+
+    def function(arrays: Arrays) -> Arrays:
+        results, squares = end.new_values(arrays | {"weight": jnp.float32(count)}, None, True)
+        return results | {"squares": arrays["squares"] + squares}
+
+    return end.work("early update", function)
+
+
+def _end(end: StageUpdate, guarded: bool) -> Work:
+    """Return the end of a step: state of all replicas, numbers of steps if the stage counts.
+
+    Under a guard it also writes parameters and optimizer state, those from before the step if it is stopped.
+    """
+
+    def function(arrays: Arrays) -> Arrays:
+        stopped, renewed = arrays.get("stopped"), end.renewed.values() if guarded else ()
+        new = {path: chosen(stopped, value_at(arrays["old"], path), value_at(arrays, path)) for path in renewed}
+        return in_groups(new) | end.state_after(arrays)
+
+    return end.work("end of the step", function)

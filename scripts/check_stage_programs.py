@@ -9,7 +9,7 @@ is run. Of each stage:
     estimated  the plan's, before anything is compiled
     predicted  parameters + gradients + optimizer + state + batch + in flight x stash + messages, of array sizes, and
                the largest temporaries among its compiled programs
-    compiled   the most bytes at once on the walk through the list of calls, with every compiled program's temporaries
+    compiled   the most bytes at once on the walk along the step's graph, with every compiled program's temporaries
 """
 
 import argparse

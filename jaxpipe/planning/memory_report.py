@@ -17,7 +17,7 @@ class MemoryReport(Printed):
     Attributes:
       predicted_bytes: from the plan, before anything is compiled.
       compiled_bytes: what XLA reserves for the training step: arguments, results and temporaries, less what is
-        donated. With stage programs: the most that a device holds at any point of the list of calls, its arrays and
+        donated. With stage programs: the most that a device holds at any point of the step's graph, its arrays and
         the temporaries of the program that runs.
       temporary_bytes: the temporaries among them.
       predicted_host_bytes, compiled_host_bytes: in the host's memory, for each device; in none of the others.

@@ -14,7 +14,7 @@ class StepResults:
 
     state: TrainState
     loss: Array
-    counters: dict[str, Array]  # of ``report_work.COUNTERS``, ``nonfinite_stages``, ``stopped``: those it has
+    counters: dict[str, Array]  # such as ``gradient_norm``; under a guard ``nonfinite_stages`` and ``stopped``
     metrics: Sequence[Array]  # leaves of the user's
 
 

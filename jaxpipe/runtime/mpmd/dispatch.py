@@ -1,4 +1,4 @@
-"""A list of calls on its devices: compiled, and followed by the host.
+"""A step's graph on its devices: compiled, and followed by the host.
 
 The host waits for nothing, but between processes on CPUs for what comes from others
 (``jaxpipe.runtime.waiting_thread``).
@@ -45,15 +45,15 @@ Step = tuple[Action | Started, Callable[[Registers], Sequence[Array]], slice | t
 
 @dataclass(frozen=True, eq=False)
 class Dispatch:
-    """A list that can be followed."""
+    """A graph that can be followed."""
 
     graph: StepGraph  # with the specs that XLA has chosen
     executables: dict[tuple[int, Place], Executable]  # those of other processes cannot be run
     steps: tuple[Step, ...]  # this process's
-    registers: int  # those of the list, and those for actions that have not ended
+    registers: int  # those of the graph's values, and those for actions that have not ended
 
     def run(self, given: dict[int, Array]) -> dict[Port, Array | None]:
-        """Follow the list from its inputs by register; outputs on other processes' devices are None."""
+        """Follow the graph from its inputs by register; outputs on other processes' devices are None."""
         registers: Registers = [None] * self.registers
         for register, x in given.items():
             registers[register] = x
@@ -75,7 +75,7 @@ def follow(registers: Registers, steps: Sequence[Step]) -> None:
 
 
 def _step(action: Action | Started, reads: Sequence[int], writes: Sequence[int], left: Sequence[int]) -> Step:
-    """Return a step; registers in slices, which a list takes at once."""
+    """Return a step; registers in slices, which a Python list takes at once."""
     runs = _runs(writes)
     to = runs[0] if len(runs) == 1 and list(writes) == sorted(writes) else tuple(writes)
     emptied = tuple((part, (None,) * (part.stop - part.start)) for part in _runs(left))
@@ -94,7 +94,7 @@ def _runs(registers: Sequence[int]) -> list[slice]:
 
 
 def compile_graph(graph: StepGraph, devices: StageDevices, call: str) -> Dispatch:
-    """Compile the programs of a list, that of a function of ``Pipeline``, for this process's devices."""
+    """Compile the tasks of a graph, that of a function of ``Pipeline``, for this process's devices."""
     if len(devices.processes) > 1:
         agreement.agree(call, lambda: _parts(graph))
     executables, specs = _compile_tasks(graph, devices)
@@ -109,16 +109,16 @@ def compile_graph(graph: StepGraph, devices: StageDevices, call: str) -> Dispatc
 
 
 def _parts(graph: StepGraph) -> dict[str, Part | str]:
-    """Return what processes that follow a list together must have alike."""
+    """Return what processes that follow a graph together must have alike."""
     write = writer()
     programs = {f"{x.label} (number {k})": write(x.program.closed) for k, x in enumerate(graph.tasks)}
-    return {"the list of calls": repr((graph.instructions, graph.avals)), "programs": Part(str(programs), programs)}
+    return {"the graph of the step": repr((graph.instructions, graph.avals)), "programs": Part(str(programs), programs)}
 
 
 def _compile_tasks(
     graph: StepGraph, devices: StageDevices
 ) -> tuple[dict[tuple[int, Place], Executable], tuple[P, ...]]:
-    """Compile the programs of a list: those of this process, and by register how its array is split.
+    """Compile the tasks of a graph: those of this process, and by register how its array is split.
 
     Where XLA chooses how results are split, programs that read them wait for it.
     """
@@ -183,7 +183,7 @@ def _shown(executables: dict[tuple[int, Place], Executable]) -> dict[tuple[int, 
 
 
 class _Steps:
-    """The steps of this process for the instructions of a list."""
+    """The steps of this process for the instructions of a graph."""
 
     def __init__(
         self,

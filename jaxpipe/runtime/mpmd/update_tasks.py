@@ -63,7 +63,16 @@ class UpdateContext:
 
     def lenders(self, s: StageNumber, t: TensorNumber) -> list[StageNumber]:
         """The other stages that compute gradients of a parameter."""
-        return [k for k in self.pipeline.stage_numbers if k != s and t in self.pipeline.trained(k)]
+        return [k for k in self._computing.get(t, ()) if k != s]
+
+    @functools.cached_property
+    def _computing(self) -> dict[TensorNumber, list[StageNumber]]:
+        """By parameter, the stages that compute gradients of it."""
+        stages: dict[TensorNumber, list[StageNumber]] = {}
+        for k in self.pipeline.stage_numbers:
+            for t in self.pipeline.trained(k):
+                stages.setdefault(t, []).append(k)
+        return stages
 
     def state_paths(self, s: StageNumber) -> dict[TensorNumber, Path]:
         """By tensor number in the optimizer, the state of a stage and that which every stage has."""

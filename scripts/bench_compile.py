@@ -57,8 +57,8 @@ def compile_stages(pipeline: jaxpipe.Pipeline) -> None:
     """Each stage's own programs, from the start."""
     program = LockstepProgram.of(pipeline._planned.program)
     for s in program.stage_numbers:
-        for function, operands in stage_programs(program, s):
-            jax.jit(function).lower(*operands).compile()
+        for function, given in stage_programs(program, s):
+            jax.jit(function).lower(given).compile()
 
 
 def timed(function: Callable[[jaxpipe.Pipeline], None], pipeline: jaxpipe.Pipeline) -> tuple[float, float]:

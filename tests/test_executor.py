@@ -246,10 +246,10 @@ def test_messages_wait_until_they_are_read():
     schedule = Schedule("drawn", 2, 2, ticks)
     schedule.validate()
     forward = tick_table(schedule, [[1, 0, 0, 0]] * 2)
-    assert forward.pages == 2
-    assert forward.landed[ARRIVED, 1].tolist() == [[0, 1], [1, 1], *[[0, 0]] * 6]
-    assert forward.work[0, 1, :, 2 + ARRIVED].tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
-    assert tick_table(schedule, [[0, 1, 0, 0]] * 2).pages == 1
+    assert forward.pages == (2, 0)
+    assert forward.landed[1, :, ARRIVED].tolist() == [[0, 1], [1, 1], *[[0, 0]] * 6]
+    assert forward.work[1, :, 0, 2 + ARRIVED].tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
+    assert tick_table(schedule, [[0, 1, 0, 0]] * 2).pages == (1, 0)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpipe.runtime.spmd.buffer_layout import lay_out
+from jaxpipe.runtime.spmd.buffer_layout import Layout, lay_out
 from tests.support.compare import assert_same_bits
 
 
@@ -18,6 +18,15 @@ DTYPES = [np.dtype(d) for d in (np.float32, ml_dtypes.bfloat16, np.int8, np.int3
 SHAPES = st.sampled_from([(), (1,), (4,), (2, 2), (3, 5), (7,), (0,), (2, 0)])
 ARRAYS = st.builds(jax.ShapeDtypeStruct, SHAPES, st.sampled_from(DTYPES))
 STAGES = st.lists(st.lists(ARRAYS, max_size=6), min_size=1, max_size=4)
+
+
+def numbered(values):
+    return dict(enumerate(values))
+
+
+def laid_out(stages) -> Layout:
+    """The layout of stages whose arrays are numbered from 0 on."""
+    return lay_out(list(map(numbered, stages)))
 
 
 def size_of(avals):
@@ -33,12 +42,12 @@ def filled(avals, seed):
 @given(STAGES)
 @settings(deadline=None, max_examples=30)
 def test_every_array_reads_back(stages):
-    layout = lay_out(stages)
+    layout = laid_out(stages)
     for s, avals in enumerate(stages):
         values = filled(avals, s)
-        buffers = layout.write(s, values)
+        buffers = layout.write(s, numbered(values))
         assert [(x.shape, x.dtype) for x in buffers] == [(b.shape, b.dtype) for b in layout.buffers]
-        assert_same_bits(layout.read(s, buffers), values)
+        assert_same_bits(layout.read(s, buffers), numbered(values))
         # All that is not the stage's own is zero.
         assert sum(int((x != 0).sum()) for x in buffers) == sum(int((x != 0).sum()) for x in values)
 
@@ -46,24 +55,24 @@ def test_every_array_reads_back(stages):
 @given(STAGES, st.data())
 @settings(deadline=None, max_examples=30)
 def test_one_array_is_replaced_and_nothing_else(stages, data):
-    layout = lay_out(stages)
+    layout = laid_out(stages)
     s = data.draw(st.integers(0, len(stages) - 1))
     values = filled(stages[s], 0)
-    buffers = layout.write(s, values)
+    buffers = layout.write(s, numbered(values))
     for n, new in enumerate(filled(stages[s], 1)):
         buffers = layout.put(s, n, buffers, new)
         values[n] = new
         assert_same_bits(layout.get(s, n, buffers), new)
-        assert_same_bits(buffers, layout.write(s, values))
+        assert_same_bits(buffers, layout.write(s, numbered(values)))
 
 
 @given(STAGES)
 @settings(deadline=None)
 def test_arrays_of_a_stage_do_not_overlap(stages):
-    layout = lay_out(stages)
+    layout = laid_out(stages)
     for avals, places in zip(stages, layout.places, strict=True):
         taken = set()
-        for a, (k, offset) in zip(avals, places, strict=True):
+        for a, (_, k, offset) in zip(avals, places.values(), strict=True):
             here = {(k, e) for e in range(offset, offset + math.prod(a.shape))}
             assert layout.buffers[k].dtype == a.dtype and offset + math.prod(a.shape) <= layout.buffers[k].size
             assert taken.isdisjoint(here)
@@ -73,7 +82,7 @@ def test_arrays_of_a_stage_do_not_overlap(stages):
 @given(STAGES)
 @settings(deadline=None)
 def test_bytes_are_bounded(stages):
-    layout = lay_out(stages)
+    layout = laid_out(stages)
     assert layout.bytes == size_of(layout.buffers)
     assert max(map(size_of, stages)) <= layout.bytes <= sum(map(size_of, stages))
     # Packing all of a stage into one buffer for each type is always possible.
@@ -87,33 +96,69 @@ def test_bytes_are_bounded(stages):
 def test_equal_stages_share_every_buffer(avals, count, random):
     # The same arrays in any order: a buffer for each, read without a slice.
     stages = [random.sample(avals, len(avals)) for _ in range(count)]
-    layout = lay_out(stages)
+    layout = laid_out(stages)
     assert layout.bytes == size_of(avals)
     assert len(layout.buffers) == len(avals)
     for stage, places in zip(stages, layout.places, strict=True):
-        assert sorted(k for k, _ in places) == list(range(len(avals)))
-        for a, (k, offset) in zip(stage, places, strict=True):
+        assert sorted(k for _, k, _ in places.values()) == list(range(len(avals)))
+        for a, (_, k, offset) in zip(stage, places.values(), strict=True):
             assert offset == 0 and size_of([layout.buffers[k]]) == size_of([a])
 
 
 def test_unshared_arrays_are_packed():
     wide, narrow = jax.ShapeDtypeStruct((10,), np.float32), jax.ShapeDtypeStruct((4,), np.float32)
-    layout = lay_out([[wide, wide], [wide, narrow, narrow]])
+    layout = laid_out([[wide, wide], [wide, narrow, narrow]])
     assert layout.bytes == 80  # one shared buffer of 10, one of 10 in which both narrow ones stand
-    assert layout.places == (((0, 0), (1, 0)), ((0, 0), (1, 0), (1, 4)))
+    places = [[tuple(place[1:]) for place in held.values()] for held in layout.places]
+    assert places == [[(0, 0), (1, 0)], [(0, 0), (1, 0), (1, 4)]]
 
 
 def test_an_empty_array_beside_packed_ones():
     empty = jax.ShapeDtypeStruct((0,), np.int8)
     three, five = (jax.ShapeDtypeStruct((n,), np.float32) for n in (3, 5))
-    layout = lay_out([[empty, three], [five]])
+    layout = laid_out([[empty, three], [five]])
     assert layout.bytes == 20
     values = [jnp.zeros((0,), jnp.int8), jnp.arange(3.0)]
-    assert_same_bits(layout.read(0, layout.write(0, values)), values)
+    assert_same_bits(layout.read(0, layout.write(0, numbered(values))), numbered(values))
 
 
 def test_reads_inside_a_compiled_program():
     avals = [jax.ShapeDtypeStruct((n,), np.float32) for n in (2, 3)]
-    layout = lay_out([avals, avals[:1]])
+    layout = laid_out([avals, avals[:1]])
     values = filled(avals, 0)
-    assert_same_bits(jax.jit(lambda v: layout.read(0, layout.write(0, v)))(values), values)
+    assert_same_bits(jax.jit(lambda v: layout.read(0, layout.write(0, v)))(numbered(values)), numbered(values))
+
+
+@given(STAGES)
+@settings(deadline=None, max_examples=30)
+def test_missing_arrays_are_zero(stages):
+    layout = laid_out(stages)
+    for s, avals in enumerate(stages):
+        values = filled(avals, s)
+        zeros = [x if k % 2 else jnp.zeros_like(x) for k, x in enumerate(values)]
+        assert_same_bits(layout.write(s, numbered(values[:0])), layout.write(s, numbered(map(jnp.zeros_like, values))))
+        assert_same_bits(
+            layout.write(s, {k: x for k, x in enumerate(values) if k % 2}), layout.write(s, numbered(zeros))
+        )
+
+
+def test_joined_arrays_are_behind():
+    a, b, c = (jax.ShapeDtypeStruct((n,), np.float32) for n in (2, 3, 4))
+    own, lent = lay_out([{0: a, 1: b}, {2: c}]), lay_out([{1: b}, {1: b}])
+    layout = own.joined(lent)
+    assert layout.bytes == own.bytes + 12
+    values = {2: jnp.arange(4.0), 1: jnp.arange(3.0)}
+    assert_same_bits(layout.read(1, layout.write(1, values)), values)
+    assert_same_bits(layout.write(1, values), own.write(1, values) + lent.write(1, values))
+    # The device that has an array itself writes it there, and nothing behind.
+    values = {0: jnp.ones(2), 1: jnp.arange(3.0)}
+    assert_same_bits(layout.write(0, values), own.write(0, values) + lent.write(0, {}))
+
+
+def test_other_numbers():
+    a, b = (jax.ShapeDtypeStruct((n,), np.float32) for n in (2, 3))
+    layout = lay_out([{0: a, 1: b}, {2: b}])
+    values = [jnp.ones(2), jnp.arange(3.0)]
+    renamed = layout.numbered([[5, 6], [5]])
+    assert_same_bits(renamed.write(0, dict(zip([5, 6], values, strict=True))), layout.write(0, numbered(values)))
+    assert_same_bits(renamed.write(1, {5: values[1]}), layout.write(1, {2: values[1]}))

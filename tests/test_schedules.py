@@ -85,7 +85,8 @@ def test_all_work_once_and_in_order(maker, p, m):
             assert at[s - 1, Action(B, j)][0] == at[s, Action(B, j)][0] + 1
     schedule.validate()
     # So one message waits at a time, forward and back.
-    assert tick_table(schedule, [[1, 0, 0, 0]] * p).pages == tick_table(schedule, [[0, 1, 0, 0]] * p).pages == (p > 1)
+    for kept in ([1, 0, 0, 0], [0, 1, 0, 0]):
+        assert tick_table(schedule, [kept] * p).pages == (p > 1, 0)
 
 
 @MAKERS

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxpipe.runtime.uint32_words import from_words, pack_words, to_words, unpack_words, word_count
+from jaxpipe.runtime.uint32_words import from_words, pack_given, pack_words, to_words, unpack_words, word_count
 from tests.support.compare import assert_same_bits
 
 
@@ -81,6 +81,13 @@ def test_pack_and_unpack(room):
     assert words.shape == (length + room,)
     assert not np.asarray(words)[length:].any()
     assert_same_bits(unpack_words(words, list(map(aval, arrays))), values)
+
+
+def test_what_is_not_given_is_zero():
+    values = [random_bits(SHAPES[k % len(SHAPES)], dtype, k) for k, dtype in enumerate(DTYPES)]
+    words = pack_given({k: jnp.asarray(x) for k, x in enumerate(values) if k % 2}, list(map(aval, values)))
+    zeros = [x if k % 2 else np.zeros_like(x) for k, x in enumerate(values)]
+    assert_same_bits(unpack_words(words, list(map(aval, values))), zeros)
 
 
 def test_pack_of_nothing():

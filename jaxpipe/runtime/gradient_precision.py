@@ -8,7 +8,7 @@ gets gradients of the parameters' own types, as from ``jax.grad``, so that its s
 for a parameter that has a float32 copy (``jaxpipe.gradients.master_weights``) it gets the float32 mean.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -92,8 +92,3 @@ def widened(gradient: Array, dtype: DTypeLike) -> Array:
     add an unrounded gradient: sums would depend on where stages begin.
     """
     return gradient if gradient.dtype == dtype else lax.optimization_barrier(gradient).astype(dtype)
-
-
-def round_to(sums: Sequence[Array], buffers: Sequence[tuple[int, DType]]) -> list[Array]:
-    """Gradient buffers in the types of the parameters' buffers, as the optimizer gets them."""
-    return [x.astype(dtype) for x, (_, dtype) in zip(sums, buffers, strict=True)]

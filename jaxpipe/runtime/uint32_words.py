@@ -1,7 +1,7 @@
 """Arrays of any type as 32-bit words: what is sent between stages and kept for later."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -66,8 +66,14 @@ def pack_words(values: Sequence[Array], length: int) -> Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
+def pack_given(values: Mapping[int, Array], avals: Sequence[Shaped]) -> Array:
+    """The arrays that are given, by position, as ``pack_words`` packs all of some shapes; zeros for the others."""
+    parts = [to_words(values[k]) if k in values else jnp.zeros(word_count(a), jnp.uint32) for k, a in enumerate(avals)]
+    return jnp.concatenate(parts)
+
+
 def unpack_words(words: Array, avals: Sequence[Shaped]) -> list[Array]:
-    """The arrays that ``pack_words`` packed."""
+    """The arrays that ``pack_words`` or ``pack_given`` packed."""
     arrays, start = [], 0
     for aval in avals:
         count = word_count(aval)

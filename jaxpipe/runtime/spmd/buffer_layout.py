@@ -9,25 +9,31 @@ import functools
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpipe.array_types import Array, ArrayLike, DType, Shaped
+from jaxpipe.array_types import Array, ArrayLike, DType, Shaped, TensorNumber
 
 
-@dataclass(frozen=True)
+class Place(NamedTuple):
+    """The shape of an array, the number of its buffer, and the offset in that, in elements."""
+
+    aval: Shaped
+    buffer: int
+    offset: int
+
+
+@dataclass(frozen=True, eq=False)
 class Layout:
-    """The place of every array of every device."""
+    """The place of every array of every device; arrays have the numbers of tensors."""
 
-    avals: tuple[tuple[Shaped, ...], ...]  # by device
-    # by device, for each array its buffer and the offset in it, in elements
-    places: tuple[tuple[tuple[int, int], ...], ...]
+    places: tuple[Mapping[TensorNumber, Place], ...]  # by device
     buffers: tuple[jax.ShapeDtypeStruct, ...]  # vectors
 
     @property
@@ -38,31 +44,44 @@ class Layout:
     def with_dtypes(self, of: Callable[[DType], DType]) -> "Layout":
         """Return the layout of arrays of other types in the same places; ``of`` maps a type to another."""
 
-        def mapped(avals: Sequence[Shaped]) -> tuple[jax.ShapeDtypeStruct, ...]:
-            return tuple(jax.ShapeDtypeStruct(a.shape, of(a.dtype)) for a in avals)
+        def mapped(a: Shaped) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(a.shape, of(a.dtype))
 
-        return replace(self, avals=tuple(map(mapped, self.avals)), buffers=mapped(self.buffers))
+        places = ({n: x._replace(aval=mapped(x.aval)) for n, x in held.items()} for held in self.places)
+        return Layout(tuple(places), tuple(map(mapped, self.buffers)))
 
-    def get(self, device: int, n: int, buffers: Sequence[Array]) -> Array:
-        """The ``n``-th array of a device; of host buffers a view."""
-        aval, (k, offset) = self.avals[device][n], self.places[device][n]
+    def numbered(self, tensors: Sequence[Sequence[TensorNumber]]) -> "Layout":
+        """Return the layout with other numbers for the arrays of each device."""
+        pairs = zip(tensors, self.places, strict=True)
+        return Layout(tuple(dict(zip(ns, held.values(), strict=True)) for ns, held in pairs), self.buffers)
+
+    def joined(self, other: "Layout") -> "Layout":
+        """Return the layout with the buffers of another one behind; what a device has in both, it has here."""
+        count = len(self.buffers)
+        moved = ({n: x._replace(buffer=count + x.buffer) for n, x in held.items()} for held in other.places)
+        places = tuple({**behind, **own} for behind, own in zip(moved, self.places, strict=True))
+        return Layout(places, (*self.buffers, *other.buffers))
+
+    def get(self, device: int, n: TensorNumber, buffers: Sequence[Array]) -> Array:
+        """An array of a device; of host buffers a view."""
+        aval, k, offset = self.places[device][n]
         return buffers[k][offset : offset + math.prod(aval.shape)].reshape(aval.shape)
 
-    def read(self, device: int, buffers: Sequence[Array]) -> list[Array]:
+    def read(self, device: int, buffers: Sequence[Array]) -> dict[TensorNumber, Array]:
         """A device's arrays."""
-        return [self.get(device, n, buffers) for n in range(len(self.avals[device]))]
+        return {n: self.get(device, n, buffers) for n in self.places[device]}
 
-    def put(self, device: int, n: int, buffers: Sequence[Array], value: Array) -> list[Array]:
-        """Buffers with another value of the ``n``-th array of a device, and the rest as it was."""
-        k, offset = self.places[device][n]
+    def put(self, device: int, n: TensorNumber, buffers: Sequence[Array], value: Array) -> list[Array]:
+        """Buffers with another value of an array of a device, and the rest as it was."""
+        _, k, offset = self.places[device][n]
         new = lax.dynamic_update_slice(buffers[k], value.reshape(-1), (offset,))
         return [*buffers[:k], new, *buffers[k + 1 :]]
 
-    def write(self, device: int, values: Sequence[ArrayLike], xp: Any = jnp) -> list[Array]:
-        """Buffers with a device's arrays in them, and zeros where it has none; made by JAX or by NumPy."""
+    def write(self, device: int, values: Mapping[TensorNumber, ArrayLike], xp: Any = jnp) -> list[Array]:
+        """Buffers with those of a device's arrays that are given, and zeros elsewhere; made by JAX or by NumPy."""
         pieces: list[list[Array]] = [[] for _ in self.buffers]
-        for value, (k, _) in zip(values, self.places[device], strict=True):
-            pieces[k].append(xp.asarray(value).reshape(-1))
+        for n, (aval, k, _) in sorted(self.places[device].items(), key=lambda item: item[1][1:]):
+            pieces[k].append((xp.asarray(values[n]) if n in values else xp.zeros(aval.shape, aval.dtype)).reshape(-1))
         for buffer, flat in zip(self.buffers, pieces, strict=True):
             missing = buffer.size - sum(x.size for x in flat)
             if missing or not flat:
@@ -70,7 +89,7 @@ class Layout:
         return [flat[0] if len(flat) == 1 else xp.concatenate(flat) for flat in pieces]
 
 
-def lay_out(avals: Sequence[Sequence[Shaped]]) -> Layout:
+def lay_out(avals: Sequence[Mapping[TensorNumber, Shaped]]) -> Layout:
     """Give every array of every device a place.
 
     A buffer of its own has each array of a size and type, or only those that all devices have: what takes fewer bytes.
@@ -78,41 +97,36 @@ def lay_out(avals: Sequence[Sequence[Shaped]]) -> Layout:
     Example:
       >>> import jax
       >>> a, b = jax.ShapeDtypeStruct((2, 3), "float32"), jax.ShapeDtypeStruct((5,), "float32")
-      >>> [buffer.shape for buffer in lay_out([[a, a], [a, b]]).buffers]
+      >>> [buffer.shape for buffer in lay_out([{0: a, 1: a}, {2: a, 3: b}]).buffers]
       [(6,), (6,)]
     """
-    kinds = [[(math.prod(a.shape), np.dtype(a.dtype)) for a in arrays] for arrays in avals]
-    counts = [Counter(here) for here in kinds]
-    candidates = [_buffers(counts, functools.reduce(join, counts)) for join in (operator.or_, operator.and_)]
-    whole, buffers = min(candidates, key=lambda candidate: sum(n * dtype.itemsize for n, dtype in candidate[1]))
-    count = whole.total()
-    first = {kind: k for k, kind in reversed(list(enumerate(buffers[:count])))}
-    rest = {dtype: count + k for k, (_, dtype) in enumerate(buffers[count:])}
+    counts = [Counter(map(_kind, arrays.values())) for arrays in avals]
+    candidates = (_placed(avals, functools.reduce(join, counts)) for join in (operator.or_, operator.and_))
+    return min(candidates, key=lambda layout: layout.bytes)
+
+
+def _kind(aval: Shaped) -> tuple[int, DType]:
+    return math.prod(aval.shape), np.dtype(aval.dtype)
+
+
+def _placed(avals: Sequence[Mapping[TensorNumber, Shaped]], whole: Counter[tuple[int, DType]]) -> Layout:
+    """Return the layout in which so many arrays of each size and type have buffers of their own."""
+    shapes = list(whole.elements())
+    first = {kind: k for k, kind in reversed(list(enumerate(shapes)))}
+    packed: dict[DType, int] = {}  # the elements of what is packed, by type
     places = []
-    for here in kinds:
-        used: Counter[tuple[int, DType]] = Counter()
-        filled: Counter[DType] = Counter()
-        place = []
-        for size, dtype in here:
-            if used[size, dtype] < whole[size, dtype]:
-                place.append((first[size, dtype] + used[size, dtype], 0))
-                used[size, dtype] += 1
+    for arrays in avals:
+        used: Counter[tuple[int, DType] | DType] = Counter()  # buffers of their own, and elements of what is packed
+        place = {}
+        for n, aval in arrays.items():
+            size, dtype = kind = _kind(aval)
+            if used[kind] < whole[kind]:
+                place[n] = Place(aval, first[kind] + used[kind], 0)
+                used[kind] += 1
             else:
-                place.append((rest[dtype], filled[dtype]))
-                filled[dtype] += size
-        places.append(tuple(place))
-    shapes = tuple(jax.ShapeDtypeStruct((length,), dtype) for length, dtype in buffers)
-    return Layout(tuple(map(tuple, avals)), tuple(places), shapes)
-
-
-def _buffers(
-    counts: Sequence[Counter[tuple[int, DType]]], whole: Counter[tuple[int, DType]]
-) -> tuple[Counter[tuple[int, DType]], list[tuple[int, DType]]]:
-    """Return the arrays that have a buffer of their own, and all buffers, those of the rest behind."""
-    packed: dict[DType, int] = {}
-    for count in counts:
-        left: Counter[DType] = Counter()
-        for (size, dtype), n in (count - whole).items():
-            left[dtype] += size * n
-        packed |= {dtype: max(length, packed.get(dtype, 0)) for dtype, length in left.items()}
-    return whole, [*whole.elements(), *((length, dtype) for dtype, length in packed.items())]
+                packed[dtype] = max(packed.get(dtype, 0), used[dtype] + size)
+                place[n] = Place(aval, len(shapes) + list(packed).index(dtype), used[dtype])
+                used[dtype] += size
+        places.append(place)
+    buffers = (*shapes, *((length, dtype) for dtype, length in packed.items()))
+    return Layout(tuple(places), tuple(jax.ShapeDtypeStruct((n,), dtype) for n, dtype in buffers))

@@ -1,22 +1,23 @@
 """A program with what one program for all devices needs besides: buffers that all have alike, mail and an arena."""
 
-import functools
+import itertools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxpipe.array_types import Shaped, TensorNumber
 from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.gradient_precision import sum_dtype
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.spmd.buffer_layout import Layout, lay_out
-from jaxpipe.runtime.spmd.tick_table import KEPT, STASH, TickTable, tick_table
+from jaxpipe.runtime.spmd.tick_table import TickTable, tick_table
 from jaxpipe.runtime.uint32_words import word_count
-from jaxpipe.schedules.table import Kind, StageNumber
+from jaxpipe.schedules.table import DeviceNumber, Kind, StageNumber
+from jaxpipe.sharding.mesh_axes import DATA
 
 
 #: 32-bit words of a page of the mail and of the arena.
@@ -32,52 +33,70 @@ class LockstepProgram(Program):
         """Return a program with its layouts."""
         return cls(**{field.name: getattr(program, field.name) for field in fields(program)})
 
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The mesh axes of the replicas: one, or none."""
+        return (DATA,) * self.replicated
+
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
         """The kinds of work in its schedule, in the order of a tick."""
-        backward = (self.schedule.backward_kind,) * self.schedule.has_backward
-        return (Kind.FORWARD, *backward, *(Kind.BACKWARD_WEIGHT,) * self.schedule.splits_backward)
+        return tuple(itertools.chain.from_iterable(self.schedule.phases))
 
     @cached_property
     def parameters(self) -> Layout:
         """The layout of the parameters."""
-        return lay_out([self.avals(self.held(d)[0]) for d in self.device_numbers])
+        return self._layout(lambda d: self.held(d)[0])
+
+    @cached_property
+    def variables(self) -> Layout:
+        """The layout of the state variables."""
+        return self._layout(lambda d: self.held(d)[1])
 
     @cached_property
     def gradients(self) -> Layout:
         """The layout of the gradients of trained parameters."""
-        return lay_out([self.avals(self.trained(d)) for d in self.device_numbers])
+        return self._layout(self.trained)
+
+    def _layout(self, tensors: Callable[[DeviceNumber], Sequence[TensorNumber]]) -> Layout:
+        return lay_out([dict(zip(tensors(d), self.avals(tensors(d)), strict=True)) for d in self.device_numbers])
 
     @cached_property
     def sums(self) -> Layout:
         """The layout of sums of gradients: the places of the gradients, in types that are as wide or wider."""
-        return self.gradients.with_dtypes(functools.partial(sum_dtype, gradient_dtype=self.gradient_dtype))
+        return self.gradients.with_dtypes(partial(sum_dtype, gradient_dtype=self.gradient_dtype))
 
     @cached_property
     def residuals(self) -> Layout:
         """The layout of what replicas have not sent of their gradients, in at least 32 bits."""
         return self.gradients.with_dtypes(lambda dtype: jnp.promote_types(dtype, jnp.float32))
 
-    @cached_property
-    def variables(self) -> Layout:
-        """The layout of the state variables."""
-        return lay_out([self.avals(self.held(d)[1]) for d in self.device_numbers])
+    def taken(self, update: Update) -> Layout:
+        """Return the layout of gradients as the optimizer gets them: of sums, where it takes any in their type."""
+        by_stage, tensors = update.by_stage, update.by_stage.graph.tensors
+        pairs = zip(by_stage.gradients, itertools.compress(by_stage.parameters, by_stage.trained), strict=True)
+        wide = any(tensors[gradient].dtype != tensors[t].dtype for gradient, t in pairs)
+        return self.sums if wide and update.exchange is None else self.gradients
 
     def optimizer(self, update: Update) -> Layout:
         """Return the layout of the optimizer state."""
-        owned = list(zip(update.by_stage.state_avals, update.by_stage.state_stage, strict=True))
-        return lay_out([[aval for aval, owner in owned if owner == d] for d in self.device_numbers])
+        pieces = update.by_stage.state, update.by_stage.state_avals, update.by_stage.state_stage
+        owned = list(zip(*pieces, strict=True))
+        return lay_out([{t: aval for t, aval, owner in owned if owner == d} for d in self.device_numbers])
 
     @cached_property
-    def shared_trained(self) -> tuple[TensorNumber, ...]:
-        """The trained ones among the shared parameters."""
-        return tuple(t for t in self.shared if t not in self.objective.frozen)
+    def lent(self) -> dict[TensorNumber, DeviceNumber]:
+        """The device of each parameter that others borrow."""
+        return {t: next(d for d in self.device_numbers if t in self.parameters.places[d]) for t in self.shared}
 
-    @cached_property
-    def sum_avals(self) -> list[jax.ShapeDtypeStruct]:
-        """The buffers in which gradients are added up: those of the layout, then one for each that is shared."""
-        shared = ((a.size, sum_dtype(a.dtype, self.gradient_dtype)) for a in self.avals(self.shared_trained))
-        return [*self.sums.buffers, *(jax.ShapeDtypeStruct((size,), dtype) for size, dtype in shared)]
+    def borrowed(self, own: Layout) -> Layout:
+        """Return the layout of arrays of every parameter that is borrowed, which all devices have behind their own."""
+        avals = {t: own.places[d][t].aval for t, d in self.lent.items() if t in own.places[d]}
+        return lay_out([avals] * self.num_devices)
+
+    def with_borrowed(self, own: Layout) -> Layout:
+        """Return the layout of a device's own arrays, and of those behind them."""
+        return own.joined(self.borrowed(own))
 
     @cached_property
     def result_avals(self) -> list[Shaped]:
@@ -92,15 +111,13 @@ class LockstepProgram(Program):
         """Return the tensors whose cotangents the next stage sends back."""
         return self.stages[s + 1].returning if s + 1 < len(self.stages) else ()
 
-    def kept(self, s: StageNumber) -> tuple[list[Shaped], ...]:
+    def kept(self, s: StageNumber) -> tuple[Sequence[Shaped], ...]:
         """Return the shapes of what a stage keeps of a micro-batch for a later tick, by ``tick_table.KEPT``."""
-        stage, trains = self.stages[s], self.trains(s)
-        return (
-            [*self.avals(stage.arriving)],
-            [*self.tangents(self.returned(s))] if trains else [],
-            [*self.stash_avals(stage)] if trains else [],
-            [*self.tangents(stage.saved)] if trains and self.schedule.splits_backward else [],
-        )
+        stage, arriving = self.stages[s], self.avals(self.stages[s].arriving)
+        if not self.trains(s):
+            return arriving, [], [], []
+        saved = stage.saved if self.schedule.splits_backward else ()
+        return arriving, self.tangents(self.returned(s)), self.stash_avals(stage), self.tangents(saved)
 
     @cached_property
     def pages(self) -> list[list[int]]:
@@ -113,17 +130,6 @@ class LockstepProgram(Program):
         return [max(pages) for pages in zip(*self.pages, strict=True)]
 
     @cached_property
-    def mail(self) -> TickTable:
-        """The places of messages, from the tick after they were sent to the one that reads them."""
-        return tick_table(self.schedule, [[*pages[:STASH], 0, 0] for pages in self.pages])
-
-    @cached_property
-    def arena(self) -> TickTable:
-        """The places of what else a device keeps for a later tick."""
-        return tick_table(self.schedule, [[0, 0, *pages[STASH:]] for pages in self.pages])
-
-    @cached_property
-    def work(self) -> np.ndarray:
-        """The work of every device in each tick, as ``TickTable`` has it, with both kinds of places."""
-        behind = self.arena.work.shape[-1] - len(KEPT) + STASH
-        return np.concatenate([self.mail.work[..., :behind], self.arena.work[..., behind:]], axis=-1)
+    def table(self) -> TickTable:
+        """The work of every device in each tick, and the places in mail and arena."""
+        return tick_table(self.schedule, self.pages)

@@ -1,7 +1,8 @@
 """Predictions for a plan: the seconds of a step, and the bytes that each device will reserve, from shapes alone."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jaxpipe.graph.liveness import peak_bytes
 from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.spmd.lockstep_program import PAGE, LockstepProgram
-from jaxpipe.runtime.spmd.tick_loop import Given, stage_branch
+from jaxpipe.runtime.spmd.tick_loop import Given, Made, stage_work
 from jaxpipe.runtime.spmd.tick_table import ARRIVED, KEPT, RETURNED, SAVED, STASH
 from jaxpipe.schedules.simulate import Timeline, simulate
 from jaxpipe.schedules.table import Kind, StageNumber
@@ -56,20 +57,19 @@ def predict(planned: Program, update: Update, batch: Sequence[Shaped]) -> dict[s
     """
     program, by_stage = LockstepProgram.of(planned), update.by_stage
     slots = program.optimizer(update)
-    shared = [a for a, owner in zip(by_stage.state_avals, by_stage.state_stage, strict=True) if owner is None]
+    everywhere = [a for a, owner in zip(by_stage.state_avals, by_stage.state_stage, strict=True) if owner is None]
     held = {
         "parameters": program.parameters.bytes,
-        "optimizer": slots.bytes + _bytes(shared),
+        "optimizer": slots.bytes + _bytes(everywhere),
         "state": program.variables.bytes,
         "batch": _bytes(batch),
         "gradients": program.sums.bytes,
     }
-    if program.shared:
+    if program.lent:
         # Values, gradients, and the words of both while they are exchanged.
-        sums = program.sum_avals[len(program.gradients.buffers) :]
-        held["shared"] = 2 * (_bytes(program.avals(program.shared)) + _bytes(sums))
+        held["shared"] = 2 * sum(program.borrowed(own).bytes for own in (program.parameters, program.sums))
     # A new value is made of a gradient and of state, and written over the old one before the next is made.
-    written = (aval for layout in (program.sums, slots) for stage in layout.avals for aval in stage)
+    written = (x.aval for layout in (program.sums, slots) for held in layout.places for x in held.values())
     at_the_end = 2 * max((_bytes([aval]) for aval in written), default=0)
     if (exchange := update.exchange) is not None:
         held["residual"] = program.residuals.bytes
@@ -79,7 +79,7 @@ def predict(planned: Program, update: Update, batch: Sequence[Shaped]) -> dict[s
         needed = max((1 + exchange.replicas) * gathered + 2 * reduced for gathered, reduced in messages)
         residuals = program.residuals.bytes if program.num_devices > 1 else 0
         at_the_end = max(at_the_end, program.sums.bytes + program.gradients.bytes + residuals + needed)
-    stash, mail = (4 * PAGE * table.pages for table in (program.arena, program.mail))
+    mail, stash = (4 * PAGE * pages for pages in program.table.pages)
     sent = 4 * PAGE * (program.windows[ARRIVED] + program.windows[RETURNED])
     computing = max(working_bytes(program, s) for s in program.stage_numbers)
     return {
@@ -96,22 +96,27 @@ def working_bytes(program: LockstepProgram, s: StageNumber) -> int:
     The forward pass returns its stash packed, the backward pass reads it out of the arena. Messages that have been made
     wait until all work of a tick is done.
     """
+    made, needed = 0, 0
+    for (function, given), sent in zip(stage_programs(program, s), (ARRIVED, RETURNED, RETURNED), strict=False):
+        needed = max(needed, made + peak_bytes(function, given))
+        made += 4 * PAGE * program.windows[sent]
+    return needed
+
+
+def stage_programs(program: LockstepProgram, s: StageNumber) -> Iterator[tuple[Callable[[Given], Made], Given]]:
+    """Yield the work of a stage of each kind, and the shapes that it is given; of the arena, what it reads at once."""
     batch = [
         jax.ShapeDtypeStruct((program.num_microbatches, *a.shape), a.dtype)
         for a in program.avals(program.objective.batch)
     ]
-    parameters = [*program.parameters.buffers, *program.avals(program.shared)]
+    parameters = program.with_borrowed(program.parameters).buffers
     pages = [jax.ShapeDtypeStruct((count, PAGE), jnp.uint32) for count in program.windows]
     row = jax.ShapeDtypeStruct((2 + len(KEPT),), jnp.int32)
     arena, key = max(pages[STASH:], key=lambda x: x.size), jax.eval_shape(lambda: jax.random.key(0))
-    made, needed = 0, 0
-    kinds = program.kinds if program.trains(s) else program.kinds[:1]
-    for kind, sent in zip(kinds, (ARRIVED, RETURNED, RETURNED), strict=False):
-        state = list(program.variables.buffers) if kind is Kind.FORWARD else []
-        given = Given._make((parameters, batch, pages[ARRIVED if kind is Kind.FORWARD else RETURNED], arena, key, row))
-        needed = max(needed, made + peak_bytes(stage_branch(program, kind, s), state, given))
-        made += 4 * PAGE * program.windows[sent]
-    return needed
+    for kind in program.kinds if program.trains(s) else program.kinds[:1]:
+        state, what = (program.variables.buffers, ARRIVED) if kind is Kind.FORWARD else ((), RETURNED)
+        given = parameters, state, batch, pages[what], arena, key, row
+        yield partial(stage_work, program, kind, s), Given._make(given)
 
 
 def _bytes(avals: Sequence[Shaped]) -> int:

@@ -2,10 +2,8 @@
 
 # More than 15 of our modules: the parts of this room are put together here.
 import dataclasses
-import functools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -13,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.stages import Compiled, Lowered, Wrapped
+from jax.stages import Compiled, Lowered
 
 from jaxpipe import agreement, multihost
-from jaxpipe.array_types import Array, Device, PyTree, Shaped
+from jaxpipe.array_types import Array, Device, PyTree, Shaped, TensorNumber
 from jaxpipe.costs.reserved_bytes import reserved_bytes
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.program_text import program_text
@@ -25,8 +23,8 @@ from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.runtime import check_state, shard_batch
 from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, followed_cuts
 from jaxpipe.runtime.interface import Bytes, ForwardPass, Gradients, Part, StepResults
-from jaxpipe.runtime.spmd.buffer_layout import Layout
-from jaxpipe.runtime.spmd.compiled_step import gradient_step, prediction_step, training_step
+from jaxpipe.runtime.spmd.buffer_layout import Layout, lay_out
+from jaxpipe.runtime.spmd.compiled_step import evaluation_step, gradient_step, prediction_step, training_step
 from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram
 from jaxpipe.runtime.stages import cut_stages
 from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays, on_host
@@ -43,9 +41,15 @@ class SpmdRuntime:
     """A plan as one program; with the methods of ``MpmdRuntime``."""
 
     def __init__(self, planned: ExecutablePlan):
-        self.planned = planned
-        self.program = LockstepProgram.of(planned.program)
-        self._token = object()
+        self.planned, self.program = planned, LockstepProgram.of(planned.program)
+        self._token, exchanges = object(), planned.update.exchange is not None
+        #: The layout of each part of a state.
+        self._layouts = {
+            "parameters": self.program.parameters,
+            "variables": self.program.variables,
+            "optimizer": self.program.optimizer(planned.update),
+            "residual": self.program.residuals if exchanges else lay_out([{}] * self.program.num_devices),
+        }
 
     @property
     def places(self) -> range:
@@ -57,22 +61,11 @@ class SpmdRuntime:
         return stage_devices(self.planned.mesh, self.program.stage_replicas, place)
 
     @cached_property
-    def _layouts(self) -> dict[str, tuple[Layout, P]]:
-        """The layout of each part of a state, and where its buffers are: one after the other, each on its device."""
-        program, update = self.program, self.planned.update
-        layouts = {
-            "parameters": (program.parameters, P(STAGE)),
-            "variables": (program.variables, P(STAGE)),
-            "optimizer": (program.optimizer(update), P(STAGE)),
-        }
-        return layouts if update.exchange is None else {**layouts, "residual": (program.residuals, P((STAGE, DATA)))}
-
-    @cached_property
     def _abstract_state(self) -> TrainState:
-        """The shapes of a training state, where its devices have them."""
-        by_stage, groups = self.planned.update.by_stage, dict[str, PyTree](residual=())
-        for field, (layout, spec) in self._layouts.items():
-            count = math.prod(self.planned.mesh.shape[axis] for axis in np.ravel(spec[0]))
+        """The shapes of a training state, where its devices have them: of buffers, one after the other."""
+        mesh, by_stage, groups = self.planned.mesh, self.planned.update.by_stage, dict[str, PyTree]()
+        for field, layout in self._layouts.items():
+            count, spec = (mesh.size, P((STAGE, DATA))) if field == "residual" else (mesh.shape[STAGE], P(STAGE))
             groups[field] = tuple(self._shaped((count * x.size,), x, spec) for x in layout.buffers)
         owned = zip(by_stage.state_avals, by_stage.state_stage, strict=True)
         groups["shared"] = tuple(self._shaped(a.shape, a, P()) for a, owner in owned if owner is None)
@@ -85,68 +78,58 @@ class SpmdRuntime:
 
     def stage_part(self, place: int, arrays: StageArrays) -> Part:
         """Return the buffers of a place's devices, on these."""
-        count = 0 if self.planned.update.exchange is None else self.planned.batching.replicas
-        avals = self.program.residuals.avals[place] if count else []
-        left = arrays.residuals or [np.zeros((count, *a.shape), a.dtype) for a in avals]
         part = {}
         for r, device in enumerate(self.devices_of(place)):
-            if device.process_index == jax.process_index():
-                groups = (arrays.parameters, arrays.variables, arrays.optimizer, [x[r] for x in left])
-                rows = (
-                    layout.write(place, list(map(np.asarray, values)), np)
-                    for (layout, _), values in zip(self._layouts.values(), groups, strict=False)
-                )
-                part[device] = [jax.device_put(row, device) for row in rows]
+            if multihost.mine([device]):
+                groups = arrays.parameters, arrays.variables, arrays.optimizer, [x[r] for x in arrays.residuals]
+                pairs = zip(self._layouts.items(), groups, strict=True)
+                # Residuals that are not given are zero.
+                buffers = {
+                    field: tuple(layout.write(place, dict(zip(layout.places[place], values, strict=bool(values))), np))
+                    for (field, layout), values in pairs
+                }
+                part[device] = jax.device_put(buffers, device)
         return part
 
     def assemble(self, parts: Mapping[int, Part], common: CommonArrays) -> TrainState:
         """Return the state of the parts of this process's places."""
-        abstract, held = self._abstract_state, [buffers for part in parts.values() for buffers in part.values()]
-        groups = {
-            field: tuple(
-                jax.make_array_from_single_device_arrays(aval.shape, aval.sharding, [x[k][n] for x in held])
-                for n, aval in enumerate(getattr(abstract, field))
-            )
-            for k, field in enumerate(self._layouts)
-        }
-        everywhere = functools.partial(multihost.place, sharding=NamedSharding(self.planned.mesh, P()))
-        state = dataclasses.replace(
-            abstract,
-            **groups,
-            shared=tuple(map(everywhere, common.shared)),
-            key=everywhere(common.key),
-            step=everywhere(jnp.int32(common.step)),
-            skipped=everywhere(jnp.int32(common.skipped)),
+        held = [buffers for part in parts.values() for buffers in part.values()]
+        abstract = {field: getattr(self._abstract_state, field) for field in self._layouts}
+        groups = jax.tree.map(
+            lambda x, *rows: jax.make_array_from_single_device_arrays(x.shape, x.sharding, list(rows)), abstract, *held
         )
-        return made_for(self._token, state)
+        everywhere = {"shared": tuple(common.shared), "key": common.key}
+        everywhere |= {"step": jnp.int32(common.step), "skipped": jnp.int32(common.skipped)}
+        sharding = NamedSharding(self.planned.mesh, P())
+        groups |= jax.tree.map(lambda x: multihost.place(x, sharding), everywhere)
+        return made_for(self._token, dataclasses.replace(self._abstract_state, **groups))
 
     def to_host(self, state: TrainState, keep: bool = True) -> HostArrays:
         """Copy a state to the host of every process that keeps it."""
-        placement, owners = self.planned.placement, self.planned.update.by_stage.state_stage
-        parameters = self._on_hosts(self.program.parameters, placement.parameters, state.parameters)
-        variables = self._on_hosts(self.program.variables, placement.state, state.variables)
-        optimizer = self._on_hosts(self._layouts["optimizer"][0], owners, state.optimizer)
-        replicas = range(0 if self.planned.update.exchange is None else self.planned.batching.replicas)
-        rows = [self._on_hosts(self.program.residuals, placement.parameters, state.residual, r) for r in replicas]
+        parts = {field: (layout, getattr(state, field)) for field, layout in self._layouts.items()}
+        left = [self._on_hosts(*parts["residual"], replica) for replica in range(self.planned.batching.replicas)]
+        parameters, variables, optimizer = (self._on_hosts(*parts[k]) for k in ("parameters", "variables", "optimizer"))
         if not keep:
             return HostArrays([], [], [], [])
-        shared = map(on_host, state.shared)
-        slots = [next(shared if owner is None else optimizer) for owner in owners]
-        return HostArrays(list(parameters), list(variables), slots, [np.stack(x) for x in zip(*rows, strict=True)])
+        objective, shared = self.program.objective, map(on_host, state.shared)
+        return HostArrays(
+            [parameters[t] for t in objective.parameters],
+            [variables[t] for t in objective.state],
+            [optimizer[t] if t in optimizer else next(shared) for t in self.planned.update.by_stage.state],
+            [np.stack([held[t] for held in left]) for t in objective.parameters if t in left[0]],
+        )
 
-    def _on_hosts(
-        self, layout: Layout, owners: Sequence[int | None], buffers: Sequence[Array], replica: int = 0
-    ) -> Iterator[np.ndarray]:
-        """Return the arrays that have an owner, on the host of every process, in memory of their own."""
-        by_place = []
+    def _on_hosts(self, layout: Layout, buffers: Sequence[Array], replica: int = 0) -> dict[TensorNumber, Any]:
+        """Copy the arrays of all places to the host of every process, into memory of their own."""
+        held = {}
         for place in self.places:
             device = self.devices_of(place)[replica]
             shards = [shard.data for x in buffers for shard in x.addressable_shards if shard.device == device]
-            rows: Any = [np.array(x).reshape(-1) for x in shards]
-            if jax.process_count() > 1:
+            rows: Any = [np.array(x) for x in shards]
+            if jax.process_count() > 1 and layout.buffers:
                 rows = multihost.from_owner(device, rows, layout.buffers)
-            by_place.append(iter(layout.read(place, rows)))
-        return iter([next(by_place[owner]) for owner in owners if owner is not None])
+            held |= layout.read(place, rows)
+        return held
 
     def adopt(self, state: TrainState) -> TrainState:
         """Raise ``PartitionError``: buffers that all devices share are laid out for one plan."""
@@ -179,11 +162,8 @@ class SpmdRuntime:
         """Return loss, metrics and the mean gradient of each trained parameter, None of others."""
         compiled, batching = self._gradient_step, self.planned.batching
         loss, metrics, buffers = self._run("value_and_grad", compiled, state, batch, shapes, batching)
-        objective, placement = self.program.objective, self.planned.placement
-        pairs = zip(objective.parameters, placement.parameters, strict=True)
-        owners = [None if t in objective.frozen else owner for t, owner in pairs]
-        held = self._on_hosts(self.program.gradients, owners, buffers)
-        return loss, metrics, [None if owner is None else next(held) for owner in owners]
+        held = self._on_hosts(self.program.gradients, buffers)
+        return loss, metrics, [held.get(t) for t in self.program.objective.parameters]
 
     @progress("Compiling the forward pass")
     def forward(self, name: str, objective: MicrobatchProgram, shapes: PyTree, batching: Batching) -> ForwardPass:
@@ -198,14 +178,9 @@ class SpmdRuntime:
             num_microbatches=batching.num_microbatches,
         )
         agreement.agree(f"Pipeline.{name}", lambda: {"its program": program_text(objective.graph, values=True)})
-        build = gradient_step if name == "evaluate" else prediction_step
-        compiled = self._lower(build, program, shapes, batching).compile()
-
-        def run(state: TrainState, batch: PyTree) -> PyTree:
-            results = self._run(name, compiled, state, batch, shapes, batching)
-            return results[:2] if name == "evaluate" else results
-
-        return run
+        step, outputs = (evaluation_step, P()) if name == "evaluate" else (prediction_step, P(*program.replica_axes))
+        compiled = self._lower(step, outputs, program, shapes, batching).compile()
+        return lambda state, batch: self._run(name, compiled, state, batch, shapes, batching)
 
     def _run(
         self, name: str, compiled: Compiled, state: TrainState, batch: PyTree, shapes: PyTree, batching: Batching
@@ -235,19 +210,32 @@ class SpmdRuntime:
 
     def lower_step(self) -> Lowered:
         """Return the training step, lowered for the plan's devices."""
-        build = functools.partial(training_step, update=self.planned.update)
-        with building_for(self.planned.mesh.devices.flat[0]):
-            return self._lower(build, self.program, self.planned.batch, self.planned.batching)
+        planned = self.planned
+        with building_for(planned.mesh.devices.flat[0]):
+            return self._lower(
+                partial(training_step, planned.update), None, self.program, planned.batch, planned.batching
+            )
 
     @cached_property
     @progress("Compiling the gradient")
     def _gradient_step(self) -> Compiled:
-        return self._lower(gradient_step, self.program, self.planned.batch, self.planned.batching).compile()
+        outputs, planned = (P(), P(), P(STAGE)), self.planned
+        return self._lower(gradient_step, outputs, self.program, planned.batch, planned.batching).compile()
 
     def _lower(
-        self, build: Callable[..., Wrapped], program: LockstepProgram, batch: PyTree, batching: Batching
+        self, step: Callable[..., PyTree], outputs: PyTree, program: LockstepProgram, batch: PyTree, batching: Batching
     ) -> Lowered:
-        """Return a function of a state and a batch, lowered for the plan's devices."""
-        function = build(self.planned.mesh, program, batching, self._abstract_state)
-        leaves = zip(jax.tree.leaves(batch), batching.specs(), strict=True)
-        return function.lower(self._abstract_state, [self._shaped(x.shape, x, spec) for x, spec in leaves])
+        """Return what every device does with a state and a batch, lowered; without ``outputs``, the training step.
+
+        That returns a new state first, in the place of the old one.
+        """
+
+        def device_step(state: TrainState, batch: Sequence[Array]) -> PyTree:
+            return step(program, state, batching.rows(batch))
+
+        mesh, abstract, specs = self.planned.mesh, self._abstract_state, batching.specs()
+        inputs = jax.tree.map(lambda x: x.sharding.spec, abstract), specs
+        outputs, donated = ((inputs[0], P(), P(), P()), 0) if outputs is None else (outputs, ())
+        mapped = jax.shard_map(device_step, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+        leaves = [self._shaped(x.shape, x, spec) for x, spec in zip(jax.tree.leaves(batch), specs, strict=True)]
+        return jax.jit(mapped, donate_argnums=donated).lower(abstract, leaves)

@@ -71,15 +71,10 @@ def _grouped(
 ) -> tuple[ArrayLike, list[Callable[..., T]], Array]:
     """Return which of the branches that differ it is, these branches, and the numbers that they are given."""
     programs = [trace_program(branch, operands) for branch in branches]
-    groups: dict[Hashable, list[int]] = {}
-    for k, program in enumerate(programs):
-        groups.setdefault(program.form, []).append(k)
-    place = np.empty(len(programs), np.int32)
-    table = np.zeros((len(programs), max(len(program.folds) for program in programs)), np.uint32)
-    for number, members in enumerate(groups.values()):
-        place[members] = number
-    for k, program in enumerate(programs):
-        table[k, : len(program.folds)] = [value for _, value in program.folds]
-    shared = [shared_program([programs[k] for k in members]) for members in groups.values()]
-    chosen = index if len(shared) == len(programs) else jnp.asarray(place)[index]
-    return chosen, shared, jnp.asarray(table)[index]
+    numbers: dict[Hashable, int] = {}
+    place = [numbers.setdefault(program.form, len(numbers)) for program in programs]
+    alike = [[p for p, k in zip(programs, place, strict=True) if k == number] for number in numbers.values()]
+    most = max(len(program.folds) for program in programs)
+    folds = [[value for _, value in p.folds] + [0] * (most - len(p.folds)) for p in programs]
+    chosen = index if len(alike) == len(programs) else jnp.asarray(place, jnp.int32)[index]
+    return chosen, list(map(shared_program, alike)), jnp.asarray(np.array(folds, np.uint32))[index]

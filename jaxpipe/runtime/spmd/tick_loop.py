@@ -15,112 +15,42 @@ work is given state variables. The idle branch beside the stages keeps these, an
 Work reads its micro-batch, and what was kept for it in the arena, array by array: XLA copies what a branch changes, but
 not what it only reads, if that changes before and not after it in a tick. So messages are apart, and work is given its
 own. Everything that all stages do alike stays outside: collectives, arena writes, sums.
+
+Parameters that stages on several devices use (tied embeddings) live on one, the others borrow them:
+
+    before the ticks:  the owner's value ──all-reduce of its bits──▶ every device
+    after the ticks:   the borrowers' gradients ──all-reduce──▶ added to the owner's
+
+Once a step, not once a micro-batch. JAX adds the cotangents of all uses for each micro-batch and then those of the
+micro-batches; here each use is added up over the micro-batches first, which rounds otherwise. Every device reads and
+writes the owner's place in its own buffers, which hold something else there, and leaves what is not the owner's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.array_types import Array, ArrayLike, Shaped, TensorNumber
+from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.runtime import stage_passes
 from jaxpipe.runtime.gradient_precision import add_gradient
 from jaxpipe.runtime.spmd.lockstep_program import PAGE, LockstepProgram
 from jaxpipe.runtime.spmd.stage_switch import switch
 from jaxpipe.runtime.spmd.tick_table import ARRIVED, RETURNED, SAVED, STASH
-from jaxpipe.runtime.uint32_words import from_words, pack_words, to_words, word_count
+from jaxpipe.runtime.train_state import TrainState
+from jaxpipe.runtime.uint32_words import from_words, pack_given, pack_words, to_words, unpack_words, word_count
 from jaxpipe.schedules.table import Kind, StageNumber
 from jaxpipe.sharding.mesh_axes import DATA, STAGE
-
-
-class Carry(NamedTuple):
-    """The arrays that a device carries from tick to tick."""
-
-    mail: Array
-    arena: Array
-    state: Sequence[Array]  # folded over the micro-batches
-    gradients: Sequence[Array]  # sums over its micro-batches; empty without a backward pass
-    results: Array  # ``[num_microbatches, words]``, zero for what other devices make
-
-
-def run_ticks(
-    program: LockstepProgram, parameters: Sequence[Array], state: Sequence[Array], key: Array, batch: Sequence[Array]
-) -> Carry:
-    """Run all micro-batches of one device through its stages, inside ``shard_map``; arguments as ``Given``."""
-    replica = lax.axis_index(DATA) if program.replicated else 0
-    work = {kind: work_by_stage(program, kind) for kind in program.kinds}
-    pages = jnp.asarray([[0] * 4, *program.pages], jnp.int32)
-
-    def tick(carry: Carry, rows: tuple[Array, Array]) -> tuple[Carry, None]:
-        mail, arena, state, gradients, results = carry
-        messages = []
-        for kind, row in zip(program.kinds, rows[0], strict=False):
-            number = jax.random.fold_in(key, replica * program.num_microbatches + row[0])
-            given = Given(parameters, batch, *_received(program, kind, mail, arena, row), number, row)
-            if kind is Kind.FORWARD:
-                state, message, kept, added = work[kind](state, given)
-                whole = lax.dynamic_index_in_dim(results, row[0], keepdims=False) + added[0]
-                results = lax.dynamic_update_index_in_dim(results, whole, row[0], 0)
-                arena = _write(arena, kept, row[2 + STASH], pages[row[1], STASH])
-            else:
-                _, message, kept, added = work[kind]([], given)
-                gradients = list(map(add_gradient, gradients, added))
-                arena = _write(arena, kept, row[2 + SAVED], pages[row[1], SAVED])
-            messages.append(message)
-        # All work of a tick is done before neighbors wait for each other.
-        messages = lax.optimization_barrier(messages)
-        for what, message in zip((ARRIVED, RETURNED), messages, strict=False):
-            first, count = rows[1][what]
-            mail = _write(mail, _from_neighbor(program, message, what == RETURNED), first, count)
-        return Carry(mail, arena, state, gradients, results), None
-
-    sums = program.sum_avals if program.schedule.has_backward else []
-    gradients = [jnp.zeros(a.shape, a.dtype) for a in sums]
-    results = jnp.zeros((program.num_microbatches, sum(map(word_count, program.result_avals))), jnp.uint32)
-    mail, arena = (jnp.zeros((table.pages, PAGE), jnp.uint32) for table in (program.mail, program.arena))
-    work_here, landed_here = (
-        jnp.asarray(x)[:, lax.axis_index(STAGE)].swapaxes(0, 1) for x in (program.work, program.mail.landed)
-    )
-    return lax.scan(tick, Carry(mail, arena, list(state), gradients, results), (work_here, landed_here))[0]
-
-
-def _received(
-    program: LockstepProgram, kind: Kind, mail: Array, arena: Array, row: Array
-) -> tuple[Array | None, Array | None]:
-    """Return the message that work of a kind reads, and the arena, each if it reads any."""
-    if kind is Kind.BACKWARD_WEIGHT:
-        return None, arena
-    what = ARRIVED if kind is Kind.FORWARD else RETURNED
-    message = lax.dynamic_slice(mail, (row[2 + what], jnp.int32(0)), (program.windows[what], PAGE))
-    return message, None if kind is Kind.FORWARD else arena
-
-
-def _from_neighbor(program: LockstepProgram, message: Array, back: bool) -> Array:
-    """Return the message of the stage before, or of the next one; every device sends one."""
-    count = program.num_devices
-    # From the last to the first, if they have several stages.
-    pairs = [(s, (s + 1) % count) for s in range(count if program.schedule.num_chunks > 1 else count - 1)]
-    if not pairs or not message.size:
-        return message
-    return lax.ppermute(message, STAGE, [(b, a) for a, b in pairs] if back else pairs)
-
-
-def _write(arena: Array, pages: Array, first: ArrayLike, count: ArrayLike) -> Array:
-    """The mail or the arena with the first so many of some pages from a place on."""
-    if not len(pages):
-        return arena
-    start = (first, jnp.int32(0))
-    is_new = jnp.arange(len(pages), dtype=jnp.int32)[:, None] < count
-    before = lax.dynamic_slice(arena, start, pages.shape)
-    return lax.dynamic_update_slice(arena, jnp.where(is_new, pages, before), start)
 
 
 class Given(NamedTuple):
     """The arrays that work reads."""
 
-    parameters: Sequence[Array]  # buffers, then the value of every shared parameter
+    parameters: Sequence[Array]  # buffers, those of borrowed ones behind
+    state: Sequence[Array]  # variables, for forward work
     batch: Sequence[Array]  # leaves ``[num_microbatches, ...]``
     message: Array | None  # ``[pages, words]``, of the stage before or of the next one
     arena: Array | None  # the same
@@ -134,93 +64,144 @@ class Made(NamedTuple):
     state: Sequence[Array]
     message: Array  # pages, for a neighbor
     kept: Array  # pages, for later work on the micro-batch
-    added: Sequence[Array]
+    added: Sequence[Array]  # words of results; or gradients, in buffers likewise
 
 
-def work_by_stage(program: LockstepProgram, kind: Kind) -> Callable[[Sequence[Array], Given], Made]:
-    """Return work of one kind, for the stage of a row or none."""
-    branches = [stage_branch(program, kind, s) for s in program.stage_numbers]
+def run_ticks(
+    program: LockstepProgram, given: TrainState, batch: Sequence[Array]
+) -> tuple[Sequence[Array], list[Array], list[Array]]:
+    """Run all micro-batches of one device through its stages, inside ``shard_map``.
 
-    def run(state: Sequence[Array], given: Given) -> Made:
-        made = jax.eval_shape(branches[-1], state, given)
+    Returns the state variables, folded over the micro-batches; sums of gradients, none if all work is forward; and
+    the results of all micro-batches, of all devices.
+    """
+    parameters, key = _borrow(program, given.parameters), jax.random.fold_in(given.key, given.step)
+    replica = lax.axis_index(DATA) if program.replicated else 0
+    pages = jnp.asarray([[0] * 4, *program.pages], jnp.int32)
+    table, windows, count = program.table, program.windows, program.num_devices
+    # From the last device to the first, if they have several stages.
+    onward = [(d, (d + 1) % count) for d in range(count if program.schedule.num_chunks > 1 else count - 1)]
+    ways = onward, [(b, a) for a, b in onward]
 
-        def idle(state: Sequence[Array], _: Given) -> Made:
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)._replace(state=list(state))
+    def tick(carry: tuple, rows: tuple[Array, Array]) -> tuple[tuple, None]:
+        mail, arena, state, sums, results = carry
+        messages = []
+        for k, kind in enumerate(program.kinds):
+            row = rows[0][k]
+            message = lax.dynamic_slice(mail, (row[2 + k], jnp.int32(0)), (windows[k], PAGE)) if k < STASH else None
+            number = jax.random.fold_in(key, replica * program.num_microbatches + row[0])
+            if kind is Kind.FORWARD:
+                made = _work(program, kind, Given(parameters, state, batch, message, None, number, row))
+                whole = lax.dynamic_index_in_dim(results, row[0], keepdims=False) + made.added[0]
+                results = lax.dynamic_update_index_in_dim(results, whole, row[0], 0)
+                state = made.state
+            else:
+                made = _work(program, kind, Given(parameters, [], batch, message, arena, number, row))
+                sums = list(map(add_gradient, sums, made.added))
+            if k < STASH:  # the weight part sends and keeps nothing
+                arena = _write(arena, made.kept, row[2 + STASH + k], pages[row[1], STASH + k])
+                messages.append(made.message)
+        # All work of a tick is done before neighbors wait for each other.
+        for what, message in enumerate(lax.optimization_barrier(messages)):
+            if message.size:
+                mail = _write(mail, lax.ppermute(message, STAGE, ways[what]), *rows[1][what])
+        return (mail, arena, state, sums, results), None
 
-        frozen = 0 if kind is Kind.FORWARD else program.schedule.frozen
-        return switch(given.row[1], [idle, *[idle] * frozen, *branches[frozen:]], state, given)
+    mail, arena = (jnp.zeros((n, PAGE), jnp.uint32) for n in table.pages)
+    added = program.with_borrowed(program.sums).buffers if program.schedule.has_backward else ()
+    sums = [jnp.zeros(a.shape, a.dtype) for a in added]
+    results = jnp.zeros((program.num_microbatches, sum(map(word_count, program.result_avals))), jnp.uint32)
+    rows = jnp.asarray(table.work)[lax.axis_index(STAGE)], jnp.asarray(table.landed)[lax.axis_index(STAGE)]
+    carry = mail, arena, list(given.variables), sums, results
+    *_, variables, sums, results = lax.scan(tick, carry, rows)[0]
+    # One stage has made what all others have as zeros.
+    results = jax.vmap(partial(unpack_words, avals=program.result_avals))(lax.psum(results, STAGE))
+    return variables, sums and _give_back(program, sums), results
 
-    return run
+
+def _borrow(program: LockstepProgram, buffers: Sequence[Array]) -> list[Array]:
+    """This device's buffers, and behind them the value of every shared parameter; inside ``shard_map``."""
+    owned = {t: program.parameters.get(d, t, buffers) for t, d in program.lent.items()}
+    words = [jnp.where(lax.axis_index(STAGE) == program.lent[t], to_words(x), jnp.uint32(0)) for t, x in owned.items()]
+    values = dict(zip(owned, map(from_words, lax.psum(words, STAGE), owned.values()), strict=True))
+    return [*buffers, *program.borrowed(program.parameters).write(0, values)]
 
 
-def stage_branch(program: LockstepProgram, kind: Kind, s: StageNumber) -> Callable[[Sequence[Array], Given], Made]:
-    """Return a stage's work of a kind."""
+def _give_back(program: LockstepProgram, sums: Sequence[Array]) -> list[Array]:
+    """This device's gradient buffers, with what others have computed for its parameters."""
+    count = len(program.sums.buffers)
+    buffers, borrowed = list(sums[:count]), lax.psum(list(sums[count:]), STAGE)
+    for t, gradient in program.borrowed(program.sums).read(0, borrowed).items():
+        own = program.sums.get(program.lent[t], t, buffers)
+        whole = jnp.where(lax.axis_index(STAGE) == program.lent[t], own + gradient, own)
+        buffers = program.sums.put(program.lent[t], t, buffers, whole)
+    return buffers
+
+
+def _write(arena: Array, pages: Array, first: Array, count: Array) -> Array:
+    """The mail or the arena with the first so many of some pages from a place on."""
+    if not len(pages):
+        return arena
+    start = (first, jnp.int32(0))
+    is_new = jnp.arange(len(pages), dtype=jnp.int32)[:, None] < count
+    before = lax.dynamic_slice(arena, start, pages.shape)
+    return lax.dynamic_update_slice(arena, jnp.where(is_new, pages, before), start)
+
+
+def _work(program: LockstepProgram, kind: Kind, given: Given) -> Made:
+    """Do work of one kind, for the stage of a row or none."""
+    branches = [partial(stage_work, program, kind, s) for s in program.stage_numbers]
+    made = jax.eval_shape(branches[-1], given)
+
+    def idle(given: Given) -> Made:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)._replace(state=list(given.state))
+
+    frozen = 0 if kind is Kind.FORWARD else program.schedule.frozen
+    return switch(given.row[1], [idle, *[idle] * frozen, *branches[frozen:]], given)
+
+
+def stage_work(program: LockstepProgram, kind: Kind, s: StageNumber, given: Given) -> Made:
+    """Do a stage's work of a kind."""
+    device, objective = program.device(s), program.objective
+    rows = [lax.dynamic_index_in_dim(x, given.row[0], keepdims=False) for x in given.batch]
+    known = dict(zip((*objective.batch, objective.key), (*rows, given.key), strict=True))
+    known |= program.with_borrowed(program.parameters).read(device, given.parameters)
+    return _forward(program, s, known, given) if kind is Kind.FORWARD else _backward(program, kind, s, known, given)
+
+
+def _forward(program: LockstepProgram, s: StageNumber, known: dict[TensorNumber, Array], given: Given) -> Made:
     stage, device = program.stages[s], program.device(s)
-
-    def kept(given: Given, what: int) -> list[Array]:
-        shapes = program.kept(s)[what]
-        if what in (ARRIVED, RETURNED):
-            assert given.message is not None
-            return _read(given.message, jnp.int32(0), shapes)
-        assert given.arena is not None
-        return _read(given.arena, given.row[2 + what], shapes)
-
-    def available(given: Given) -> dict[TensorNumber, Array]:
-        """Return the values that no stage sends: the micro-batch, its key, parameters here and borrowed."""
-        rows = [lax.dynamic_index_in_dim(x, given.row[0], keepdims=False) for x in given.batch]
-        known = dict(zip((*program.objective.batch, program.objective.key), (*rows, given.key), strict=True))
-        known.update(zip(program.shared, given.parameters[len(program.parameters.buffers) :], strict=True))
-        known.update(zip(program.held(device)[0], program.parameters.read(device, given.parameters), strict=True))
-        return known
-
-    def forward(state: Sequence[Array], given: Given) -> Made:
-        known = available(given)
-        variables = program.held(device)[1]
-        known.update(zip(variables, program.variables.read(device, state), strict=True))
-        known.update(zip(stage.arriving, kept(given, ARRIVED), strict=True))
-        values, stash, overflows = stage_passes.forward(stage, known, program.trains(s))
-        new = dict(zip(stage.state, stage.new_state, strict=True))
-        made = [values[t] if k in stage.results else None for k, t in enumerate(program.objective.results)]
-        words = [
-            jnp.zeros(word_count(a), jnp.uint32) if x is None else to_words(x)
-            for x, a in zip([*made, overflows], program.result_avals, strict=True)
-        ]
-        return Made(
-            program.variables.write(device, [values[new[t]] if t in new else known[t] for t in variables]),
-            _pages([values[t] for t in stage.leaving], program.windows[ARRIVED]),
-            _pages([x for parts in stash.values() for x in parts], program.windows[STASH]),
-            [jnp.concatenate(words)],
-        )
-
-    def backward(_: Sequence[Array], given: Given) -> Made:
-        known, is_weight = available(given), kind is Kind.BACKWARD_WEIGHT
-        names = stage.saved if is_weight else program.returned(s)
-        received = dict(zip(names, kept(given, SAVED if is_weight else RETURNED), strict=True))
-        assert stage.vjp is not None
-        parts, stored = zip(stage.vjp.plan.stored, stage.vjp.stash_avals, strict=True), iter(kept(given, STASH))
-        stash = {t: tuple(next(stored) for _ in avals) for t, avals in parts if t in stage.stashed}
-        gradients, saved = stage_passes.backward(program.objective, stage, kind, known, stash, received)
-        added = _gradient_buffers(program, s, gradients)
-        if is_weight:
-            return Made([], _pages([], 0), _pages([], 0), added)
-        message = _pages([gradients[t] for t in stage.returning], program.windows[RETURNED])
-        waiting = [saved[t] for t in stage.saved] if kind is Kind.BACKWARD_INPUT else []
-        return Made([], message, _pages(waiting, program.windows[SAVED]), added)
-
-    return forward if kind is Kind.FORWARD else backward
+    state = program.variables.read(device, given.state)
+    known |= state | dict(zip(stage.arriving, _kept(program, s, ARRIVED, given), strict=True))
+    values, stash, overflows = stage_passes.forward(stage, known, program.trains(s))
+    state |= {t: values[new] for t, new in zip(stage.state, stage.new_state, strict=True)}
+    results = {k: values[t] for k, t in enumerate(program.objective.results) if k in stage.results}
+    results[len(program.objective.results)] = overflows
+    return Made(
+        program.variables.write(device, state),
+        _pages([values[t] for t in stage.leaving], program.windows[ARRIVED]),
+        _pages([x for parts in stash.values() for x in parts], program.windows[STASH]),
+        [pack_given(results, program.result_avals)],
+    )
 
 
-def _gradient_buffers(program: LockstepProgram, s: StageNumber, gradients: dict[TensorNumber, Array]) -> list[Array]:
-    """The buffers of gradients with a stage's in them, and zeros elsewhere; those of shared parameters behind."""
-    device = program.device(s)
-    trained = program.trained(device)
-
-    def value(t: TensorNumber, aval: Shaped, here: bool) -> Array:
-        return gradients[t] if here and t in gradients else jnp.zeros(aval.shape, aval.dtype)
-
-    own = [value(t, a, True) for t, a in zip(trained, program.avals(trained), strict=True)]
-    shared = zip(program.shared_trained, program.avals(program.shared_trained), strict=True)
-    return [*program.gradients.write(device, own), *(value(t, a, t not in trained).reshape(-1) for t, a in shared)]
+def _backward(
+    program: LockstepProgram, kind: Kind, s: StageNumber, known: dict[TensorNumber, Array], given: Given
+) -> Made:
+    stage, is_weight = program.stages[s], kind is Kind.BACKWARD_WEIGHT
+    names = stage.saved if is_weight else program.returned(s)
+    received = dict(zip(names, _kept(program, s, SAVED if is_weight else RETURNED, given), strict=True))
+    assert stage.vjp is not None
+    stored = iter(_kept(program, s, STASH, given))
+    parts = zip(stage.vjp.plan.stored, stage.vjp.stash_avals, strict=True)
+    stash = {t: tuple(next(stored) for _ in avals) for t, avals in parts if t in stage.stashed}
+    gradients, saved = stage_passes.backward(program.objective, stage, kind, known, stash, received)
+    added = program.with_borrowed(program.gradients).write(program.device(s), gradients)
+    if is_weight:
+        return Made([], _pages([], 0), _pages([], 0), added)
+    message = _pages([gradients[t] for t in stage.returning], program.windows[RETURNED])
+    waiting = [saved[t] for t in stage.saved] if kind is Kind.BACKWARD_INPUT else []
+    return Made([], message, _pages(waiting, program.windows[SAVED]), added)
 
 
 def _pages(values: Sequence[Array], count: int) -> Array:
@@ -228,10 +209,12 @@ def _pages(values: Sequence[Array], count: int) -> Array:
     return pack_words(values, count * PAGE).reshape(count, PAGE)
 
 
-def _read(arena: Array, first: Array, avals: Sequence[Shaped]) -> list[Array]:
-    """The arrays that were written from a page on."""
+def _kept(program: LockstepProgram, s: StageNumber, what: int, given: Given) -> list[Array]:
+    """Read what was kept for a stage: its message, or a part of the arena."""
+    arena, first = (given.message, jnp.int32(0)) if what < STASH else (given.arena, given.row[2 + what])
+    assert arena is not None
     arrays, start = [], 0
-    for aval in avals:
+    for aval in program.kept(s)[what]:
         page, offset = divmod(start, PAGE)
         count = word_count(aval)
         shape = (-(-(offset + count) // PAGE), PAGE)

@@ -59,7 +59,7 @@ class Layout:
         """Return the layout with the buffers of another one behind; what a device has in both, it has here."""
         count = len(self.buffers)
         moved = ({n: x._replace(buffer=count + x.buffer) for n, x in held.items()} for held in other.places)
-        places = tuple({**behind, **own} for behind, own in zip(moved, self.places, strict=True))
+        places = tuple({**behind, **first} for behind, first in zip(moved, self.places, strict=True))
         return Layout(places, (*self.buffers, *other.buffers))
 
     def get(self, device: int, n: TensorNumber, buffers: Sequence[Array]) -> Array:

@@ -89,14 +89,14 @@ class LockstepProgram(Program):
         """The device of each parameter that others borrow."""
         return {t: next(d for d in self.device_numbers if t in self.parameters.places[d]) for t in self.shared}
 
-    def borrowed(self, own: Layout) -> Layout:
+    def borrowed(self, layout: Layout) -> Layout:
         """Return the layout of arrays of every parameter that is borrowed, which all devices have behind their own."""
-        avals = {t: own.places[d][t].aval for t, d in self.lent.items() if t in own.places[d]}
+        avals = {t: layout.places[d][t].aval for t, d in self.lent.items() if t in layout.places[d]}
         return lay_out([avals] * self.num_devices)
 
-    def with_borrowed(self, own: Layout) -> Layout:
+    def with_borrowed(self, layout: Layout) -> Layout:
         """Return the layout of a device's own arrays, and of those behind them."""
-        return own.joined(self.borrowed(own))
+        return layout.joined(self.borrowed(layout))
 
     @cached_property
     def result_avals(self) -> list[Shaped]:

@@ -67,7 +67,7 @@ def predict(planned: Program, update: Update, batch: Sequence[Shaped]) -> dict[s
     }
     if program.lent:
         # Values, gradients, and the words of both while they are exchanged.
-        held["shared"] = 2 * sum(program.borrowed(own).bytes for own in (program.parameters, program.sums))
+        held["shared"] = 2 * sum(program.borrowed(layout).bytes for layout in (program.parameters, program.sums))
     # A new value is made of a gradient and of state, and written over the old one before the next is made.
     written = (x.aval for layout in (program.sums, slots) for held in layout.places for x in held.values())
     at_the_end = 2 * max((_bytes([aval]) for aval in written), default=0)
@@ -96,10 +96,10 @@ def working_bytes(program: LockstepProgram, s: StageNumber) -> int:
     The forward pass returns its stash packed, the backward pass reads it out of the arena. Messages that have been made
     wait until all work of a tick is done.
     """
-    made, needed = 0, 0
+    waiting, needed = 0, 0
     for (function, given), sent in zip(stage_programs(program, s), (ARRIVED, RETURNED, RETURNED), strict=False):
-        needed = max(needed, made + peak_bytes(function, given))
-        made += 4 * PAGE * program.windows[sent]
+        needed = max(needed, waiting + peak_bytes(function, given))
+        waiting += 4 * PAGE * program.windows[sent]
     return needed
 
 

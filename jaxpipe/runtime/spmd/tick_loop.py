@@ -91,16 +91,16 @@ def run_ticks(
             message = lax.dynamic_slice(mail, (row[2 + k], jnp.int32(0)), (windows[k], PAGE)) if k < STASH else None
             number = jax.random.fold_in(key, replica * program.num_microbatches + row[0])
             if kind is Kind.FORWARD:
-                made = _work(program, kind, Given(parameters, state, batch, message, None, number, row))
-                whole = lax.dynamic_index_in_dim(results, row[0], keepdims=False) + made.added[0]
+                output = _work(program, kind, Given(parameters, state, batch, message, None, number, row))
+                whole = lax.dynamic_index_in_dim(results, row[0], keepdims=False) + output.added[0]
                 results = lax.dynamic_update_index_in_dim(results, whole, row[0], 0)
-                state = made.state
+                state = output.state
             else:
-                made = _work(program, kind, Given(parameters, [], batch, message, arena, number, row))
-                sums = list(map(add_gradient, sums, made.added))
+                output = _work(program, kind, Given(parameters, [], batch, message, arena, number, row))
+                sums = list(map(add_gradient, sums, output.added))
             if k < STASH:  # the weight part sends and keeps nothing
-                arena = _write(arena, made.kept, row[2 + STASH + k], pages[row[1], STASH + k])
-                messages.append(made.message)
+                arena = _write(arena, output.kept, row[2 + STASH + k], pages[row[1], STASH + k])
+                messages.append(output.message)
         # All work of a tick is done before neighbors wait for each other.
         for what, message in enumerate(lax.optimization_barrier(messages)):
             if message.size:
@@ -132,8 +132,8 @@ def _give_back(program: LockstepProgram, sums: Sequence[Array]) -> list[Array]:
     count = len(program.sums.buffers)
     buffers, borrowed = list(sums[:count]), lax.psum(list(sums[count:]), STAGE)
     for t, gradient in program.borrowed(program.sums).read(0, borrowed).items():
-        own = program.sums.get(program.lent[t], t, buffers)
-        whole = jnp.where(lax.axis_index(STAGE) == program.lent[t], own + gradient, own)
+        value = program.sums.get(program.lent[t], t, buffers)
+        whole = jnp.where(lax.axis_index(STAGE) == program.lent[t], value + gradient, value)
         buffers = program.sums.put(program.lent[t], t, buffers, whole)
     return buffers
 
@@ -151,10 +151,10 @@ def _write(arena: Array, pages: Array, first: Array, count: Array) -> Array:
 def _work(program: LockstepProgram, kind: Kind, given: Given) -> Made:
     """Do work of one kind, for the stage of a row or none."""
     branches = [partial(stage_work, program, kind, s) for s in program.stage_numbers]
-    made = jax.eval_shape(branches[-1], given)
+    output = jax.eval_shape(branches[-1], given)
 
     def idle(given: Given) -> Made:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)._replace(state=list(given.state))
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), output)._replace(state=list(given.state))
 
     frozen = 0 if kind is Kind.FORWARD else program.schedule.frozen
     return switch(given.row[1], [idle, *[idle] * frozen, *branches[frozen:]], given)

@@ -103,7 +103,7 @@ def test_derived_from_parameters():
         return [x @ (w.T * 2), w @ table]
 
     graph = trace(body, jnp.ones((3, 2)), jnp.ones((4, 2))).with_parameters([True, False])
-    derived = graph.derived_from_parameters()
+    derived = graph.derived_from_parameters
     output_of = {op.name: op.outputs[0] for op in graph.operators if op.name != "dot_general"}
     assert output_of["transpose"] in derived and output_of["mul"] in derived
     # Neither what depends on the input, nor what depends on a constant array (it may be a batch).

@@ -34,7 +34,7 @@ def is_cheap(op):
 def cheapest(backward_graph):
     """The fewest stored bytes, by trying every set of tensors. Work limits do not matter at these sizes."""
     graph = backward_graph.graph
-    available = graph.derived_from_parameters()
+    available = graph.derived_from_parameters
     producers = {t: op for op in graph.operators for t in op.outputs}
     related = set()
     pending = [t for t in backward_graph.needs if t not in available]

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -110,9 +110,9 @@ class Profile:
                 raise PartitionError(
                     f"{field} has {len(values)} entries, names has {len(self.names)}; give one of each."
                 )
-            for k, value in enumerate(values):
-                _check_number(value, f"{field}[{k}] ({self.names[k]})")
+            _check_costs(values, lambda k, field=field: f"{field}[{k}] ({self.names[k]})")
             object.__setattr__(self, field, tuple(map(float, values)))
+        _check_costs((edge[2] for edge in self.edges), lambda k: f"edges[{k}].bytes")
         edges = []
         for k, edge in enumerate(self.edges):
             source, target, size, *output = edge
@@ -121,7 +121,6 @@ class Profile:
                     f"edges[{k}] leads from operator {source} to {target}; an edge leads from an operator to a later "
                     f"one, of 0..{len(self.names) - 1}. Sort the operators so that each comes after those it reads."
                 )
-            _check_number(size, f"edges[{k}].bytes")
             edges.append(Edge(int(source), int(target), float(size), int(output[0]) if output else 0))
         object.__setattr__(self, "edges", tuple(edges))
         groups = tuple(tuple(sorted(set(map(int, group)))) for group in self.together)
@@ -259,10 +258,13 @@ NUMBERS = tuple(
 REQUIRED = ("names", "forward_seconds", "backward_seconds", "parameter_bytes", "residual_bytes")
 
 
-def _check_number(value: Any, name: str) -> None:
-    try:
-        good = 0 <= value < LARGEST
-    except TypeError:
-        good = False
-    if not good:
-        raise PartitionError(f"{name} is {value!r}; it must be a finite number that is not negative, below 2**63.")
+def _check_costs(values: Iterable[Any], name: Callable[[int], str]) -> None:
+    for k, value in enumerate(values):
+        try:
+            good = 0 <= value < LARGEST
+        except TypeError:
+            good = False
+        if not good:
+            raise PartitionError(
+                f"{name(k)} is {value!r}; it must be a finite number that is not negative, below 2**63."
+            )

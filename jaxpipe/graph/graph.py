@@ -188,6 +188,7 @@ class Graph:
         chosen = [t for t, flag in zip(self.inputs, flags, strict=True) if flag]
         return replace(self, parameters=frozenset(chosen))
 
+    @functools.cached_property
     def derived_from_parameters(self) -> frozenset[TensorNumber]:
         """Tensors that depend on parameters and numbers alone; constant arrays too, but not what depends on them.
 

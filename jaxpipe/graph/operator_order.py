@@ -17,7 +17,7 @@ def parameter_work_in_place(graph: Graph, everywhere: Iterable[TensorNumber] = (
     A scalar made of parameters (the squared norm of a weight decay term in the loss) is computed right after its
     parameter's first use, so that only a scalar travels to the end; a cast or a transpose stays with its reader.
     """
-    available = replace(graph, parameters=graph.parameters | set(everywhere)).derived_from_parameters()
+    available = replace(graph, parameters=graph.parameters | set(everywhere)).derived_from_parameters
     consumers: dict[TensorNumber, list[int]] = {}
     for k, op in enumerate(graph.operators):
         for t in op.inputs:
@@ -105,7 +105,7 @@ def uses_apart(graph: Graph, parameters: Iterable[TensorNumber]) -> dict[TensorN
 
     Between two groups there is a product (an operator that is worth a stage of its own) with another parameter.
     """
-    wanted, available = set(parameters), graph.derived_from_parameters() | graph.parameters
+    wanted, available = set(parameters), graph.derived_from_parameters | graph.parameters
     uses: dict[TensorNumber, list[tuple[int, int]]] = {}
     products: list[int] = []
     for k, op in enumerate(graph.operators):

@@ -230,7 +230,7 @@ def check_plan(backward_graph: BackwardGraph, plan: ResidualPlan) -> None:
     """Raise ``ValueError`` unless the plan gives the backward pass every tensor it needs, and none besides."""
     graph = backward_graph.graph
     producers = graph.producers
-    available = graph.derived_from_parameters()
+    available = graph.derived_from_parameters
     touched: set[TensorNumber] = set()
     pending = list(backward_graph.needs)
     while pending:
@@ -322,7 +322,7 @@ def _smallest_plan(
     stored; the next ones suppose what the last one stored, as long as that saves bytes and its work stays bounded.
     """
     graph = backward_graph.graph
-    available = graph.derived_from_parameters()
+    available = graph.derived_from_parameters
     costs = _rerun_costs(graph, codecs)
     best = None
     fewest = math.inf
@@ -350,7 +350,7 @@ def _cut_plan(
 ) -> ResidualPlan:
     """The cheapest plan in which the tensors that are not stored are derived as given."""
     graph = backward_graph.graph
-    available = graph.derived_from_parameters()
+    available = graph.derived_from_parameters
     needs = [t for t in backward_graph.needs if t not in available]
     price = {}
     extra = frozenset() if current().runs_early else _behind_products(graph, available)
@@ -390,7 +390,7 @@ def derived_from(
     derivation: Mapping[TensorNumber, Operator],
 ) -> ResidualPlan:
     """Return the formats given, and the rest by the operators given, as far as the backward pass needs them."""
-    available = backward_graph.graph.derived_from_parameters()
+    available = backward_graph.graph.derived_from_parameters
     chosen: dict[TensorNumber, Format] = {}
     pending = [t for t in backward_graph.needs if t not in available]
     while pending:
@@ -431,7 +431,7 @@ def with_fallbacks(
     Tensors are judged in the order of the program. One whose way back is too long is stored as it is, and so ends
     the way of those behind it.
     """
-    available = graph.derived_from_parameters()
+    available = graph.derived_from_parameters
     derivations = Derivations(graph)
     everything = ResidualPlan({**dict.fromkeys(held, KEEP), **plan.formats})
     used: set[TensorNumber] = set()

@@ -82,7 +82,7 @@ class DecoratedProgram:
         if graph.parameters:
             return vjp
         weights = graph.with_parameters([t in self.held and t in self.wrt for t in graph.inputs])
-        known = weights.derived_from_parameters()
+        known = weights.derived_from_parameters
         return vjp if known.intersection(graph.outputs) else replace(vjp, weights=known)
 
 

@@ -21,5 +21,5 @@ def default_passes(program: DecoratedProgram) -> Passes:
 def plain_bytes(program: DecoratedProgram) -> int:
     """Return about the bytes that JAX saves of a program: all that its backward pass reads, as it is."""
     graph: Graph = program.backward_graph.graph
-    available = graph.derived_from_parameters() | program.held
+    available = graph.derived_from_parameters | program.held
     return sum(graph.tensors[t].bytes for t in program.backward_graph.needs if t not in available)

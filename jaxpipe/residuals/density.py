@@ -84,7 +84,7 @@ def measure_density(function: Callable[..., PyTree], *args: PyTree, **kwargs: Py
     graph = read_graph(jax.make_jaxpr(call.function)(*call.leaves))
     wrt = [t for t, leaf in zip(graph.inputs, call.leaves, strict=True) if is_differentiable(leaf)]
     graph = build_backward_graph(graph, wrt).graph
-    available = graph.derived_from_parameters()
+    available = graph.derived_from_parameters
     names = {t: name for t, name in tensor_names(graph).items() if t not in available and can_be_sparse(graph, t)}
 
     @jax.jit

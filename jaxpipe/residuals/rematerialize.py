@@ -158,7 +158,7 @@ class Rematerializer:
         # devices would add some up twice.
         if self._graph.stage_shape or (not convolves and sum(is_product(op) for op in program) < 2):
             return
-        kept = sums_of_branches(self._graph, self._graph.derived_from_parameters())
+        kept = sums_of_branches(self._graph, self._graph.derived_from_parameters)
         if convolves:
             kept |= set(step.needs)  # nothing fuses with it: its operands are written to memory
         for op in program:

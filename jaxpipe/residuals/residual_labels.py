@@ -46,7 +46,7 @@ class Label:
 def labels(vjp: VJPProgram) -> Callable[[TensorNumber, int], str]:
     """Return what gives the label of one array of a stash, by tensor and part, as text."""
     readers, producers = _readers(vjp), {t: op for op in vjp.graph.operators for t in op.outputs}
-    available = vjp.graph.derived_from_parameters()
+    available = vjp.graph.derived_from_parameters
 
     def label(number: TensorNumber, part: int) -> str:
         producer, tensor, codec = producers[number], vjp.graph.tensors[number], vjp.plan.codecs[number]
@@ -70,7 +70,7 @@ def _name(op: Operator) -> str:
 def _readers(vjp: VJPProgram) -> dict[TensorNumber, dict[str, None]]:
     """Return the names of the backward steps that read each stored tensor, in order."""
     derivations = Derivations(vjp.graph)
-    available = vjp.graph.derived_from_parameters()
+    available = vjp.graph.derived_from_parameters
     readers: dict[TensorNumber, dict[str, None]] = defaultdict(dict)
     for step in vjp.backward_graph.steps:
         for t in derivations.of(step.needs, vjp.plan, available)[1]:

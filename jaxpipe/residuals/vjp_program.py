@@ -113,7 +113,7 @@ def assemble(backward_graph: BackwardGraph, plan: ResidualPlan) -> VJPProgram:
         input_steps=input_steps,
         weight_steps=weight_steps,
         saved=saved,
-        weights=backward_graph.source.derived_from_parameters(),
+        weights=backward_graph.source.derived_from_parameters,
     )
 
 
@@ -130,7 +130,7 @@ def forward(vjp: VJPProgram, inputs: Sequence[Array]) -> tuple[list[Array], list
     env.update(zip(graph.inputs, inputs, strict=True))
     stash: dict[TensorNumber, tuple[Array, ...]] = {}
     packed: list[Array] = []
-    available = graph.derived_from_parameters()
+    available = graph.derived_from_parameters
     convolved = _read_by_convolutions(graph) - available
     for op in live(graph.operators, [*graph.outputs, *stored]):
         late = {t: _compat.wait(env[t], packed) for t in op.inputs if t not in available} if is_heavy(op) else {}
@@ -268,7 +268,7 @@ def _split(
     and with them whatever leads from there to a parameter. All other cotangents (biases, scales) are cheap and small,
     and come with the input part.
     """
-    available = backward_graph.source.derived_from_parameters()
+    available = backward_graph.source.derived_from_parameters
     deferred = {
         t for step in backward_graph.steps if step.name in PRODUCTS for t in step.cotangents_out if t in available
     }

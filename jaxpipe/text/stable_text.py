@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 from jax.sharding import Mesh
 
 from jaxpipe import _compat
@@ -61,6 +61,7 @@ class _Writer:
 
     def __init__(self, values: bool):
         self._values = values
+        self._types: dict[ShapedArray, str] = {}
         self._known: dict[int, tuple[object, str]] = {}  # with the object, whose number no other then gets
 
     def text(self, value: Any) -> str:
@@ -73,6 +74,10 @@ class _Writer:
             return self._once(value, self._array)
         if isinstance(value, type):
             return f"{value.__module__}.{value.__qualname__}"
+        if isinstance(value, ShapedArray):
+            if value not in self._types:
+                self._types[value] = self._object(value)
+            return self._types[value]
         if all(hasattr(value, name) for name in _PROGRAM) or hasattr(value, "jaxpr"):
             return self._once(value, self._program)
         if isinstance(value, Mesh):

@@ -114,7 +114,7 @@ class Chain:
         work, scale = space.seconds, UNEQUAL * max(float(space.crossing.mean()), 1.0)
         for s, (before, behind) in enumerate(itertools.pairwise(places)):
             share = (work[behind, None] - work[before]) / (limit * self.rates[s])
-            possible = (share <= 1 + PRECISION) & space.nested[before[:, None], behind].T
+            possible = (share <= 1 + PRECISION) & space.is_stage(before[:, None], behind).T
             if self.memory[s] < math.inf:
                 held = np.asarray(self.holds[s])
                 possible &= held[behind, None] - held[before] <= self.memory[s]

@@ -6,7 +6,7 @@ operators that do not depend on each other may fall on either side.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -24,14 +24,16 @@ class CutSpace:
     """Every cut that is looked at, from nothing to everything, and what lies before it.
 
     Attributes:
-      members: ``[cuts, operators]``; the operators before a cut.
+      first: ``[operators]``; the first cut that holds each, if every cut holds the one before.
+      members: ``[cuts, operators]``; the operators before a cut, if some cuts do not hold the one before.
       crossing: bytes that pass each cut, what is made before it and read behind it, each result once.
-      seconds, forward, backward, parameters, residuals: sums over the operators before each cut.
+      forward, backward, parameters, residuals: sums over the operators before each cut.
       wanted: whether a stage must begin at each cut.
       complete: whether these are all cuts of the graph, rather than those of one order of its operators.
     """
 
-    members: np.ndarray
+    first: np.ndarray | None
+    members: np.ndarray | None
     crossing: np.ndarray
     forward: np.ndarray
     backward: np.ndarray
@@ -45,24 +47,37 @@ class CutSpace:
         """Forward and backward together."""
         return self.forward + self.backward
 
+    def holds(self, cut: int) -> np.ndarray:
+        """``[operators]``: whether each is before a cut."""
+        return self.first <= cut if self.members is None else self.members[cut]
+
+    def is_stage(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """Return whether the operators between cuts make a stage: there are some, and no wanted cut is among them."""
+        if self.members is None:
+            wanted = self.wanted.cumsum()
+            return (first < last) & (wanted[last - 1] == wanted[first])
+        return self._nested[first, last]
+
+    @property
+    def is_chain(self) -> bool:
+        """Return whether each cut holds the one before."""
+        return self.members is None
+
     @cached_property
     def nested(self) -> np.ndarray:
-        """``[cuts, cuts]``: whether the operators between two cuts make a stage: no wanted cut is among them."""
-        if _first_cuts(self.members) is not None:
-            within = ~np.tri(len(self.members), k=-1, dtype=bool)
-        else:
-            # Cut i lies in cut j if no operator before i is behind j.
-            within = self.members.astype(np.float32) @ (~self.members).T.astype(np.float32) == 0
+        """``[cuts, cuts]``: ``is_stage`` of all pairs."""
+        numbers = np.arange(len(self.crossing))
+        return self.is_stage(numbers[:, None], numbers)
+
+    @cached_property
+    def _nested(self) -> np.ndarray:
+        assert self.members is not None
+        # Cut i lies in cut j if no operator before i is behind j.
+        within = self.members.astype(np.float32) @ (~self.members).T.astype(np.float32) == 0
         nested = within & ~np.eye(len(within), dtype=bool)
         for k in np.flatnonzero(self.wanted):
             nested &= within[k][:, None] | within[:, k]
         return nested
-
-    @cached_property
-    def is_chain(self) -> bool:
-        """Return whether each cut holds the one before."""
-        numbers = np.arange(len(self.crossing) - 1)
-        return bool(self.nested[numbers, numbers + 1].all())
 
     def between(self, sums: np.ndarray) -> np.ndarray:
         """``[first cuts, last cuts]``: a sum over the operators between two cuts; only of use where ``nested``."""
@@ -77,7 +92,19 @@ class CutSpace:
             inside = np.flatnonzero(bins == k)
             kept.add(int(inside[self.crossing[inside].argmin()]))
         rows = sorted(kept)
-        return CutSpace(*(getattr(self, field.name)[rows] for field in fields(self)[:-1]), complete=False)
+        columns = {name: getattr(self, name)[rows] for name in (*_SUMS, "crossing", "wanted")}
+        if self.members is None:
+            return replace(self, first=np.searchsorted(rows, self.first), **columns, complete=False)
+        return replace(self, members=self.members[rows], **columns, complete=False)
+
+
+#: Fields of ``CutSpace`` that are sums of a field of ``Profile``.
+_SUMS = {
+    "forward": "forward_seconds",
+    "backward": "backward_seconds",
+    "parameters": "parameter_bytes",
+    "residuals": "residual_bytes",
+}
 
 
 def cut_space(profile: Profile, *, reorder: bool = True, starts: Sequence[int] = ()) -> CutSpace:
@@ -87,61 +114,55 @@ def cut_space(profile: Profile, *, reorder: bool = True, starts: Sequence[int] =
     """
     if starts and reorder:
         raise PartitionError(f"starts={tuple(starts)} needs reorder=False: an operator has no place in other orders.")
-    count = len(profile.names)
     sets = _down_sets(profile) if reorder else None
-    complete = sets is not None
-    if sets is None:
-        sets = np.tri(count + 1, count, -1, dtype=bool)
-    for group in profile.together:
-        inside = sets[:, list(group)].sum(1)
-        sets = sets[(inside == 0) | (inside == len(group))]
-    if len(sets) < 2:
+    if sets is not None:
+        for group in profile.together:
+            inside = sets[:, list(group)].sum(1)
+            sets = sets[(inside == 0) | (inside == len(group))]
+    else:
+        allowed = np.ones(len(profile.names) + 1, bool)
+        for group in profile.together:
+            allowed[min(group) + 1 : max(group) + 1] = False
+        places = np.flatnonzero(allowed)
+    if len(places if sets is None else sets) < 2:
         raise PartitionError("profile.together leaves no operator; it must not hold two groups that need each other.")
-    return space_of(profile, sets, complete=complete, starts=starts)
+    if sets is not None:
+        return space_of(profile, sets, complete=True)
+    first = np.searchsorted(places, np.arange(len(profile.names)), "right")
+    return _chain_space(profile, first, len(places), np.isin(places, starts))
 
 
-def space_of(profile: Profile, sets: np.ndarray, *, complete: bool = False, starts: Sequence[int] = ()) -> CutSpace:
+def space_of(profile: Profile, sets: np.ndarray, *, complete: bool = False) -> CutSpace:
     """The cuts that are given as sets of operators ``[cuts, operators]``."""
-
-    first = _first_cuts(sets)
-
-    def before(values: tuple[float, ...]) -> np.ndarray:
-        if first is None:
-            return sets @ np.asarray(values, np.float64)
-        return np.bincount(first, values, len(sets) + 1)[:-1].cumsum()
-
-    return CutSpace(
-        members=sets,
-        crossing=crossing_bytes(profile, sets),
-        forward=before(profile.forward_seconds),
-        backward=before(profile.backward_seconds),
-        parameters=before(profile.parameter_bytes),
-        residuals=before(profile.residual_bytes),
-        wanted=np.isin(sets.sum(1), starts),
-        complete=complete,
-    )
+    if (sets[:-1] <= sets[1:]).all() and (sets[:-1] != sets[1:]).any(1).all():
+        chain = _chain_space(profile, len(sets) - sets.sum(0), len(sets), np.zeros(len(sets), bool))
+        return replace(chain, complete=complete)
+    crossing = np.zeros(len(sets))
+    for source, targets, size in _results(profile):
+        crossing += size * (sets[:, source] & ~sets[:, targets].all(1))
+    sums = {name: sets @ np.asarray(getattr(profile, field)) for name, field in _SUMS.items()}
+    return CutSpace(None, sets, crossing, **sums, wanted=np.zeros(len(sets), bool), complete=complete)
 
 
-def _first_cuts(sets: np.ndarray) -> np.ndarray | None:
-    """Return, of a chain of cuts each of which holds the one before and more, the first behind each operator."""
-    is_chain = (sets[:-1] <= sets[1:]).all() and (sets[:-1] != sets[1:]).any(1).all()
-    return len(sets) - sets.sum(0) if is_chain else None
+def _chain_space(profile: Profile, first: np.ndarray, count: int, wanted: np.ndarray) -> CutSpace:
+    """Return cuts each of which holds the one before, by the first that holds each operator."""
+    crossing, numbers = np.zeros(count), first.tolist()
+    for source, targets, size in _results(profile):
+        crossing[numbers[source] : max(numbers[t] for t in targets)] += size
+    sums = {
+        name: np.bincount(first, getattr(profile, field), count + 1)[:-1].cumsum() for name, field in _SUMS.items()
+    }
+    return CutSpace(first, None, crossing, **sums, wanted=wanted, complete=False)
 
 
-def crossing_bytes(profile: Profile, sets: np.ndarray) -> np.ndarray:
-    """Bytes made before each cut ``[cuts, operators]`` and read behind it; each result once, however many read it."""
+def _results(profile: Profile) -> list[tuple[int, list[int], float]]:
+    """Return the operator that makes each result, those that read it, and its bytes."""
     readers: dict[tuple[int, int], list[int]] = {}
     sizes: dict[tuple[int, int], float] = {}
     for source, target, size, output in profile.edges:
         readers.setdefault((source, output), []).append(target)
         sizes[source, output] = max(size, sizes.get((source, output), 0.0))
-    total, first = np.zeros(len(sets)), _first_cuts(sets)
-    for (source, output), targets in readers.items():
-        if first is None:
-            total += sizes[source, output] * (sets[:, source] & ~sets[:, targets].all(1))
-        else:
-            total[first[source] : first[targets].max()] += sizes[source, output]
-    return total
+    return [(source, targets, sizes[source, output]) for (source, output), targets in readers.items()]
 
 
 def _down_sets(profile: Profile) -> np.ndarray | None:

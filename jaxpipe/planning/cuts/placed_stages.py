@@ -183,7 +183,7 @@ def describe(
     **asked: Any,
 ) -> Partition:
     """Stages that a search found, with what each costs, and what else was ``asked``."""
-    stage_of = sum((~space.members[last]).astype(int) for _, last, _ in stages)
+    stage_of = sum((~space.holds(last)).astype(int) for _, last, _ in stages)
     return Partition(
         stages=cost_stages(model, space, stages),
         order=tuple(map(int, np.argsort(stage_of, kind="stable"))),
@@ -217,7 +217,7 @@ def cost_stages(model: CostModel, space: CutSpace, stages: Stages) -> tuple[Stag
         )
         rows.append(
             StageCost(
-                operators=range(int(space.members[first].sum()), int(space.members[last].sum())),
+                operators=range(int(space.holds(first).sum()), int(space.holds(last).sum())),
                 devices=tuple(sorted(devices)),
                 compute_seconds=float(work[0]) / (group.size * model.slowest(group)),
                 communication_seconds=max(links[k], links[k + 1]),

@@ -23,7 +23,8 @@ def move_operators(
 ) -> tuple[CutSpace, Stages, float]:
     """Move operators across cuts while the objective falls; returns a space of the new cuts, the stages, their cost."""
     cuts = [stages[0][0], *(last for _, last, _ in stages)]
-    best = space_of(profile, space.members[cuts])
+    sets = np.array([space.holds(cut) for cut in cuts])
+    best = space_of(profile, sets)
     chosen: Stages = tuple((k, k + 1, devices) for k, (*_, devices) in enumerate(stages))
     fixed = {v for group in profile.together for v in group}
     reads: list[list[int]] = [[] for _ in profile.names]
@@ -50,12 +51,12 @@ def move_operators(
     spent, improved = 0, True
     while improved and spent < MOST_MOVES:
         improved = False
-        for moved in moves(best.members):
+        for moved in moves(sets):
             spent += 1
             candidate = space_of(profile, moved)
             cost = model.objective(candidate, chosen)
             if cost < seconds / ROUNDING:
-                best, seconds, improved = candidate, cost, True
+                best, sets, seconds, improved = candidate, moved, cost, True
                 break
             if spent >= MOST_MOVES:
                 break

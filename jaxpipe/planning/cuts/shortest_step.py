@@ -106,7 +106,7 @@ def _balanced(space: CutSpace, model: Synchronous, layouts: Sequence[Layout]) ->
 
 def _possible(space: CutSpace, cuts: np.ndarray) -> np.ndarray:
     """Return the rows of cuts between which there are stages."""
-    return cuts[space.nested[cuts[:, :-1], cuts[:, 1:]].all(1)]
+    return cuts[space.is_stage(cuts[:, :-1], cuts[:, 1:]).all(1)]
 
 
 def _fastest(space: CutSpace, model: Synchronous, plans: Sequence[Plans], most: int) -> list[Plans]:

@@ -81,7 +81,7 @@ def stage_items(
       released: inputs whose cotangent is gone once it has been made, as it is added to a sum.
     """
     graph, held = backward_graph.graph, frozenset(held)
-    available = graph.derived_from_parameters()
+    available = graph.derived_from_parameters
     producers = graph.producers
     chosen = {t: codec for t, codec in plan.codecs.items() if t not in held}
     for t in _starting_points(backward_graph, available | held):
@@ -211,7 +211,7 @@ def _followers(graph: Graph, needs: Container[TensorNumber]) -> dict[TensorNumbe
 
     Who starts from the result with its bias and its ReLU needs no memory for the result by itself.
     """
-    weights = graph.derived_from_parameters()
+    weights = graph.derived_from_parameters
     readers = Counter(t for op in graph.operators for t in op.inputs) + Counter(graph.outputs)
     behind = {op.outputs[0] for op in graph.operators if op.name == _CONVOLUTION}
     follower = {}

@@ -88,6 +88,8 @@ def spans(
     """Return the first and the last operator that use each input, or make its ``together``; no cut may fall between."""
     wanted = set(inputs)
     ranges: dict[TensorNumber, tuple[int, int]] = {}
+    if not wanted:
+        return ranges
     producers = {t: k for k, op in enumerate(graph.operators) for t in op.outputs}
     for k, op in enumerate(graph.operators):
         for t in wanted.intersection(op.inputs):

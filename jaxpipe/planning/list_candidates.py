@@ -18,7 +18,7 @@ from jaxpipe.planning.cuts.placed_stages import plan_bound
 from jaxpipe.planning.describe_plan import least_seconds, stage_search_arguments
 from jaxpipe.planning.dispatch_timeline import host_seconds
 from jaxpipe.planning.place_stages import best_placed, place_stages
-from jaxpipe.planning.trace_request import Traced
+from jaxpipe.planning.trace_request import Traced, without_collection
 from jaxpipe.schedules import Schedule, list_schedule, makespan_bound, schedule_makers
 from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.stage_map import StageMap
@@ -55,6 +55,7 @@ def leanest(candidates: Sequence[Candidate]) -> Candidate:
 
 
 @phase("candidates")
+@without_collection()
 def list_candidates(traced: Traced) -> list[Candidate]:
     """Return a program for each schedule that may be the fastest, fastest first.
 

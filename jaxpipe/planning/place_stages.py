@@ -11,13 +11,14 @@ from jaxpipe.costs.assumed_links import slowest_used
 from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import PartitionError
+from jaxpipe.graph.operator_order import allowed_cuts
 from jaxpipe.planning.arrange_devices import stay
 from jaxpipe.planning.cuts.balance_chain import balanced
 from jaxpipe.planning.cuts.partition_layers import partition_layers
 from jaxpipe.planning.cuts.placed_stages import Partition, stage_speeds
 from jaxpipe.planning.dispatch_timeline import Dispatching, dispatched_timeline
 from jaxpipe.planning.trace_request import Traced
-from jaxpipe.runtime.stages import places_to_cut, variable_spans
+from jaxpipe.runtime.stages import variable_spans
 from jaxpipe.schedules import Schedule
 from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.stage_map import StageMap
@@ -50,9 +51,9 @@ def place_stages(
     """
     request, objective = traced.request, traced.objective
     network = request.network or slowest_used(traced.links, request.mesh)
-    spans = itertools.chain.from_iterable(variable_spans(objective).values())
+    spans = tuple(itertools.chain.from_iterable(variable_spans(objective).values()))
     profile = replace(profile, together=tuple(dict.fromkeys((*profile.together, *spans))))
-    places = sum(places_to_cut(objective)[1:-1])
+    places = sum(allowed_cuts(objective.graph, spans)[1:-1])
     num_chunks = len(stage_of[0]) if stage_of else 1
     stages = len(replicate) if isinstance(replicate, tuple) else 1 if replicate else request.num_devices * num_chunks
     if stages > places + 1:

@@ -81,7 +81,20 @@ def rates_in(profile: Profile) -> Rates:
     return profile.rates
 
 
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Look for no cycles of objects meanwhile: that takes long where much is made that is kept."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 @phase("trace")
+@without_collection()
 def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> Traced:
     """Trace a model for batches of the given shapes, and profile its operators; raises as ``partition``."""
     asked, start = (request, batch, variables), time.perf_counter()
@@ -131,19 +144,6 @@ class _Programs:
     layers: TracedLayers
 
 
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Look for no cycles of objects meanwhile: that takes long where much is made that is kept."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@_without_collection()
 def _trace_programs(request: Request, batch: PyTree, variables: PyTree) -> _Programs:
     size = check_batch.batch_size(batch)
     m = _default_microbatches(size, request) if request.num_microbatches is None else request.num_microbatches

@@ -7,7 +7,7 @@ planner may set it otherwise, ``jaxpipe.residuals.vjp_program`` runs it.
 import functools
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -293,14 +293,14 @@ def default_plan(
     capacities = room(graph)
     codecs = {t: (op.policy or policy).at(op.path) for op in graph.operators for t in op.outputs}
     dense = set(held)
-    written = (*graph.inputs, *codecs)
+
+    def format_of(t: TensorNumber) -> Codec:
+        usable = [c for c in codecs.get(t, policy.at("")) if t not in held or isinstance(c, str)]
+        certain = t in dense or t not in codecs
+        return smallest_format(graph, t, usable, None if certain else capacities.get(t), certain=certain)
+
     while True:
-        formats = {}
-        for t in written:
-            usable = [c for c in codecs.get(t, policy.at("")) if t not in held or isinstance(c, str)]
-            certain = t in dense or t not in codecs
-            formats[t] = smallest_format(graph, t, usable, None if certain else capacities.get(t), certain=certain)
-        plan = _smallest_plan(backward_graph, formats, codecs, held, products)
+        plan = _smallest_plan(backward_graph, functools.cache(format_of), codecs, held, products)
         unfit = _trifles(graph, plan)
         if not unfit:
             plan, unfit = with_fallbacks(graph, plan, held)
@@ -311,7 +311,7 @@ def default_plan(
 
 def _smallest_plan(
     backward_graph: BackwardGraph,
-    formats: Mapping[TensorNumber, Codec],
+    format_of: Callable[[TensorNumber], Codec],
     codecs: Mapping[TensorNumber, frozenset[str | Codec]],
     held: frozenset[TensorNumber],
     products: Container[Operator],
@@ -328,7 +328,7 @@ def _smallest_plan(
     fewest = math.inf
     cheap = _cheap_derivations(graph, available, codecs, frozenset(), products, costs)
     while True:
-        plan = _cut_plan(backward_graph, formats, cheap, held)
+        plan = _cut_plan(backward_graph, format_of, cheap, held)
         price = sum(stored_bytes(graph.tensors[t], codec) for t, codec in plan.codecs.items() if t not in held)
         if price >= fewest:
             break
@@ -344,7 +344,7 @@ def _smallest_plan(
 
 def _cut_plan(
     backward_graph: BackwardGraph,
-    formats: Mapping[TensorNumber, Codec],
+    format_of: Callable[[TensorNumber], Codec],
     derivation: Mapping[TensorNumber, Operator],
     held: frozenset[TensorNumber],
 ) -> ResidualPlan:
@@ -358,13 +358,13 @@ def _cut_plan(
     while pending:
         t = pending.pop()
         if t not in price:
-            size = stored_bytes(graph.tensors[t], formats[t])
+            size = stored_bytes(graph.tensors[t], format_of(t))
             price[t] = 0 if t in held else size + (size >> _ANOTHER_ARRAY if t in extra else 0)
             pending.extend(_sources(derivation.get(t), available))
     cut = minimum_cut(price, {t: _sources(derivation.get(t), available) for t in price if t in derivation}, needs)
     stored = {_input_seen(t, graph, derivation, price) for t in cut}
 
-    return derived_from(backward_graph, {t: formats[t] for t in stored}, derivation)
+    return derived_from(backward_graph, {t: format_of(t) for t in stored}, derivation)
 
 
 def _behind_products(graph: Graph, available: frozenset[TensorNumber]) -> frozenset[TensorNumber]:

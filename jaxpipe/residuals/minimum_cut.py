@@ -3,7 +3,6 @@
 It is written here because importing ``scipy.sparse.csgraph`` takes 15 MiB in every process that trains.
 """
 
-from collections import deque
 from collections.abc import Iterable, Mapping
 
 from jaxpipe.array_types import TensorNumber
@@ -35,7 +34,7 @@ def minimum_cut(
     for t in set(needs):
         flow.add(node[t] + 1, sink, unlimited)
     near = flow.maximize(origin, sink)
-    return {t for t, k in node.items() if k + 1 in near and k not in near}
+    return {t for t, k in node.items() if near[k + 1] >= 0 > near[k]}
 
 
 class _Flow:
@@ -59,25 +58,24 @@ class _Flow:
             self.target.append(target)
             self.left.append(left)
 
-    def maximize(self, origin: int, sink: int) -> dict[int, int]:
-        """Make the flow as large as can be; returns the nodes from which more could reach the sink."""
-        while origin in (distance := self._distances(sink)):
+    def maximize(self, origin: int, sink: int) -> list[int]:
+        """Make the flow as large as can be; returns the distances then, -1 where no more could reach the sink."""
+        while (distance := self._distances(sink))[origin] >= 0:
             self._block(origin, sink, distance)
         return distance
 
-    def _distances(self, sink: int) -> dict[int, int]:
-        """Count the edges with capacity left between each node and the sink; leave out nodes that do not reach it."""
-        distance, queue = {sink: 0}, deque([sink])
-        while queue:
-            node = queue.popleft()
+    def _distances(self, sink: int) -> list[int]:
+        """Count the edges with capacity left between each node and the sink; -1 for nodes that do not reach it."""
+        distance, queue, target, left = [-1] * len(self.edges), [sink], self.target, self.left
+        distance[sink] = 0
+        for node in queue:
             for e in self.edges[node]:
-                before = self.target[e]
-                if self.left[e ^ 1] and before not in distance:
-                    distance[before] = distance[node] + 1
-                    queue.append(before)
+                if left[e ^ 1] and distance[target[e]] < 0:
+                    distance[target[e]] = distance[node] + 1
+                    queue.append(target[e])
         return distance
 
-    def _block(self, origin: int, sink: int, distance: dict[int, int]) -> None:
+    def _block(self, origin: int, sink: int, distance: list[int]) -> None:
         """Saturate an edge of every shortest path."""
         tried = [0] * len(self.edges)
         path: list[int] = []
@@ -93,7 +91,7 @@ class _Flow:
                 del path[full:]
             elif tried[node] < len(self.edges[node]):
                 e = self.edges[node][tried[node]]
-                if self.left[e] and distance.get(self.target[e]) == distance[node] - 1:
+                if self.left[e] and distance[self.target[e]] == distance[node] - 1:
                     path.append(e)
                     node = self.target[e]
                 else:

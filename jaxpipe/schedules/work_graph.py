@@ -93,6 +93,7 @@ def list_scheduled(graph: WorkGraph, ranks: Ranks, patience: float) -> Sequenced
     operations, m = graph.operations, graph.num_microbatches
     numbers = [graph.of_device(d) for d in range(graph.num_devices)]
     needs, followers = [x.needs for x in operations], _followers(graph)
+    takes, rooms = [x.takes for x in operations], [x.room for x in operations]
     free, held = [0.0] * graph.num_devices, [0] * graph.num_devices
     ends: list[list[float]] = [[] for _ in operations]
     log: list[tuple[int, int]] = []
@@ -105,14 +106,15 @@ def list_scheduled(graph: WorkGraph, ranks: Ranks, patience: float) -> Sequenced
         coming: list[tuple[float, float]] = []
         for o in numbers[d]:
             j = len(ends[o])
-            if j == m or (operations[o].takes > 0 and held[d] >= operations[o].room):
+            if j == m or (takes[o] > 0 and held[d] >= rooms[o]):
                 continue
             arrival = 0.0
             for source, seconds in needs[o]:
                 row = ends[source]
                 if len(row) <= j:
                     break
-                arrival = max(arrival, row[j] + seconds)
+                if row[j] + seconds > arrival:
+                    arrival = row[j] + seconds
             else:
                 rank = ranks[o][j]
                 if arrival > now:
@@ -125,7 +127,7 @@ def list_scheduled(graph: WorkGraph, ranks: Ranks, patience: float) -> Sequenced
         if any(rank < least and now + taken - arrival > patience * taken for rank, arrival in coming):
             continue  # the message wakes the device
         log.append((best, len(ends[best])))
-        held[d] += operations[best].takes
+        held[d] += takes[best]
         free[d] = end = now + taken
         ends[best].append(end)
         heapq.heappush(events, (end, d))

@@ -228,6 +228,9 @@ class StubStep:
     compiled: Compiled | None = None
     needed_bytes = PlannedStep.needed_bytes
 
+    def with_bytes(self):
+        return self
+
 
 class Levels(LevelSearch):
     """Levels by predicted bytes, the first with default storage; XLA reserves other bytes, and keeps a list."""
@@ -243,7 +246,7 @@ class Levels(LevelSearch):
             self.order.append(planned.plan.predicted_bytes)
             return replace(planned, compiled=Compiled(None, planned.reserved))
 
-        super().__init__(SimpleNamespace(with_storage=self.step), levels, compiled)
+        super().__init__(SimpleNamespace(described=self.step), levels, compiled)
 
     def step(self, predicted, reserved):
         stage = StagePlan((0, 1), (0,), (), 0.0, 0.0, 0, 0, 1, 0)

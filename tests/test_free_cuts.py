@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 import time
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -166,6 +167,20 @@ def pipeline(**options):
 def test_no_plan_is_below_its_bound(schedule):
     plan = pipeline(schedule=schedule).plan
     assert 0 < plan.lower_bound_seconds <= plan.step_seconds
+
+
+@pytest.mark.core
+def test_a_long_chain_takes_memory_in_proportion():
+    """A row of all operators for each of 8,000 places would be 61 MiB."""
+    count = 8000
+    seconds, nothing = [1e-3] * count, [0.0] * count
+    profile = Profile.chain([str(k) for k in range(count)], seconds, seconds, nothing, nothing, [1e3] * count)
+    tracemalloc.start()
+    partition = partition_layers(profile, Network.uniform(4, 1e9), replicate=False, reorder=False)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [stage.operators.stop for stage in partition.stages] == [2000, 4000, 6000, 8000]
+    assert peak < 2**24
 
 
 @pytest.mark.core

@@ -158,7 +158,7 @@ def test_a_larger_budget_takes_the_plan_of_a_smaller_one(monkeypatch, worse):
     def search_badly(search, asked):
         if asked == budget:
             return shortest(search, asked)
-        return search.candidates[0].default if worse == "refused" else shortest(search, smallest)
+        return search.candidates[0].default.with_bytes() if worse == "refused" else shortest(search, smallest)
 
     monkeypatch.setattr(BudgetSearch, "shortest", search_badly)
     larger = chain(memory=budget + 1).plan

@@ -8,7 +8,6 @@ Levels and candidates do not depend on the budget: whoever asks for what an erro
 """
 
 import contextlib
-import functools
 import math
 import operator
 import warnings
@@ -16,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxpipe import multihost
-from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import JaxpipeError, JaxpipeWarning
 from jaxpipe.models import check_batch
 from jaxpipe.planning.balance_stages import balanced
@@ -66,8 +64,10 @@ class BudgetSearch:
         waiting = list(self.candidates)
         while (expected := self._most_promising(waiting, best, budget)) is not None:
             first = len(waiting) == len(self.candidates)
-            waiting.remove(expected.candidate)
-            expected = self._balanced(expected, budget) if first else expected
+            candidate = expected.candidate
+            waiting.remove(candidate)
+            if first:  # cuts that balance it may make its step shorter
+                expected = balanced(expected, lambda x, of=candidate: self._expected(cut_again(of, x), budget))
             planned = self._search(expected.candidate).fastest(budget)
             if planned is None:
                 name = expected.candidate.program.schedule.name
@@ -91,8 +91,9 @@ class BudgetSearch:
             if candidate is None:
                 break
             most = candidate
-            if candidate.default.plan.predicted_bytes <= budget:
-                return candidate.default
+            planned = candidate.default.with_bytes()
+            if planned.plan.predicted_bytes <= budget:
+                return planned
         if most is None:
             return None
         planned = BudgetSearch([most], []).shortest(budget)
@@ -124,15 +125,7 @@ class BudgetSearch:
 
     def _expected(self, candidate: Candidate, budget: int) -> PlannedStep:
         """Return a candidate with about the storage within a budget, without bytes."""
-        return candidate.described_with(self._estimated(candidate).expected(budget))
-
-    def _balanced(self, first: PlannedStep, budget: int) -> PlannedStep:
-        """Return a plan or one with the same schedule and other cuts, if a step is expected to be shorter then."""
-        return balanced(first, functools.partial(self._cut_again, first.candidate, budget))
-
-    def _cut_again(self, candidate: Candidate, budget: int, charged: Profile) -> PlannedStep:
-        """Return the plan of the same schedule, cut for another profile, within about a budget."""
-        return self._expected(cut_again(candidate, charged), budget)
+        return candidate.described(candidate.program, self._estimated(candidate).expected(budget))
 
     def _least_seconds(self, candidate: Candidate) -> float:
         """Return what a step takes at least with some cuts and a schedule, within any budget."""
@@ -158,7 +151,8 @@ class BudgetSearch:
     def _search(self, candidate: Candidate) -> LevelSearch:
         """Return the levels of a candidate, with what its devices need besides what their stages store."""
         if candidate not in self._searches:
-            besides = self._estimated(candidate).besides_of(candidate.needs(candidate.program))
+            needs = candidate.lists.needs(candidate.default, candidate.program)
+            besides = self._estimated(candidate).besides_of(needs)
             self._wrong = self._wrong or tuple(map(operator.sub, besides, candidate.held_bytes))
             levels = self._estimated(candidate).with_besides(besides)
             self._searches[candidate] = LevelSearch(candidate, levels, self._with_step if self._compiles else None)

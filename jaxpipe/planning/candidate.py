@@ -176,28 +176,15 @@ class Candidate:
         return StageLists(self.cut.traces)
 
     @cached_property
-    def described(self) -> "PlannedStep":
-        """The plan with default storage, without the bytes of its devices, for which all calls are traced."""
-        return self._described(self.program, (Fitted(),) * len(self.program.stages))
-
-    @cached_property
     def default(self) -> "PlannedStep":
         """The plan with default storage."""
-        return self.described.with_bytes()
+        return self.described(self.program, (Fitted(),) * len(self.program.stages))
 
-    def described_with(self, fitted: tuple[Fitted, ...]) -> "PlannedStep":
-        """Return the plan with default storage and the seconds of another, without the bytes of its devices."""
-        return self._described(self.program, fitted)
+    def described(self, program: Program, fitted: tuple[Fitted, ...]) -> "PlannedStep":
+        """Return the plan for the program with some storage, and what that adds; without the bytes of its devices.
 
-    def with_storage(self, program: Program, fitted: tuple[Fitted, ...]) -> "PlannedStep":
-        """Return the plan for the program with some storage, and how that was chosen."""
-        return self._described(program, fitted).with_bytes()
-
-    def needs(self, program: Program) -> list[int]:
-        """Return the predicted bytes of each device along the stage axis for the program with some storage."""
-        return self.lists.needs(self.described, program)
-
-    def _described(self, program: Program, fitted: tuple[Fitted, ...]) -> "PlannedStep":
+        To know these all calls are traced.
+        """
         traced, update = self.traced, self.update
         memory = bytes_by_component(traced.request.runtime, program, update, traced.local)
         rows = check_batch.batch_size(traced.microbatch)

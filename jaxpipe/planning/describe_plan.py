@@ -19,9 +19,9 @@ from jaxpipe.graph.op_cost import weight
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.plan import FrozenPlan, Plan, StagePlan, StashPiece
 from jaxpipe.planning.check_request import Request
-from jaxpipe.planning.cuts.cost_models import DeviceGroup, Synchronous
-from jaxpipe.planning.cuts.placed_stages import Partition, plan_bound, stage_speeds
-from jaxpipe.planning.dispatch_timeline import Dispatching, SearchArguments, dispatched_timeline, search_arguments
+from jaxpipe.planning.cuts.cost_models import Synchronous
+from jaxpipe.planning.cuts.placed_stages import Partition, plan_bound, stage_speeds, stage_work
+from jaxpipe.planning.dispatch_timeline import Dispatching, dispatched_timeline, search_arguments
 from jaxpipe.planning.plan_timeline import StageSeconds, seconds_on_devices
 from jaxpipe.planning.storage.choose_swaps import Links
 from jaxpipe.planning.storage.stage_levels import Fitted
@@ -86,12 +86,8 @@ def program_timeline(
 
 def least_seconds(schedule: Schedule, partition: Partition, stage_replicas: StageReplicas) -> float:
     """Return the seconds that a step takes at least with some cuts: of its work alone, on devices that run free."""
-    rates = [speed / stage_replicas.per_device(s) for s, speed in enumerate(stage_speeds(partition))]
-    stages = list(zip(partition.stages, rates, strict=True))
-    forward, backward = (
-        [sum(seconds[stage.operators.start : stage.operators.stop]) / rate for stage, rate in stages]
-        for seconds in (partition.profile.forward_seconds, partition.profile.backward_seconds)
-    )
+    work = stage_work(partition)
+    forward, backward = ([stage_replicas.per_device(s) * x for s, x in enumerate(part)] for part in work)
     if not schedule.splits_backward:
         return simulate(schedule, forward=forward, backward=backward).makespan
     # However it is split, no device does more in a step than this.
@@ -105,14 +101,13 @@ def step_seconds(program: Program, partition: Partition, timeline: Timeline) -> 
     model = Synchronous(partition.network, program.num_microbatches)
     sizes = [np.array([program.sum_bytes(program.trained(d))], np.float64) for d in program.device_numbers]
     return timeline.makespan + max(
-        float(model.all_reduce_seconds(size, DeviceGroup(s.devices))[0])
-        for size, s in zip(sizes, partition.stages, strict=True)
+        float(model.all_reduce_seconds(size, s.devices)[0]) for size, s in zip(sizes, partition.stages, strict=True)
     )
 
 
 def stage_search_arguments(
     program: Program, partition: Partition, added: Sequence[float] | None = None
-) -> SearchArguments:
+) -> dict[str, Any]:
     """Return the arguments of a search for a schedule of stage programs, with what storage has ``added``."""
     seconds = stage_seconds(program, partition, added, splits=True)
     dispatching = Dispatching(message_seconds(program, partition), (), program.stage_replicas)

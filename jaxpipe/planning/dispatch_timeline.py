@@ -6,12 +6,11 @@ host     c s c s c c s c ...                 one after the other; no work begins
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any
 
 from jaxpipe.schedules import Kind, Schedule, Timeline, simulate
 from jaxpipe.schedules.joined_work import program_kinds
 from jaxpipe.schedules.replicas import StageReplicas
-from jaxpipe.schedules.stage_map import StageMap
 from jaxpipe.schedules.table import KINDS
 
 
@@ -73,27 +72,14 @@ def _links(schedule: Schedule, dispatching: Dispatching) -> list[tuple[float, fl
     return list(zip(ahead, back, strict=True))
 
 
-class SearchArguments(TypedDict):
-    """Arguments of ``jaxpipe.schedules.list_schedule`` and ``makespan_bound`` besides the size."""
-
-    forward: list[float]
-    backward_input: list[float]
-    backward_weight: list[float]
-    backward: list[float]
-    communication: list[tuple[float, float]]
-    in_flight: list[int]
-    num_chunks: int
-    stage_of: StageMap
-
-
 def search_arguments(
     schedule: Schedule,
     forward: Sequence[float],
     backward_input: Sequence[float],
     backward_weight: Sequence[float],
     dispatching: Dispatching,
-) -> SearchArguments:
-    """Return the arguments of a search for other orders of the same work, with as many stashes as a table keeps.
+) -> dict[str, Any]:
+    """Return the arguments of ``list_schedule`` for other orders of the same work, with a table's stashes in flight.
 
     The last stage is charged one call for its forward and backward work, as if it did both at once. So no order has a
     shorter timeline than the bound for these arguments.
@@ -104,16 +90,16 @@ def search_arguments(
     call = [CALL_SECONDS * trained[s] * (s + 1 < len(stages)) for s in stages]
     weight = [(seconds + CALL_SECONDS) * trained[s] for s, seconds in enumerate(backward_weight)]
     most = schedule.num_microbatches * schedule.num_chunks
-    return SearchArguments(
-        forward=[n * (seconds + CALL_SECONDS) for n, seconds in zip(turns, forward, strict=True)],
-        backward_input=[seconds * trained[s] + call[s] for s, seconds in enumerate(backward_input)],
-        backward_weight=weight,
-        backward=[(backward_input[s] + backward_weight[s]) * trained[s] + call[s] for s in stages],
-        communication=_links(schedule, dispatching),
-        in_flight=[most if schedule.frozen else schedule.in_flight(d) for d in range(schedule.num_devices)],
-        num_chunks=schedule.num_chunks,
-        stage_of=schedule.stage_of,
-    )
+    return {
+        "forward": [n * (seconds + CALL_SECONDS) for n, seconds in zip(turns, forward, strict=True)],
+        "backward_input": [seconds * trained[s] + call[s] for s, seconds in enumerate(backward_input)],
+        "backward_weight": weight,
+        "backward": [(backward_input[s] + backward_weight[s]) * trained[s] + call[s] for s in stages],
+        "communication": _links(schedule, dispatching),
+        "in_flight": [most if schedule.frozen else schedule.in_flight(d) for d in range(schedule.num_devices)],
+        "num_chunks": schedule.num_chunks,
+        "stage_of": schedule.stage_of,
+    }
 
 
 def host_seconds(schedule: Schedule, processes: Sequence[Sequence[int]], stage_replicas: StageReplicas) -> float:

@@ -54,7 +54,7 @@ class LevelSearch:
     def predicted(self, place: int) -> PlannedStep:
         """Return the plan of a level, with predicted bytes."""
         if place not in self._predicted_plans:
-            self._predicted_plans[place] = self.candidate.with_storage(*self.levels.program_at(place))
+            self._predicted_plans[place] = self.candidate.described(*self.levels.program_at(place)).with_bytes()
         return self._predicted_plans[place]
 
     def measured(self, place: int) -> PlannedStep:

@@ -86,7 +86,7 @@ def on_fewer_devices(candidates: Sequence[Candidate]) -> list[Candidate]:
     Every process has to take part in a pipeline, so several processes keep their devices.
     """
     best = leanest(candidates)
-    traced, plan, count = best.traced, best.described.plan, best.program.num_devices
+    traced, plan, count = best.traced, best.default.plan, best.program.num_devices
     named = any(stage.modules for stage in plan.stages)
     loose = {s for s, stage in enumerate(plan.stages) if named and not stage.parameter_bytes and not stage.modules}
     seconds = [stage.forward_seconds + stage.backward_seconds for stage in plan.stages]

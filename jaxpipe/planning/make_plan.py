@@ -86,7 +86,7 @@ def _described(candidate: Candidate) -> str:
 
 def _by_default(candidates: Sequence[Candidate]) -> PlannedStep:
     """Return the plan without a budget, compiled where predictions are not exact, as stage programs."""
-    planned = leanest(candidates).described  # on which no choice depends: bytes are predicted when somebody asks
+    planned = leanest(candidates).default  # on which no choice depends: bytes are predicted when somebody asks
     wanted = candidates[0].traced.request.options.compile
     compiles = not current().exact_predictions if wanted is None else wanted
     return with_step(planned.with_bytes()) if compiles and planned.plan.runtime == "mpmd" else planned

@@ -15,7 +15,7 @@ from jaxpipe.graph.operator_order import allowed_cuts
 from jaxpipe.planning.arrange_devices import stay
 from jaxpipe.planning.cuts.balance_chain import balanced
 from jaxpipe.planning.cuts.partition_layers import partition_layers
-from jaxpipe.planning.cuts.placed_stages import Partition, stage_speeds
+from jaxpipe.planning.cuts.placed_stages import Partition, stage_speeds, stage_work
 from jaxpipe.planning.dispatch_timeline import Dispatching, dispatched_timeline
 from jaxpipe.planning.trace_request import Traced
 from jaxpipe.runtime.stages import variable_spans
@@ -96,19 +96,12 @@ def best_placed(schedule: Schedule, partitions: Sequence[Partition]) -> int:
         return 0
 
     def seconds(partition: Partition) -> float:
-        speeds, profile = stage_speeds(partition), partition.profile
-        work = [
-            [
-                sum(seconds[stage.operators.start : stage.operators.stop]) / speed
-                for stage, speed in zip(partition.stages, speeds, strict=True)
-            ]
-            for seconds in (profile.forward_seconds, profile.backward_seconds)
-        ]
-        half = [b / 2 for b in work[1]]
+        forward, backward = stage_work(partition)
+        half = [b / 2 for b in backward]
         sends = [stage.communication_seconds / 2 for stage in partition.stages]
         devices = range(schedule.num_devices)
         dispatching = Dispatching([(s, s) for s in sends], [(0,) for _ in devices], StageReplicas((1,) * len(devices)))
-        return dispatched_timeline(schedule, work[0], half, half, dispatching).makespan
+        return dispatched_timeline(schedule, forward, half, half, dispatching).makespan
 
     first, second = map(seconds, partitions)
     return int(second < (1 - SHORTER) * first)

@@ -24,7 +24,7 @@ def refusal(search: BudgetSearch, budget: int, smallest: PlannedStep) -> MemoryB
       smallest: the plan; compiled if XLA's bytes count, else its predicted bytes do.
     """
     predicted, needed = smallest.plan.predicted_bytes, smallest.needed_bytes
-    default = search.candidates[0].default.plan.memory
+    default = search.candidates[0].default.with_bytes().plan.memory
     parts = ", ".join(f"{name} {bytes_text(n)}" for name, n in default.items())
     source = (
         "as predicted; XLA may reserve more, which PlanOptions(compile=True) finds out"

@@ -98,13 +98,12 @@ def without_collection() -> Iterator[None]:
 def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> Traced:
     """Trace a model for batches of the given shapes, and profile its operators; raises as ``partition``."""
     asked, start = (request, batch, variables), time.perf_counter()
-    programs = agreed(
+    request, batching, microbatch, layers = agreed(
         "jaxpipe.partition",
         lambda: _trace_programs(*asked),
-        lambda x: program_parts(x.request, x.layers.model, x.layers.objective, x.layers.update, x.batching),
+        lambda x: program_parts(x[0], x[3].model, x[3].objective, x[3].update, x[1]),
     )
     seconds = time.perf_counter() - start
-    request, batching, layers = programs.request, programs.batching, programs.layers
     model, objective, update = layers.model, layers.objective, layers.update
     rows = check_batch.batch_size(batch) // request.replicas
     local = jax.tree.leaves(with_rows(batch, rows))
@@ -123,7 +122,7 @@ def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> 
         profile,
         links,
         batch,
-        programs.microbatch,
+        microbatch,
         batching,
         local,
         shardings,
@@ -134,17 +133,10 @@ def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> 
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Programs:
-    """A traced model, before anything is profiled."""
-
-    request: Request
-    batching: Batching
-    microbatch: PyTree
-    layers: TracedLayers
-
-
-def _trace_programs(request: Request, batch: PyTree, variables: PyTree) -> _Programs:
+def _trace_programs(
+    request: Request, batch: PyTree, variables: PyTree
+) -> tuple[Request, Batching, PyTree, TracedLayers]:
+    """Trace a model; return its request with a number of micro-batches, these, and the shapes of one."""
     size = check_batch.batch_size(batch)
     m = _default_microbatches(size, request) if request.num_microbatches is None else request.num_microbatches
     check_batch.check_microbatches(batch, request.parts, m)
@@ -163,7 +155,7 @@ def _trace_programs(request: Request, batch: PyTree, variables: PyTree) -> _Prog
     enough = _leaving_examples(request, layers.model, layers.objective, microbatch, size, m)
     if enough != m:
         return _trace_programs(replace(request, num_microbatches=enough), batch, variables)
-    return _Programs(request, batching, microbatch, layers)
+    return request, batching, microbatch, layers
 
 
 def _trace_layers(

@@ -113,8 +113,7 @@ def list_scheduled(graph: WorkGraph, ranks: Ranks, patience: float) -> Sequenced
                 row = ends[source]
                 if len(row) <= j:
                     break
-                if row[j] + seconds > arrival:
-                    arrival = row[j] + seconds
+                arrival = max(arrival, row[j] + seconds)
             else:
                 rank = ranks[o][j]
                 if arrival > now:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jaxpipe.planning.cuts.cost_models import CostModel, DeviceGroup, Layout, Synchronous
+from jaxpipe.planning.cuts.cost_models import CostModel, Layout, Synchronous
 from jaxpipe.planning.cuts.cut_space import CutSpace, cut_space
 from jaxpipe.planning.cuts.placed_stages import Partition, cost_stages
 
@@ -32,7 +32,7 @@ class Chain:
     layout: Layout
     rates: list[float] = field(init=False)
     work: list[float] = field(init=False)
-    holds: list[list[float]] = field(init=False)  # by stage: bytes of all operators before each cut
+    holds: list[np.ndarray] = field(init=False)  # by stage: bytes of all operators before each cut
     memory: list[float] = field(init=False)
     wanted: list[int] = field(init=False)
 
@@ -40,13 +40,11 @@ class Chain:
         space, model = self.space, self.model
         self.work, self.wanted = space.seconds.tolist(), np.flatnonzero(space.wanted).tolist()
         self.rates = model.rates(self.layout).tolist()
-        followers, sums = np.cumsum([len(group) for group in self.layout][::-1])[::-1].tolist(), {}
+        followers = sum(map(len, self.layout))
         self.holds = []
-        for group, behind in zip(self.layout, [*followers[1:], 0], strict=True):
-            key = len(group), behind
-            if key not in sums:
-                sums[key] = model.memory_bytes(space.residuals, space.parameters, DeviceGroup(group, behind)).tolist()
-            self.holds.append(sums[key])
+        for group in self.layout:
+            followers -= len(group)
+            self.holds.append(model.memory_bytes(space.residuals, space.parameters, len(group), followers))
         self.memory = [
             min((model.memory[d] for d in group), default=math.inf) if model.memory else math.inf
             for group in self.layout
@@ -60,7 +58,8 @@ class Chain:
             cut = cuts[-1]
             end = bisect_right(self.work, self.work[cut] + limit * rate) - 1
             if memory[s] < math.inf:
-                end = min(end, bisect_right(self.holds[s], self.holds[s][cut] + memory[s]) - 1)
+                held = self.holds[s]
+                end = min(end, int(np.searchsorted(held, held[cut] + memory[s], "right")) - 1)
             end = min(end, last - (len(self.rates) - 1 - s))
             end = min([end, *(k for k in self.wanted if k > cut)])
             if end <= cut:
@@ -89,7 +88,7 @@ class Chain:
         limit = math.inf
         if self.within(limit, [math.inf] * len(self.rates)) is None:
             return math.inf
-        low, high = 0.0, max(hold[-1] for hold in self.holds)
+        low, high = 0.0, max(float(held[-1]) for held in self.holds)
         for _ in range(60):
             middle = (low + high) / 2
             low, high = (middle, high) if self.within(limit, [middle] * len(self.rates)) is None else (low, middle)
@@ -106,7 +105,8 @@ class Chain:
             behind = earliest[s + 1]
             first = bisect_left(self.work, self.work[behind] - limit * self.rates[s])
             if self.memory[s] < math.inf:
-                first = max(first, bisect_left(self.holds[s], self.holds[s][behind] - self.memory[s]))
+                held = self.holds[s]
+                first = max(first, int(np.searchsorted(held, held[behind] - self.memory[s])))
             first = max([first, *(k for k in self.wanted if k < behind)])
             earliest[s] = min(max(first, s), latest[s])
         places = [self._places(*ends) for ends in zip(earliest, latest, strict=True)]
@@ -116,13 +116,14 @@ class Chain:
             share = (work[behind, None] - work[before]) / (limit * self.rates[s])
             possible = (share <= 1 + PRECISION) & space.is_stage(before[:, None], behind).T
             if self.memory[s] < math.inf:
-                held = np.asarray(self.holds[s])
+                held = self.holds[s]
                 possible &= held[behind, None] - held[before] <= self.memory[s]
             total = np.where(possible, values + scale * share**2, np.inf)
             chosen.append(total.argmin(1))
             values = total.min(1)
-            if s + 1 < count:
-                values = values + self._messages(s, space.crossing[behind])
+            if s + 1 < count:  # messages, as if all links were as fast as the fastest
+                sent = self.model.transfer_seconds(space.crossing[behind], *self.layout[s : s + 2])
+                values = values + sent * self.model.network.fastest_link
         if not np.isfinite(values[-1]):
             return None
         cuts, k = [last], 0
@@ -142,11 +143,6 @@ class Chain:
         least = order[np.unique(parts[order], return_index=True)[1]]
         wanted = [k for k in self.wanted if first <= k <= last]
         return np.unique(np.concatenate([every[least], [first, last], wanted])).astype(int)
-
-    def _messages(self, s: int, crossing: np.ndarray) -> np.ndarray:
-        """Return the bytes that are sent behind a stage, as if all links were as fast as the fastest."""
-        seconds = self.model.transfer_seconds(crossing, self.layout[s], self.layout[s + 1])
-        return seconds * self.model.network.fastest_link
 
 
 def balanced(partition: Partition) -> Partition:

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from jaxpipe.planning.cuts.free_pipeline import Timelines, shortest
 from jaxpipe.planning.dispatch_timeline import CALL_SECONDS, SEND_SECONDS
 
 
+Numbers = TypeVar("Numbers", float, np.ndarray)
+
 #: The devices of each stage, first to last.
 Layout = tuple[tuple[int, ...], ...]
 #: ``(first cut, last cut, devices)`` of each stage, first to last.
@@ -25,33 +28,18 @@ Stages = tuple[tuple[int, int, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
-class DeviceGroup:
-    """The devices of one stage, each with a copy of its parameters and a share of the micro-batches.
-
-    ``followers`` is the number of devices of all stages behind it.
-    """
-
-    devices: tuple[int, ...]
-    followers: int = 0
-
-    @property
-    def size(self) -> int:
-        """Return how many replicas."""
-        return len(self.devices)
-
-
-@dataclass(frozen=True)
 class CostModel(ABC):
-    """Prices stages."""
+    """Prices stages on groups of devices, each of which has a copy of the parameters and a share of the micro-batches.
+
+    ``followers`` are the devices of all stages behind one.
+    """
 
     network: Network
     num_microbatches: int | None = None
     memory: tuple[float, ...] = ()  # bytes of each device; without a limit if left out
 
     name = ""
-
-    def check(self) -> None:  # noqa: B027, as most models take anything
-        """Raise ``PartitionError`` if the model does not know what was given."""
+    parameter_copies = 1  # that a device keeps: their gradients count as one
 
     @abstractmethod
     def prices(
@@ -85,9 +73,9 @@ class CostModel(ABC):
         """A cache of the bandwidth and latency of each kind of link between two groups."""
         return {}
 
-    def memory_bytes(self, residuals: np.ndarray, parameters: np.ndarray, group: DeviceGroup) -> np.ndarray:
-        """Return what a stage holds on each device of its group."""
-        return residuals * self.in_flight(group) + parameters
+    def memory_bytes(self, residuals: Numbers, parameters: Numbers, size: int, followers: int) -> Numbers:
+        """Return what a stage holds on each of its devices."""
+        return residuals * self.in_flight(size, followers) + self.parameter_copies * parameters
 
     def stage_bytes(self, space: CutSpace, cuts: np.ndarray, layout: Layout) -> np.ndarray:
         """Return what each device of each stage holds, for each row of cuts ``[plans, stages + 1]``."""
@@ -95,7 +83,7 @@ class CostModel(ABC):
         for k, devices in enumerate(layout):
             followers -= len(devices)
             residuals, parameters = (s[cuts[:, k + 1]] - s[cuts[:, k]] for s in (space.residuals, space.parameters))
-            held[:, k] = self.memory_bytes(residuals, parameters, DeviceGroup(devices, followers))
+            held[:, k] = self.memory_bytes(residuals, parameters, len(devices), followers)
         return held
 
     def fits(self, space: CutSpace, cuts: np.ndarray, layout: Layout) -> np.ndarray:
@@ -107,15 +95,15 @@ class CostModel(ABC):
 
     def rates(self, layout: Layout) -> np.ndarray:
         """Return how fast the devices of each stage are together, as the slowest of them is."""
-        return np.array([len(devices) * self.slowest(DeviceGroup(devices)) for devices in layout])
+        return np.array([len(devices) * self.slowest(devices) for devices in layout])
 
-    def in_flight(self, group: DeviceGroup) -> int:
-        """Micro-batches that one replica holds at a time, in a pipeline that is kept full."""
-        return math.ceil((group.size + group.followers) / group.size)
+    def in_flight(self, size: int, followers: int) -> int:
+        """Micro-batches that one of ``size`` replicas holds at a time, in a pipeline that is kept full."""
+        return math.ceil((size + followers) / size)
 
-    def slowest(self, group: DeviceGroup) -> float:
-        """Speed of a group's slowest device."""
-        return min(self.network.speed[d] for d in group.devices)
+    def slowest(self, devices: Sequence[int]) -> float:
+        """Speed of the slowest of some devices."""
+        return min(self.network.speed[d] for d in devices)
 
 
 @dataclass(frozen=True)
@@ -132,6 +120,7 @@ class Synchronous(CostModel):
     """
 
     name = "synchronous"
+    parameter_copies = 2
     frozen: bool = False
 
     @property
@@ -144,13 +133,11 @@ class Synchronous(CostModel):
     ) -> list[np.ndarray]:
         alike: dict[tuple[int, int], list[int]] = {}
         for k, (_, layout) in enumerate(plans):
-            rounds = -(-self.m // math.lcm(*map(len, layout)))
-            alike.setdefault((len(layout), rounds), []).append(k)
+            alike.setdefault((len(layout), self._rounds(layout)), []).append(k)
         timelines = []
         for (_, rounds), numbers in alike.items():
-            parts = zip(*(self._timeline(space, *plans[k]) for k in numbers), strict=True)
-            forward, backward, ways, trained, besides = map(np.concatenate, parts)
-            timelines.append(Timelines(forward, backward, ways, trained, besides, rounds))
+            parts = zip(*(self._timelines(space, *plans[k])[:-1] for k in numbers), strict=True)
+            timelines.append(Timelines._make([*map(np.concatenate, parts), rounds]))
         prices: list[np.ndarray] = [np.zeros(0)] * len(plans)
         for numbers, seconds in zip(alike.values(), shortest(timelines, within), strict=True):
             ends = np.cumsum([len(plans[k][0]) for k in numbers])[:-1]
@@ -162,13 +149,13 @@ class Synchronous(CostModel):
         """Return the rows of cuts with the least bounds, so many at most."""
         if len(cuts) <= most:
             return cuts
-        rounds = -(-self.m // math.lcm(*map(len, layout)))
-        return cuts[Timelines(*self._timeline(space, cuts, layout), rounds).bounds().argsort(kind="stable")[:most]]
+        return cuts[self._timelines(space, cuts, layout).bounds().argsort(kind="stable")[:most]]
 
-    def _timeline(
-        self, space: CutSpace, cuts: np.ndarray, layout: Layout
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return the parts of ``Timelines`` for some cuts, but for the micro-batches."""
+    def _rounds(self, layout: Layout) -> int:
+        """Return the rounds in which all micro-batches of a step go through."""
+        return -(-self.m // math.lcm(*map(len, layout)))
+
+    def _timelines(self, space: CutSpace, cuts: np.ndarray, layout: Layout) -> Timelines:
         sizes = np.array([len(devices) for devices in layout])
         each = math.lcm(*sizes.tolist()) // sizes
         rates = self.rates(layout) / math.lcm(*sizes.tolist())
@@ -182,13 +169,12 @@ class Synchronous(CostModel):
         besides = np.zeros(len(cuts))
         parameters = between(space.parameters)
         for k, devices in enumerate(layout):
-            group = DeviceGroup(devices, sum(sizes[k + 1 :]))
-            besides = np.maximum(besides, self.all_reduce_seconds(parameters[:, k], group))
+            besides = np.maximum(besides, self.all_reduce_seconds(parameters[:, k], devices))
         besides = np.where(self.fits(space, cuts, layout), besides, np.inf)
         ways = np.maximum(each[:-1], each[1:]) * (self.message_seconds(space, cuts, layout) + SEND_SECONDS)
         forward += CALL_SECONDS * each
         backward[:, :-1] += CALL_SECONDS * each[:-1]
-        return forward, backward, ways, trained, besides
+        return Timelines(forward, backward, ways, trained, besides, self._rounds(layout))
 
     def message_seconds(self, space: CutSpace, cuts: np.ndarray, layout: Layout) -> np.ndarray:
         """Return the seconds of a message from each stage to the next, for each row of cuts."""
@@ -197,21 +183,19 @@ class Synchronous(CostModel):
             seconds[:, k] = self.transfer_seconds(space.crossing[cuts[:, k + 1]], before, behind)
         return seconds
 
-    def all_reduce_seconds(self, parameters: np.ndarray, group: DeviceGroup) -> np.ndarray:
-        """A ring all-reduce over a group's slowest link, once in a step."""
-        if group.size == 1:
+    def all_reduce_seconds(self, parameters: np.ndarray, devices: Sequence[int]) -> np.ndarray:
+        """A ring all-reduce over the slowest link between some devices, once in a step."""
+        size = len(devices)
+        if size == 1:
             return np.zeros_like(parameters)
-        inside = np.ix_(group.devices, group.devices)
+        inside = np.ix_(devices, devices)
         bandwidth, latency = self.network.bandwidth[inside].min(), self.network.latency[inside].max()
         if not bandwidth:
             return np.full_like(parameters, np.inf)
-        return 2 * (group.size - 1) * (parameters / group.size / bandwidth + latency)
+        return 2 * (size - 1) * (parameters / size / bandwidth + latency)
 
-    def memory_bytes(self, residuals: np.ndarray, parameters: np.ndarray, group: DeviceGroup) -> np.ndarray:
-        return residuals * self.in_flight(group) + 2 * parameters
-
-    def in_flight(self, group: DeviceGroup) -> int:
-        return min(super().in_flight(group), math.ceil(self.m / group.size))
+    def in_flight(self, size: int, followers: int) -> int:
+        return min(super().in_flight(size, followers), math.ceil(self.m / size))
 
 
 def _slowest_links(links: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:

@@ -24,15 +24,15 @@ class CutSpace:
     """Every cut that is looked at, from nothing to everything, and what lies before it.
 
     Attributes:
-      first: ``[operators]``; the first cut that holds each, if every cut holds the one before.
-      members: ``[cuts, operators]``; the operators before a cut, if some cuts do not hold the one before.
+      first: ``[operators]``; the first cut that holds each.
+      members: ``[cuts, operators]``; the operators before a cut. None if every cut holds the one before.
       crossing: bytes that pass each cut, what is made before it and read behind it, each result once.
       forward, backward, parameters, residuals: sums over the operators before each cut.
       wanted: whether a stage must begin at each cut.
       complete: whether these are all cuts of the graph, rather than those of one order of its operators.
     """
 
-    first: np.ndarray | None
+    first: np.ndarray
     members: np.ndarray | None
     crossing: np.ndarray
     forward: np.ndarray
@@ -95,7 +95,8 @@ class CutSpace:
         columns = {name: getattr(self, name)[rows] for name in (*_SUMS, "crossing", "wanted")}
         if self.members is None:
             return replace(self, first=np.searchsorted(rows, self.first), **columns, complete=False)
-        return replace(self, members=self.members[rows], **columns, complete=False)
+        members = self.members[rows]
+        return replace(self, first=members.argmax(0), members=members, **columns, complete=False)
 
 
 #: Fields of ``CutSpace`` that are sums of a field of ``Profile``.
@@ -114,16 +115,14 @@ def cut_space(profile: Profile, *, reorder: bool = True, starts: Sequence[int] =
     """
     if starts and reorder:
         raise PartitionError(f"starts={tuple(starts)} needs reorder=False: an operator has no place in other orders.")
+    allowed = np.ones(len(profile.names) + 1, bool)
     sets = _down_sets(profile) if reorder else None
-    if sets is not None:
-        for group in profile.together:
+    for group in profile.together:
+        allowed[min(group) + 1 : max(group) + 1] = False
+        if sets is not None:
             inside = sets[:, list(group)].sum(1)
             sets = sets[(inside == 0) | (inside == len(group))]
-    else:
-        allowed = np.ones(len(profile.names) + 1, bool)
-        for group in profile.together:
-            allowed[min(group) + 1 : max(group) + 1] = False
-        places = np.flatnonzero(allowed)
+    places = np.flatnonzero(allowed)
     if len(places if sets is None else sets) < 2:
         raise PartitionError("profile.together leaves no operator; it must not hold two groups that need each other.")
     if sets is not None:
@@ -134,14 +133,14 @@ def cut_space(profile: Profile, *, reorder: bool = True, starts: Sequence[int] =
 
 def space_of(profile: Profile, sets: np.ndarray, *, complete: bool = False) -> CutSpace:
     """The cuts that are given as sets of operators ``[cuts, operators]``."""
+    first = sets.argmax(0)
     if (sets[:-1] <= sets[1:]).all() and (sets[:-1] != sets[1:]).any(1).all():
-        chain = _chain_space(profile, len(sets) - sets.sum(0), len(sets), np.zeros(len(sets), bool))
-        return replace(chain, complete=complete)
+        return replace(_chain_space(profile, first, len(sets), np.zeros(len(sets), bool)), complete=complete)
     crossing = np.zeros(len(sets))
     for source, targets, size in _results(profile):
         crossing += size * (sets[:, source] & ~sets[:, targets].all(1))
     sums = {name: sets @ np.asarray(getattr(profile, field)) for name, field in _SUMS.items()}
-    return CutSpace(None, sets, crossing, **sums, wanted=np.zeros(len(sets), bool), complete=complete)
+    return CutSpace(first, sets, crossing, **sums, wanted=np.zeros(len(sets), bool), complete=complete)
 
 
 def _chain_space(profile: Profile, first: np.ndarray, count: int, wanted: np.ndarray) -> CutSpace:
@@ -149,9 +148,7 @@ def _chain_space(profile: Profile, first: np.ndarray, count: int, wanted: np.nda
     crossing, numbers = np.zeros(count), first.tolist()
     for source, targets, size in _results(profile):
         crossing[numbers[source] : max(numbers[t] for t in targets)] += size
-    sums = {
-        name: np.bincount(first, getattr(profile, field), count + 1)[:-1].cumsum() for name, field in _SUMS.items()
-    }
+    sums = {name: np.bincount(first, getattr(profile, field), count + 1)[:-1].cumsum() for name, field in _SUMS.items()}
     return CutSpace(first, None, crossing, **sums, wanted=wanted, complete=False)
 
 

@@ -9,13 +9,13 @@ shortest time.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxpipe.planning.cuts.cost_models import Layout, Synchronous
-from jaxpipe.planning.cuts.cut_space import space_of
+from jaxpipe.planning.cuts.cost_models import Layout, Stages, Synchronous
+from jaxpipe.planning.cuts.cut_space import CutSpace, space_of
 from jaxpipe.planning.cuts.layouts import Limits, all_layouts, device_classes
 from jaxpipe.planning.cuts.placed_stages import Partition, cost_stages
 from jaxpipe.schedules.swap_points import swap_points
@@ -102,72 +102,72 @@ def best_mapping(
     wanted = demand(schedule, stash_bytes, period)
     if not wanted.excess.any():
         return partition
-    search = _Search(partition, wanted)
-    current = best = np.array([[stage.devices for stage in partition.stages]])
-    if current.size <= MOST_DEVICES:
+    model, space = _pricing(partition)
+
+    def better(best: np.ndarray, others: np.ndarray) -> np.ndarray:
+        return _best_scored(partition, wanted, best, others, lambda x: model.objective(space, _stages(x)))
+
+    best = np.array([[stage.devices for stage in partition.stages]])
+    if best.size <= MOST_DEVICES:
         how = "all mappings for swaps"
-        best = search.best(current, np.array(list(_mappings(partition))))
+        best = better(best, np.array(list(_mappings(partition))))
     else:
-        how = "exchanges of two devices for swaps"
-        while True:
-            better = search.best(best, _exchanges(best[0]))
-            if np.array_equal(better, best):
-                break
-            best = better
-    searched = partition.searched if partition.searched.endswith(how) else f"{partition.searched}, {how}"
-    return search.described(best[0], searched)
+        how, last = "exchanges of two devices for swaps", None
+        while not np.array_equal(best, last):
+            last, best = best, better(best, _exchanges(best[0]))
+    stages = _stages(best[0])
+    return replace(
+        partition,
+        stages=cost_stages(model, space, stages),
+        bottleneck_seconds=model.objective(space, stages),
+        searched=partition.searched if partition.searched.endswith(how) else f"{partition.searched}, {how}",
+    )
 
 
-class _Search:
-    """Mappings of one partition and what they cost."""
+def _pricing(partition: Partition) -> tuple[Synchronous, CutSpace]:
+    """Return the partitioner's own price, and the cuts of a partition alone."""
+    model = Synchronous(partition.network, partition.num_microbatches, frozen=bool(partition.profile.frozen))
+    stops = [0, *(stage.operators.stop for stage in partition.stages)]
+    sets = np.zeros((len(stops), len(partition.order)), bool)
+    for k, stop in enumerate(stops):
+        sets[k, list(partition.order[:stop])] = True
+    return model, space_of(partition.profile, sets)
 
-    def __init__(self, partition: Partition, wanted: Demand):
-        self.partition, self.wanted, self.network = partition, wanted, partition.network
-        self.model = Synchronous(partition.network, partition.num_microbatches, frozen=bool(partition.profile.frozen))
-        stops = [0, *(stage.operators.stop for stage in partition.stages)]
-        sets = np.zeros((len(stops), len(partition.order)), bool)
-        for k, stop in enumerate(stops):
-            sets[k, list(partition.order[:stop])] = True
-        self.space = space_of(partition.profile, sets)
-        self.memory = np.array([math.inf if m is None else m for m in partition.memory])
 
-    def best(self, current: np.ndarray, mappings: np.ndarray) -> np.ndarray:
-        """Return the best-scored of one mapping and of some others that are about no slower; of equals the first.
+def _stages(mapping: np.ndarray) -> Stages:
+    return tuple((k, k + 1, tuple(group)) for k, group in enumerate(mapping.tolist()))
 
-        Where several let everything be moved, they are compared for half of the seconds, and so on.
-        """
-        needed = np.array([stage.memory_bytes for stage in self.partition.stages])
-        fits = (needed[:, None] <= self.memory[mappings]).all((1, 2))
-        mappings = mappings[fits]
-        wanted, everything = self.wanted, self.wanted.excess.sum()
-        # Scores take far less time than the partitioner's price.
-        mappings = mappings[self.scores(wanted, mappings) >= self.scores(wanted, current)[0] / ROUNDING]
-        limit = self.seconds(current[0]) * (1 + SLOWER)
-        mappings = np.concatenate(
-            [current, *(candidate[None] for candidate in mappings if self.seconds(candidate) <= limit)]
-        )
-        for _ in range(MOST_HALVINGS):
-            scores = self.scores(wanted, mappings)
-            mappings = mappings[scores >= scores.max() / ROUNDING]
-            if len(mappings) == 1 or scores.max() < everything / ROUNDING:
-                break
-            wanted = replace(wanted, seconds=wanted.seconds / 2)
-        return mappings[:1]
 
-    def scores(self, wanted: Demand, mappings: np.ndarray) -> np.ndarray:
-        """Return what peers can take with each mapping."""
-        return movable_bytes(wanted, self.network.bandwidth, self.network.latency, mappings)
+def _best_scored(
+    partition: Partition,
+    wanted: Demand,
+    current: np.ndarray,
+    mappings: np.ndarray,
+    seconds: Callable[[np.ndarray], float],
+) -> np.ndarray:
+    """Return the best-scored of one mapping and of some others that are about no slower; of equals the first.
 
-    def stages(self, mapping: np.ndarray) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-        return tuple((k, k + 1, tuple(map(int, group))) for k, group in enumerate(mapping))
+    Where several let everything be moved, they are compared for half of the seconds, and so on.
+    """
+    network, everything = partition.network, wanted.excess.sum()
 
-    def seconds(self, mapping: np.ndarray) -> float:
-        """The partitioner's own price."""
-        return self.model.objective(self.space, self.stages(mapping))
+    def scores(wanted: Demand, mappings: np.ndarray) -> np.ndarray:
+        return movable_bytes(wanted, network.bandwidth, network.latency, mappings)
 
-    def described(self, mapping: np.ndarray, searched: str) -> Partition:
-        stages = cost_stages(self.model, self.space, self.stages(mapping))
-        return replace(self.partition, stages=stages, searched=searched, bottleneck_seconds=self.seconds(mapping))
+    memory = np.array([math.inf if size is None else size for size in partition.memory])
+    needed = np.array([stage.memory_bytes for stage in partition.stages])
+    mappings = mappings[(needed[:, None] <= memory[mappings]).all((1, 2))]
+    # Scores take far less time than the partitioner's price.
+    mappings = mappings[scores(wanted, mappings) >= scores(wanted, current)[0] / ROUNDING]
+    limit = seconds(current[0]) * (1 + SLOWER)
+    mappings = np.concatenate([current, *(other[None] for other in mappings if seconds(other) <= limit)])
+    for _ in range(MOST_HALVINGS):
+        values = scores(wanted, mappings)
+        mappings = mappings[values >= values.max() / ROUNDING]
+        if len(mappings) == 1 or values.max() < everything / ROUNDING:
+            break
+        wanted = replace(wanted, seconds=wanted.seconds / 2)
+    return mappings[:1]
 
 
 def _mappings(partition: Partition) -> Iterator[Layout]:

@@ -52,7 +52,7 @@ def seeds(network: Network) -> Iterator[tuple[int, ...]]:
     yield tuple(sorted(range(network.num_devices), key=lambda d: (-network.speed[d], -total[d], d)))
 
 
-def improve(order: tuple[int, ...], price: Callable[[tuple[int, ...]], float]) -> tuple[float, tuple[int, ...]]:
+def improve(order: tuple[int, ...], price: Callable[[tuple[int, ...]], float]) -> tuple[int, ...]:
     """Reverse a stretch of an order or exchange two devices, as long as that lowers its price.
 
     At most ``MOST_ORDERS`` orders are priced, neighboring exchanges first.
@@ -67,9 +67,9 @@ def improve(order: tuple[int, ...], price: Callable[[tuple[int, ...]], float]) -
             swapped[a], swapped[b] = swapped[b], swapped[a]
             for other in dict.fromkeys((tuple(swapped), (*order[:a], *order[a : b + 1][::-1], *order[b + 1 :]))):
                 if spent >= MOST_ORDERS:
-                    return best, order
+                    return order
                 spent += 1
                 cost = price(other)
                 if cost < best:
                     best, order, improved = cost, other, True
-    return best, order
+    return order

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,8 +12,7 @@ import numpy as np
 PRICED_AT_ONCE = 32
 
 
-@dataclass(frozen=True, eq=False)
-class Timelines:
+class Timelines(NamedTuple):
     """The work of some plans with as many stages, by stage as ``one_f_one_b_seconds`` takes it.
 
     ``besides`` are the seconds of each plan that follow the pipeline's.

@@ -12,7 +12,7 @@ from jaxpipe.planning.cuts.choose_plan import Plans, all_plans, chosen, least_by
 from jaxpipe.planning.cuts.cost_models import Synchronous
 from jaxpipe.planning.cuts.cut_space import CutSpace, cut_space
 from jaxpipe.planning.cuts.layouts import Limits, device_classes
-from jaxpipe.planning.cuts.placed_stages import Partition, describe
+from jaxpipe.planning.cuts.placed_stages import Partition, cost_stages, in_order_of_stages
 from jaxpipe.planning.cuts.published import cheapest_bottleneck
 from jaxpipe.planning.cuts.published_models import Bottleneck, MinMax, PipeDream, Throughput
 from jaxpipe.planning.cuts.refine_cuts import move_operators
@@ -84,12 +84,8 @@ def partition_layers(
     _check_arguments(profile, network, cost_model, num_microbatches)
     replicate = replicate if isinstance(replicate, bool | int) else tuple(replicate)
     held, limits = _memory(network, memory), _limits(network, replicate, num_stages)
-    if not idle:
-        limits = replace(limits, num_devices=_all(network, limits))
-    model = MODELS[cost_model](network, num_microbatches, held if min(held) < math.inf else ())
-    if isinstance(model, Synchronous):
-        model = replace(model, num_microbatches=num_microbatches or MICROBATCHES, frozen=bool(profile.frozen))
-    model.check()
+    limits = limits if idle else _without_idle(network.num_devices, limits)
+    model = _cost_model(profile, network, cost_model, num_microbatches, held)
     space, classes = cut_space(profile, reorder=reorder, starts=starts), device_classes(network, held)
     plans = all_plans(space, classes, limits)
     if plans is None and isinstance(model, Synchronous) and not space.is_chain:
@@ -112,25 +108,25 @@ def partition_layers(
         bound = max(bound, best.bound)
     else:
         space, stages, seconds = move_operators(profile, space, model, stages, seconds)
-    return describe(
-        profile,
-        model,
-        space,
-        stages,
-        seconds=seconds,
-        bound=min(bound, seconds),
+    which = "all cuts" if space.complete else "one order's cuts" if reorder else "the cuts of the given order"
+    return Partition(
+        stages=cost_stages(model, space, stages),
+        order=in_order_of_stages(space, stages),
+        bottleneck_seconds=seconds,
+        lower_bound_seconds=min(bound, seconds),
         ties=best.ties,
-        memory=held,
+        searched=f"{which}, {best.placements}",
+        cost_model=cost_model,
+        num_microbatches=model.num_microbatches,
+        memory=tuple(None if size == math.inf else size for size in held),
         replicate=replicate,
         num_stages=num_stages,
         reorder=reorder,
         slack=slack,
-        starts=tuple(starts),
+        profile=profile,
+        network=network,
         idle=idle,
-        searched=(
-            ("all cuts" if space.complete else "the cuts of the given order" if not reorder else "one order's cuts")
-            + f", {best.placements}"
-        ),
+        starts=tuple(starts),
     )
 
 
@@ -143,6 +139,16 @@ def _check_arguments(profile: object, network: object, cost_model: str, num_micr
         raise PartitionError(f"cost_model={cost_model!r}; it must be one of {', '.join(map(repr, MODELS))}.")
     if num_microbatches is not None and num_microbatches < 1:
         raise PartitionError(f"num_microbatches={num_microbatches}; it must be at least 1.")
+
+
+def _cost_model(
+    profile: Profile, network: Network, name: str, num_microbatches: int | None, held: tuple[float, ...]
+) -> Bottleneck | Synchronous:
+    model = MODELS[name](network, num_microbatches, held if min(held) < math.inf else ())
+    if isinstance(model, Synchronous):
+        return replace(model, num_microbatches=num_microbatches or MICROBATCHES, frozen=bool(profile.frozen))
+    model.check()
+    return model
 
 
 def _memory(network: Network, memory: float | str | Sequence[float] | None) -> tuple[float, ...]:
@@ -180,15 +186,14 @@ def _limits(network: Network, replicate: bool | int | tuple[int, ...], num_stage
     return Limits((size,), None if num_stages is None else num_stages * size)
 
 
-def _all(network: Network, limits: Limits) -> int:
-    """The number of devices, if stages can use them all."""
-    count = network.num_devices
+def _without_idle(count: int, limits: Limits) -> Limits:
+    """Return the limits of stages that use all devices, if they can."""
     if limits.num_devices not in (None, count) or (len(limits.group_sizes) == 1 and count % limits.group_sizes[0]):
         raise PartitionError(
             f"Stages as replicate and num_stages demand cannot use all {count} devices of the network. "
             "Pass other values, or let devices be idle (idle=True)."
         )
-    return count
+    return replace(limits, num_devices=count)
 
 
 def _nothing_fits(

@@ -3,14 +3,13 @@
 import itertools
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 
 from jaxpipe.costs.network import Network, NetworkFile
 from jaxpipe.costs.profile import Profile, ProfileFile
 from jaxpipe.errors import PartitionError
-from jaxpipe.planning.cuts.cost_models import CostModel, DeviceGroup, Stages
+from jaxpipe.planning.cuts.cost_models import CostModel, Stages
 from jaxpipe.planning.cuts.cut_space import CutSpace
 from jaxpipe.planning.cuts.step_bound import step_bound
 from jaxpipe.text.checked_json import Amount, Count, read_json
@@ -155,6 +154,16 @@ def stage_speeds(partition: Partition) -> list[float]:
     return [min(partition.network.speed[d] for d in stage.devices) for stage in partition.stages]
 
 
+def stage_work(partition: Partition) -> list[list[float]]:
+    """Return the seconds of a micro-batch by stage on its own device, forward and backward."""
+    profile = partition.profile
+    stages = list(zip(partition.stages, stage_speeds(partition), strict=True))
+    return [
+        [sum(seconds[stage.operators.start : stage.operators.stop]) / speed for stage, speed in stages]
+        for seconds in (profile.forward_seconds, profile.backward_seconds)
+    ]
+
+
 def plan_bound(partition: Partition) -> float:
     """Return what no step is below on the devices of a partition, with as many replicas of a stage at most."""
     most = max(len(stage.devices) for stage in partition.stages)
@@ -169,63 +178,35 @@ class _File(Partition):
     network: NetworkFile  # type: ignore[assignment]
 
 
-def describe(
-    profile: Profile,
-    model: CostModel,
-    space: CutSpace,
-    stages: Stages,
-    *,
-    seconds: float,
-    bound: float,
-    ties: int,
-    memory: tuple[float, ...],
-    searched: str,
-    **asked: Any,
-) -> Partition:
-    """Stages that a search found, with what each costs, and what else was ``asked``."""
+def in_order_of_stages(space: CutSpace, stages: Stages) -> tuple[int, ...]:
+    """Return the operators in an order of which stages are ranges."""
     stage_of = sum((~space.holds(last)).astype(int) for _, last, _ in stages)
-    return Partition(
-        stages=cost_stages(model, space, stages),
-        order=tuple(map(int, np.argsort(stage_of, kind="stable"))),
-        bottleneck_seconds=seconds,
-        lower_bound_seconds=bound,
-        ties=ties,
-        searched=searched,
-        cost_model=model.name,
-        num_microbatches=model.num_microbatches,
-        memory=tuple(None if m == np.inf else m for m in memory),
-        profile=profile,
-        network=model.network,
-        **asked,
-    )
+    return tuple(np.argsort(stage_of, kind="stable").tolist())
 
 
 def cost_stages(model: CostModel, space: CutSpace, stages: Stages) -> tuple[StageCost, ...]:
     """Return what each of some stages costs."""
-    followers = sum(len(devices) for *_, devices in stages)
-    rows = []
-    links = [0.0]
-    for before, behind in itertools.pairwise(stages):
-        crossing = space.crossing[[before[1]]]
-        links.append(2 * float(model.transfer_seconds(crossing, before[2], behind[2])[0]))
-    links.append(0.0)
-    for k, (first, last, devices) in enumerate(stages):
-        followers -= len(devices)
-        group = DeviceGroup(devices, followers)
+    followers, rows = sum(len(devices) for *_, devices in stages), []
+    boundaries = [0.0]
+    for (_, cut, before), (*_, behind) in itertools.pairwise(stages):
+        boundaries.append(2 * float(model.transfer_seconds(space.crossing[[cut]], before, behind)[0]))
+    for (first, last, devices), around in zip(stages, itertools.pairwise([*boundaries, 0.0]), strict=True):
+        size = len(devices)
+        followers -= size
         parameters, residuals, work = (
-            np.maximum(sums[[last]] - sums[[first]], 0.0) for sums in (space.parameters, space.residuals, space.seconds)
+            max(float(sums[last] - sums[first]), 0.0) for sums in (space.parameters, space.residuals, space.seconds)
         )
         rows.append(
             StageCost(
                 operators=range(int(space.holds(first).sum()), int(space.holds(last).sum())),
                 devices=tuple(sorted(devices)),
-                compute_seconds=float(work[0]) / (group.size * model.slowest(group)),
-                communication_seconds=max(links[k], links[k + 1]),
+                compute_seconds=work / (size * model.slowest(devices)),
+                communication_seconds=max(around),
                 sent_bytes=float(space.crossing[last]),
-                parameter_bytes=float(parameters[0]),
-                residual_bytes=float(residuals[0]),
-                in_flight=model.in_flight(group),
-                memory_bytes=float(model.memory_bytes(residuals, parameters, group)[0]),
+                parameter_bytes=parameters,
+                residual_bytes=residuals,
+                in_flight=model.in_flight(size, followers),
+                memory_bytes=model.memory_bytes(residuals, parameters, size, followers),
             )
         )
     return tuple(rows)

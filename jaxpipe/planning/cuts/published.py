@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxpipe.costs.network import Network
 from jaxpipe.planning.cuts.choose_plan import ROUNDING, Found
-from jaxpipe.planning.cuts.cost_models import DeviceGroup, Stages
+from jaxpipe.planning.cuts.cost_models import Stages
 from jaxpipe.planning.cuts.cut_space import CutSpace
 from jaxpipe.planning.cuts.device_orders import improve, seeds
 from jaxpipe.planning.cuts.layouts import Limits
@@ -58,11 +58,11 @@ def along_order(
             rest, first = used - taken, len(order) - used
             if not best.get(rest):
                 continue
-            group = DeviceGroup(tuple(order[first : first + taken]), rest)
-            cost = model.possible_seconds(space, group)
+            group = order[first : first + taken]
+            cost = model.possible_seconds(space, group, rest)
             ways = []
             for following, (values, *_) in best[rest].items():
-                after = DeviceGroup(tuple(order[first + taken : first + taken + following]))
+                after = order[first + taken : first + taken + following]
                 links = model.link_seconds(space.crossing, group, after) if following else np.zeros(count)
                 behind = (
                     np.where(links <= limit, values + space.crossing, np.inf) if limit else np.maximum(values, links)
@@ -92,8 +92,7 @@ def _best_order(space: CutSpace, model: Bottleneck, limits: Limits) -> tuple[int
     def price(order: tuple[int, ...]) -> float:
         return along_order(few, model, order, limits)[0]
 
-    start = min(seeds(model.network), key=price)
-    return improve(start, price)[1]
+    return improve(min(seeds(model.network), key=price), price)
 
 
 def _relaxed(space: CutSpace, model: Bottleneck, limits: Limits) -> float:

@@ -15,38 +15,40 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxpipe.errors import PartitionError
-from jaxpipe.planning.cuts.cost_models import CostModel, DeviceGroup, Layout
+from jaxpipe.planning.cuts.cost_models import CostModel, Layout
 from jaxpipe.planning.cuts.cut_space import CutSpace
 
 
 class Bottleneck(CostModel):
     """A model whose price is that of the costliest stage or link."""
 
-    @abstractmethod
-    def stage_seconds(self, space: CutSpace, group: DeviceGroup) -> np.ndarray:
-        """``[first cuts, last cuts]``: what the stage between two cuts costs on a group, its neighbors left aside."""
+    def check(self) -> None:
+        """Raise ``PartitionError`` if the model does not know what was given."""
 
-    def link_seconds(self, crossing: np.ndarray, group: DeviceGroup, after: DeviceGroup) -> np.ndarray:
-        """Return the seconds to send ``crossing`` bytes forward and back, between a group and the one behind it."""
+    @abstractmethod
+    def stage_seconds(self, space: CutSpace, devices: Sequence[int]) -> np.ndarray:
+        """``[first cuts, last cuts]``: what the stage between two cuts costs on some devices, neighbors left aside."""
+
+    def link_seconds(self, crossing: np.ndarray, devices: Sequence[int], after: Sequence[int]) -> np.ndarray:
+        """Return the seconds to send ``crossing`` bytes forward and back, between devices and those behind."""
         return np.zeros_like(crossing)
 
-    def possible_seconds(self, space: CutSpace, group: DeviceGroup) -> np.ndarray:
+    def possible_seconds(self, space: CutSpace, devices: Sequence[int], followers: int) -> np.ndarray:
         """Return the seconds of all stages, infinite where they do not fit the memory, or there is none."""
         possible = space.nested
         if self.memory:
             residuals, parameters = space.between(space.residuals), space.between(space.parameters)
-            held = self.memory_bytes(residuals, parameters, group)
-            possible = possible & (held <= min(self.memory[d] for d in group.devices))
-        return np.where(possible, self.stage_seconds(space, group), np.inf)
+            held = self.memory_bytes(residuals, parameters, len(devices), followers)
+            possible = possible & (held <= min(self.memory[d] for d in devices))
+        return np.where(possible, self.stage_seconds(space, devices), np.inf)
 
     def prices(
         self, space: CutSpace, plans: Sequence[tuple[np.ndarray, Layout]], within: float = math.inf
     ) -> list[np.ndarray]:
         prices = []
         for cuts, layout in plans:
-            groups = [DeviceGroup(devices, sum(map(len, layout[k + 1 :]))) for k, devices in enumerate(layout)]
-            costs = [self.stage_seconds(space, g)[cuts[:, k], cuts[:, k + 1]] for k, g in enumerate(groups)]
-            pairs = enumerate(itertools.pairwise(groups))
+            costs = [self.stage_seconds(space, x)[cuts[:, k], cuts[:, k + 1]] for k, x in enumerate(layout)]
+            pairs = enumerate(itertools.pairwise(layout))
             costs += [self.link_seconds(space.crossing[cuts[:, k + 1]], *pair) for k, pair in pairs]
             prices.append(np.where(self.fits(space, cuts, layout), np.max(costs, axis=0), np.inf))
         return prices
@@ -57,11 +59,11 @@ class MinMax(Bottleneck):
 
     name = "min_max"
 
-    def stage_seconds(self, space: CutSpace, group: DeviceGroup) -> np.ndarray:
-        return space.between(space.seconds) / (group.size * self.slowest(group))
+    def stage_seconds(self, space: CutSpace, devices: Sequence[int]) -> np.ndarray:
+        return space.between(space.seconds) / (len(devices) * self.slowest(devices))
 
-    def link_seconds(self, crossing: np.ndarray, group: DeviceGroup, after: DeviceGroup) -> np.ndarray:
-        return 2 * self.transfer_seconds(crossing, group.devices, after.devices)
+    def link_seconds(self, crossing: np.ndarray, devices: Sequence[int], after: Sequence[int]) -> np.ndarray:
+        return 2 * self.transfer_seconds(crossing, devices, after)
 
 
 class Uniform(Bottleneck):
@@ -85,11 +87,9 @@ class Uniform(Bottleneck):
         """Bytes in a second, on every link."""
         return float(self.network.bandwidth[0, 1]) if self.network.num_devices > 1 else math.inf
 
-    def all_reduce_seconds(self, parameters: np.ndarray, group: DeviceGroup) -> np.ndarray:
+    def all_reduce_seconds(self, parameters: np.ndarray, size: int) -> np.ndarray:
         """Both directions of a ring all-reduce of the gradients, as the published models charge it."""
-        if group.size == 1:
-            return np.zeros_like(parameters)
-        return 4 * (group.size - 1) / group.size * parameters / self.bandwidth
+        return 4 * (size - 1) / size * parameters / self.bandwidth
 
 
 class PipeDream(Uniform):
@@ -109,10 +109,10 @@ class PipeDream(Uniform):
                 "Leave it out, or use cost_model='throughput'."
             )
 
-    def stage_seconds(self, space: CutSpace, group: DeviceGroup) -> np.ndarray:
-        reduction = self.all_reduce_seconds(space.between(space.parameters), group)
-        compute = (space.between(space.seconds) / self.slowest(group) + reduction) / group.size
-        sends = 2 * space.crossing / (self.bandwidth * group.size)
+    def stage_seconds(self, space: CutSpace, devices: Sequence[int]) -> np.ndarray:
+        reduction = self.all_reduce_seconds(space.between(space.parameters), len(devices))
+        compute = (space.between(space.seconds) / self.slowest(devices) + reduction) / len(devices)
+        sends = 2 * space.crossing / (self.bandwidth * len(devices))
         entering = sends[:, None]  # nothing enters the first
         leaving = np.where(np.arange(len(sends))[:, None] > 0, sends[None], 0.0)
         return np.maximum(compute, np.maximum(entering, leaving))
@@ -131,8 +131,8 @@ class Throughput(Uniform):
                 "num_microbatches=."
             )
 
-    def stage_seconds(self, space: CutSpace, group: DeviceGroup) -> np.ndarray:
+    def stage_seconds(self, space: CutSpace, devices: Sequence[int]) -> np.ndarray:
         sends = 2 * space.crossing / self.bandwidth
-        work = space.between(space.seconds) / self.slowest(group) + sends[:, None] + sends[None]
-        reduction = self.all_reduce_seconds(space.between(space.parameters), group)
-        return work / group.size + reduction / (self.num_microbatches or 1)
+        work = space.between(space.seconds) / self.slowest(devices) + sends[:, None] + sends[None]
+        reduction = self.all_reduce_seconds(space.between(space.parameters), len(devices))
+        return work / len(devices) + reduction / (self.num_microbatches or 1)

@@ -169,7 +169,7 @@ def _reordered(space: CutSpace, model: Synchronous, layout: Layout, classes: Seq
         plans = list(_balanced(space, model, [along(order, widths)]))
         return min(float(p.min(initial=math.inf)) for p in model.prices(space, plans))
 
-    _, order = device_orders.improve(order, price)
+    order = device_orders.improve(order, price)
     return _fastest(space, model, list(_balanced(space, model, [along(order, widths)])), 1)[0]
 
 

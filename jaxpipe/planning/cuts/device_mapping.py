@@ -112,7 +112,7 @@ def best_mapping(
         how = "all mappings for swaps"
         best = better(best, np.array(list(_mappings(partition))))
     else:
-        how, last = "exchanges of two devices for swaps", None
+        how, last = "exchanges of two devices for swaps", np.zeros(0)
         while not np.array_equal(best, last):
             last, best = best, better(best, _exchanges(best[0]))
     stages = _stages(best[0])

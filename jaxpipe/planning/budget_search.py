@@ -151,7 +151,7 @@ class BudgetSearch:
     def _search(self, candidate: Candidate) -> LevelSearch:
         """Return the levels of a candidate, with what its devices need besides what their stages store."""
         if candidate not in self._searches:
-            needs = candidate.lists.needs(candidate.default, candidate.program)
+            needs = candidate.graphs.needs(candidate.default, candidate.program)
             besides = self._estimated(candidate).besides_of(needs)
             self._wrong = self._wrong or tuple(map(operator.sub, besides, candidate.held_bytes))
             levels = self._estimated(candidate).with_besides(besides)

@@ -24,7 +24,7 @@ from jaxpipe.planning.cuts.device_mapping import best_mapping
 from jaxpipe.planning.cuts.placed_stages import Partition
 from jaxpipe.planning.describe_plan import describe, program_timeline, stage_seconds, step_seconds
 from jaxpipe.planning.price_storage import longest_microbatch
-from jaxpipe.planning.stage_lists import StageLists
+from jaxpipe.planning.step_graphs import StepGraphs
 from jaxpipe.planning.storage.stage_levels import Fitted
 from jaxpipe.planning.trace_request import Traced
 from jaxpipe.residuals.choose_formats import ResidualPlan
@@ -49,7 +49,7 @@ class Cut:
 
     traced: Traced
     partition: Partition
-    traces: dict[Any, Any] = field(default_factory=dict)  # of the work of its stages, filled while calls are listed
+    traces: dict[Any, Any] = field(default_factory=dict)  # of the work of its stages, filled while graphs are written
     storage: tuple[ResidualPlan | None, ...] | None = None  # where it is not the default
 
     @cached_property
@@ -171,9 +171,9 @@ class Candidate:
         return Update(by_stage, sent, request.options.on_nonfinite)
 
     @cached_property
-    def lists(self) -> StageLists:
-        """The calls of its plans."""
-        return StageLists(self.cut.traces)
+    def graphs(self) -> StepGraphs:
+        """The graphs of its plans' steps."""
+        return StepGraphs(self.cut.traces)
 
     @cached_property
     def default(self) -> "PlannedStep":
@@ -226,7 +226,7 @@ class PlannedStep(ExecutablePlan):
 
     def with_bytes(self) -> "PlannedStep":
         """Return the plan with the bytes of each device. To trace all calls for them takes longer than all else."""
-        return self if self.has_bytes else self.candidate.lists.with_bytes(self)
+        return self if self.has_bytes else self.candidate.graphs.with_bytes(self)
 
     @property
     def profile(self) -> Profile:

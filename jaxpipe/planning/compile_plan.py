@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.planning.candidate import PlannedStep
-from jaxpipe.planning.stage_lists import with_compiled_bytes
+from jaxpipe.planning.step_graphs import with_compiled_bytes
 from jaxpipe.runtime.executable_plan import Compiled
 from jaxpipe.runtime.mpmd import device_bytes
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime

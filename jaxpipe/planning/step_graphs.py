@@ -1,4 +1,4 @@
-"""Lists of calls of plans with the same cuts, and the bytes that devices need along them."""
+"""Graphs of the training steps of plans with the same cuts, and the bytes that devices need along them."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,27 +18,27 @@ from jaxpipe.text.progress import phase
 _Planned = TypeVar("_Planned", bound=ExecutablePlan)
 
 
-class StageLists:
-    """The lists of plans with the same cuts. The list of a program, and the work of a stage, is traced once."""
+class StepGraphs:
+    """The graphs of plans with the same cuts: each is written once, and the work of a stage traced once."""
 
     def __init__(self, traces: dict[Any, Any]) -> None:
-        """Nothing is listed yet; ``traces`` are those of other schedules for the same cuts, too."""
-        self._listed: dict[int, tuple[Program, MpmdRuntime, dict[Device, Peak]]] = {}
+        """No graph is written yet; ``traces`` are those of other schedules for the same cuts, too."""
+        self._written: dict[int, tuple[Program, MpmdRuntime, dict[Device, Peak]]] = {}
         self._traces = traces
 
     @outside_mesh()
     @phase("bytes")
     def _peaks(self, planned: ExecutablePlan) -> tuple[MpmdRuntime, dict[Device, Peak]]:
-        """Return the runtime of a plan's program with its list, and what each device needs along that."""
+        """Return the runtime of a plan's program with its graph, and what each device needs along that."""
         program = planned.program
-        if id(program) not in self._listed:  # with the program, so that its number stays its own
+        if id(program) not in self._written:  # with the program, so that its number stays its own
             with building_for(planned.mesh.devices.flat[0]):
                 runtime = MpmdRuntime(replace(planned, traces=self._traces, graph=None))
-                self._listed[id(program)] = program, runtime, runtime.predicted
-        return self._listed[id(program)][1:]
+                self._written[id(program)] = program, runtime, runtime.predicted
+        return self._written[id(program)][1:]
 
     def with_bytes(self, planned: _Planned) -> _Planned:
-        """Return a plan with its list, and the bytes that each device needs for it."""
+        """Return a plan with its graph, and the bytes that each device needs for it."""
         runtime, peaks = self._peaks(planned)
         each = [sum(peak.components.values()) for peak in peaks.values()]
         stages = tuple(peaks[row[0]].components for row in runtime.devices.rows)

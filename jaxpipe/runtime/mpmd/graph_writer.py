@@ -29,7 +29,7 @@ class GraphWriter:
         self.instructions: list[Instruction] = []
         self.inputs: dict[Port, int] = {}
         self._tasks: dict[Task, int] = {}
-        self._joined: dict[tuple[int, ...], int] = {}
+        self._joined: dict[tuple[tuple[int, ...], bool], int] = {}
 
     def value(self, value: Value) -> int:
         """Return the number of a new value."""
@@ -105,13 +105,13 @@ class GraphWriter:
         return jax.tree.structure(trees[0]).unflatten([self._join(parts, own) for parts in zip(*rows, strict=True)])
 
     def _join(self, parts: tuple[int, ...], own: bool) -> int:
-        if parts in self._joined:
-            return self._joined[parts]
+        if (parts, own) in self._joined:
+            return self._joined[parts, own]
         aval, place, form = self.values[parts[0]]
         if own:
             rows = (len(parts) * (aval.shape or (1,))[0], *aval.shape[1:])
             aval, form = jax.ShapeDtypeStruct(rows, aval.dtype), form._replace(spec=side_by_side(form.spec, DATA))
-        self._joined[parts] = whole = self.value(Value(aval, Place(place.stage), form))
+        self._joined[parts, own] = whole = self.value(Value(aval, Place(place.stage), form))
         self.instructions.append(Join(place.stage, parts, (whole,), own))
         return whole
 

@@ -222,8 +222,7 @@ class MicrobatchWriter(GraphWriter):
         """Make loss and metrics of the totals."""
         home, objective = self.layout.home, self.context.objective
         operands: Arrays = {"totals": [self.gather_totals(k) for k in range(len(objective.results))]} | flags
-        key = "results", jax.tree.structure(operands), id(objective)
-        results = self.run(key, results_work(objective), home, operands)
+        results = self.run_as("results", home.stage, results_work(objective), home, operands)
         self.reports[Port(home, "loss")] = results["loss"]
         self.reports |= {Port(home, "metrics", k): x for k, x in enumerate(results["metrics"])}
         return results

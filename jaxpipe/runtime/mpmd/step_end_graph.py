@@ -92,7 +92,7 @@ class StepEndWriter(MicrobatchWriter):
         """Weigh the batch, and send gradients of borrowed parameters to the stage that has the parameter."""
         home, context = self.layout.home, self.context
         if context.objective.weighted:
-            total = self.run("weight", weight_work(), home, {"totals": self.gather_totals(1)})
+            total = self.run_as("weight", home.stage, weight_work(), home, {"totals": self.gather_totals(1)})
             self._weight = self.to_everyone(home, total["weight"])
         else:
             aval = jax.ShapeDtypeStruct((), context.weight_dtype)

@@ -32,6 +32,7 @@ class Traced(NamedTuple):
     """A task, and how its operands and its results stand in trees."""
 
     task: Task
+    work: Work  # with what its function reads, whose identity may decide that this is its task
     operands: PyTreeDef
     reads: tuple[int, ...]  # positions among all operands
     tree: PyTreeDef  # of the results
@@ -70,7 +71,7 @@ def trace_task(work: Work, operands: Arrays, consumes: bool = False) -> Traced:
     names = tuple(results[n] for n in writes)
     forms = tuple(map(work.form, names))
     task = Task(work.label, program, tuple(given[k] for k in reads), names, forms, consumes)
-    return Traced(task, jax.tree.structure(operands), reads, jax.tree.structure(shapes), tuple(sources))
+    return Traced(task, work, jax.tree.structure(operands), reads, jax.tree.structure(shapes), tuple(sources))
 
 
 def trim_task(task: Task, writes: Collection[int]) -> tuple[Task, tuple[int, ...]]:

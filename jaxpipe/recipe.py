@@ -37,7 +37,7 @@ class Recipe:
       modules: the same by module.
       scan_groups: where scans over layers are cut.
       table: for each device its actions, tick by tick: ``"F0 F1 . B0 . B1"``, ``F0'1`` in its second stage.
-      stage_of, versions, group, frozen: as ``jaxpipe.schedules.Schedule`` has them.
+      stage_of, versions, group, frozen, keeps_versions: as ``jaxpipe.schedules.Schedule`` has them.
       stages: what each stage stores.
     """
 
@@ -58,3 +58,4 @@ class Recipe:
     group: Positive
     frozen: Count
     stages: tuple[StagePrograms, ...]
+    keeps_versions: bool = True

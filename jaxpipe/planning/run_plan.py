@@ -73,6 +73,7 @@ def with_recipe(planned: PlannedStep) -> PlannedStep:
         versions=schedule.versions,
         group=schedule.group,
         frozen=schedule.frozen,
+        keeps_versions=schedule.keeps_versions,
         stages=tuple(_stage_programs(planned.program, s) for s in planned.program.stage_numbers),
     )
     return replace(planned, plan=replace(planned.plan, recipe=recipe))
@@ -282,6 +283,7 @@ def _schedule(plan: Plan) -> Schedule:
         recipe.group,
         recipe.frozen,
         recipe.stage_of,
+        recipe.keeps_versions,
     )
     if schedule.total_stages != len(plan.stages):
         raise PartitionError(f"plan=: recipe.stage_of has {schedule.total_stages} stages, the plan {len(plan.stages)}.")

@@ -6,6 +6,7 @@ Out: tables that say which device works on which micro-batch when. A runtime run
 """
 
 from jaxpipe.schedules.asynchronous import double_buffered as double_buffered
+from jaxpipe.schedules.asynchronous import local_accumulation as local_accumulation
 from jaxpipe.schedules.asynchronous import pipedream as pipedream
 from jaxpipe.schedules.csv_notation import from_csv as from_csv
 from jaxpipe.schedules.csv_notation import to_csv as to_csv

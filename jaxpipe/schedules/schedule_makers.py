@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxpipe.errors import PartitionError, ScheduleError
-from jaxpipe.schedules.asynchronous import double_buffered, pipedream
+from jaxpipe.schedules.asynchronous import double_buffered, local_accumulation, pipedream
 from jaxpipe.schedules.gpipe import gpipe
 from jaxpipe.schedules.interleaved import interleaved
 from jaxpipe.schedules.one_f_one_b import one_f_one_b
@@ -40,6 +40,7 @@ BUILT_IN: dict[str, BuiltIn] = {
     "v_half": BuiltIn(v_half),
     "pipedream": BuiltIn(pipedream),
     "double_buffered": BuiltIn(double_buffered, ("2bw", "pipedream-2bw")),
+    "local_accumulation": BuiltIn(local_accumulation, ("paci",)),
 }
 
 #: Their functions by name.

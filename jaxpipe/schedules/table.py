@@ -90,9 +90,10 @@ class Schedule:
       num_microbatches: of a step.
       ticks: ``ticks[t][s]`` are the actions of device ``s`` in tick ``t``.
       num_chunks: stages on each device.
-      versions: ``versions[s][j]`` updates are in the weights that stage ``s`` uses for micro-batch ``j``, forward and
-        backward, if updates are asynchronous (``jaxpipe.schedules.asynchronous``); None if they come at the end.
+      versions: ``versions[s][j]`` updates are in the weights that stage ``s`` uses for micro-batch ``j``, if updates
+        are asynchronous (``jaxpipe.schedules.asynchronous``); None if they come at the end.
       group: micro-batches per update, if updates are asynchronous.
+      keeps_versions: backward work uses these weights, too; otherwise the newest.
       frozen: so many stages, the first ones, only work forward: nothing in them is trained, and they keep no stash. A
         device then goes on from forward to backward work in a tick without waiting for others.
       stage_of: ``stage_of[d][c]`` is the stage that is chunk ``c`` of device ``d``; left out: ``c * num_devices + d``.
@@ -118,6 +119,7 @@ class Schedule:
     group: int = 1
     frozen: int = 0
     stage_of: StageMap = ()
+    keeps_versions: bool = True
 
     def __post_init__(self) -> None:
         stages = stage_map(self.name, self.stage_of, self.num_devices, self.num_chunks)
@@ -286,7 +288,10 @@ class Schedule:
 
     @property
     def staleness(self) -> tuple[int, ...]:
-        """By device, how many updates its weights lack at most when a gradient is computed with them."""
+        """By device, how many updates its weights lack at most when a gradient is computed with them.
+
+        Where no versions are kept, how many updates there are at most between forward and backward work.
+        """
         if self.versions is None:
             return (0,) * self.num_devices
         return tuple(max(j // self.group - v for j, v in enumerate(row)) for row in self.versions)

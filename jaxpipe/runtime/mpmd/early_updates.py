@@ -29,8 +29,10 @@ class EarlyUpdateWriter(StepEndWriter):
         for s in layout.stages:
             put(self.held[s], self.run_whole(s, zeros_work(self.context, s, "zero", squares), {}))
 
-    def weights_for(self, s: StageNumber, j: int) -> list[Arrays]:
-        """Return the version of a stage's parameters, by member, that a micro-batch uses."""
+    def weights_for(self, s: StageNumber, j: int, kinds: Kinds) -> list[Arrays]:
+        """Return the version of a stage's parameters, by member, that work on a micro-batch uses."""
+        if Kind.FORWARD not in kinds and not self.layout.schedule.keeps_versions:
+            return self._versions[s][-1]
         return self._versions[s][min(self._used[s][j], len(self._versions[s]) - 1)]  # frozen stages have one version
 
     def after_round(self, s: StageNumber, k: int, kinds: Kinds) -> None:

@@ -139,8 +139,8 @@ class MicrobatchWriter(GraphWriter):
     def after_round(self, s: StageNumber, k: int, kinds: Kinds) -> None:
         """Do what follows the work on an entry of the table."""
 
-    def weights_for(self, s: StageNumber, j: int) -> list[Arrays]:
-        """The parameters of a stage, by member, that a micro-batch uses."""
+    def weights_for(self, s: StageNumber, j: int, kinds: Kinds) -> list[Arrays]:
+        """The parameters of a stage, by member, that work on a micro-batch uses."""
         return self.weights[s]
 
     def _run_stage(self, s: StageNumber, r: int, j: int, kinds: Kinds, action: int) -> None:
@@ -149,7 +149,7 @@ class MicrobatchWriter(GraphWriter):
         self.start(place, kinds)
         operands = {name: member.arrays[name] for name in ("key", "step", "batch", "state")}
         operands |= _taken(member.arrays, self._added(s, kinds))
-        operands |= {"parameters": self.weights_for(s, j)[max(place.replica, 0)] | member.arrays["lent"]}
+        operands |= {"parameters": self.weights_for(s, j, kinds)[max(place.replica, 0)] | member.arrays["lent"]}
         operands |= {"index": member.index[j], "arriving": {}, "cotangents": {}} | kept
         work, key = stage_work(context, s, kinds), ("stage", s, kinds, id(context.stages[s]), context.collects)
         results = self.run(key, work, place, operands, microbatch=j, action=action)

@@ -195,7 +195,7 @@ class MicrobatchWriter(GraphWriter):
             put(member.arrays, self.run_as(shapes_of(missing), s, work, place, {}))
 
     def _added(self, s: StageNumber, kinds: Kinds) -> Arrays:
-        """What work of some kinds adds to, as shapes: totals, and the sums of gradients that it computes."""
+        """Shapes of the arrays that work of some kinds adds to: totals, and sums of the gradients that it computes."""
         if (s, kinds) not in self._shapes:
             given = {t for kind in kinds for t in self.context.stages[s].differentiated(kind)}
             sums = self.context.sums(s, [t for t in self.context.trained(s) if t in given])

@@ -24,7 +24,7 @@ Path: TypeAlias = tuple[Any, ...]
 
 
 class Form(NamedTuple):
-    """What an array is for, and how it is split over the devices of its place."""
+    """The use of an array, and its split over the devices of its place."""
 
     purpose: str  # a component of ``device_bytes.COMPONENTS``, or ``HOST``
     spec: P = P()

@@ -100,8 +100,8 @@ class _Mover:
             place = layout.devices.place(s, r)
             first, *later = self._calls[place, j]
             read = {number for k in later for number in graph.instructions[k].reads}
-            made = dict.fromkeys((*graph.instructions[first].reads, *graph.instructions[first].writes))
-            kept = [k for t in swap.tensors for k in made if k in read and graph.values[k].form.tensor == t]
+            touched = dict.fromkeys((*graph.instructions[first].reads, *graph.instructions[first].writes))
+            kept = [k for t in swap.tensors for k in touched if k in read and graph.values[k].form.tensor == t]
             cutting = cutting or self._cutting(s, swap, kept)
             back = next(k for action, k in actions if action >= points.returns[j])
             returned = self._send_away(cutting, swap, kept, place, first, back)

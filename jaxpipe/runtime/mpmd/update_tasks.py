@@ -186,7 +186,7 @@ class StageUpdate:
         return (total + _add_up(returned) if returned else total).reshape(shape)
 
     def _returned(self, arrays: Arrays, t: TensorNumber, sums: bool) -> list[Array]:
-        """What other stages have returned of a parameter's gradients: of each member, or ``sums`` of all of these."""
+        """Gradients of a parameter that other stages have returned: those of each member, or ``sums`` of all."""
         lenders = self._context.lenders(self._s, t)
         return [arrays["returned"][k][t] for k in lenders if self._context.returns_sum(self._s, k) == sums]
 

@@ -78,6 +78,7 @@ class Pipeline:
         self._make_plan = make_plan
         self._ready = None if planned is None else (planned, runtime_of(planned))
         self._batch, *self._ahead = batches
+        self._steps = 0  # begun, for traces
         self._forwards: dict[Hashable, tuple[MicrobatchProgram, ForwardPass]] = {}
         self._looked_at: set[str] = set()  # evaluate, predict: whether they train is looked at once
         self._lock = threading.Lock()
@@ -284,7 +285,9 @@ class Pipeline:
                 shapes = self._check(state, batch)
                 self._prepare(shapes)
                 taken = self._runtime.fitted(state)
-                with hold_signals():  # until the new state has a name
+                self._steps += 1
+                # Signals wait until the new state has a name.
+                with hold_signals(), jax.profiler.StepTraceAnnotation("Pipeline.step", step_num=self._steps):
                     results = self._run(self._runtime.step, taken, batch, shapes)
                     new = results.state
                 metrics = self._metrics(new, batch, results)

@@ -1,6 +1,8 @@
 """The graph of a step: each pass alone, on literal little graphs; a pass of one's own; features that can be removed."""
 
 import functools
+import gzip
+import json
 import shutil
 import subprocess
 import sys
@@ -196,3 +198,26 @@ def test_a_feature_is_removed_with_its_file_and_its_line_in_the_list_of_passes(t
         (fewer, left, *same) = trained(name)
         assert int(fewer) == 4 and (int(left) > 0) == sends
         assert np.array_equal(same, numbers)
+
+
+@pytest.mark.versions
+def test_traces_name_steps_and_what_is_started_in_them(tmp_path):
+    pipeline = pipeline_of(2, 4, schedule="1f1b")
+    state, batch = pipeline.init(jax.random.key(0)), jnp.ones((16, 8))
+    state, _ = pipeline.step(state, batch)
+    with jax.profiler.trace(tmp_path, create_perfetto_trace=True):
+        for _ in range(2):
+            state, _ = pipeline.step(state, batch)
+        jax.block_until_ready(state)
+    (path,) = tmp_path.rglob("perfetto_trace.json.gz")
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    counts = Counter(event.get("name") for event in events)
+    assert counts["Pipeline.step"] == 2
+    assert {event["args"]["step_num"] for event in events if event.get("name") == "Pipeline.step"} == {"2", "3"}
+    for j in range(4):
+        for name in ("stage 0: forward", "stage 1: forward and backward", "stage 0: backward"):
+            assert counts[f"{name}, micro-batch {j}"] == 2
+    assert counts["stage 0: update"] == counts["stage 1: update"] == 2
+    assert counts["send from stage 0 to stage 1"] >= 8
+    modules = {event.get("args", {}).get("hlo_module") for event in events}  # of what runs on the devices
+    assert modules >= {"jit_forward", "jit_forward_and_backward", "jit_backward", "jit_update"}

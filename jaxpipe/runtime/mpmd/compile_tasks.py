@@ -139,7 +139,11 @@ def _lower(jobs: Sequence[Job], platform: str) -> tuple[Lowered, list[np.ndarray
     varies = any((row != rows[0]).any() for row in rows)
     mesh = first.mesh if first.is_bound else _abstract(first.mesh)
 
-    function = program if varies else functools.partial(program, rows[0])
+    def function(*operands: Array) -> Sequence[Array]:
+        return program(*operands) if varies else program(rows[0], *operands)
+
+    # The name of the module, by which traces call what runs on a device; equal work of several stages is one.
+    function.__name__ = first.task.label.rpartition(": ")[2].replace(" ", "_").replace(",", "")
     offset = 1 if varies else 0
     avals = [jax.ShapeDtypeStruct(rows[0].shape, np.uint32)] * offset + [*first.task.read_avals]
     shaped = [

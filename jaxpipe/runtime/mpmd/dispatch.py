@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import jax
+from jax.profiler import TraceAnnotation
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -38,9 +39,11 @@ Registers = list[Any]
 #: Registers one behind the other, and as many times None.
 Emptied = tuple[slice, tuple[None, ...]]
 
-#: An action, how to take its operands out of the registers, where its results go (a slice if that is one), and which
-#: registers nobody reads any more.
-Step = tuple[Action | Started, Callable[[Registers], Sequence[Array]], slice | tuple[int, ...], tuple[Emptied, ...]]
+#: An action, how to take its operands out of the registers, where its results go (a slice if that is one), which
+#: registers nobody reads any more, and its name in traces.
+Step = tuple[
+    Action | Started, Callable[[Registers], Sequence[Array]], slice | tuple[int, ...], tuple[Emptied, ...], str
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +66,9 @@ class Dispatch:
 
 def follow(registers: Registers, steps: Sequence[Step]) -> None:
     """Follow steps; changes the registers."""
-    for action, read, writes, left in steps:
-        results = action(*read(registers))
+    for action, read, writes, left, label in steps:
+        with TraceAnnotation(label):
+            results = action(*read(registers))
         if type(writes) is slice:
             registers[writes] = results
         else:
@@ -74,12 +78,14 @@ def follow(registers: Registers, steps: Sequence[Step]) -> None:
             registers[part] = nothing
 
 
-def _step(action: Action | Started, reads: Sequence[int], writes: Sequence[int], left: Sequence[int]) -> Step:
+def _step(
+    action: Action | Started, reads: Sequence[int], writes: Sequence[int], left: Sequence[int], label: str
+) -> Step:
     """Return a step; registers in slices, which a Python list takes at once."""
     runs = _runs(writes)
     to = runs[0] if len(runs) == 1 and list(writes) == sorted(writes) else tuple(writes)
     emptied = tuple((part, (None,) * (part.stop - part.start)) for part in _runs(left))
-    return action, _reader(reads), to, emptied
+    return action, _reader(reads), to, emptied, label
 
 
 def _runs(registers: Sequence[int]) -> list[slice]:
@@ -209,12 +215,12 @@ class _Steps:
         for register, (running, _) in list(self._running.items()):
             if not (donated.isdisjoint(running.reads) and set(part.reads).isdisjoint(running.writes)):
                 self._end(register)
-        awaited = self._awaited(instruction)
+        awaited, label = self._awaited(instruction), _label(instruction, self._graph)
         if awaited is None:
-            self.steps.append(_step(part.run, part.reads, part.writes, left))
+            self.steps.append(_step(part.run, part.reads, part.writes, left, label))
             return
         action = started(part.run, awaited)
-        self.steps.append(_step(action, part.reads, (self.registers,), left))
+        self.steps.append(_step(action, part.reads, (self.registers,), left, label))
         self._running[self.registers] = part, left
         self.registers += 1
 
@@ -226,7 +232,7 @@ class _Steps:
     def _end(self, register: int) -> None:
         running, left = self._running.pop(register)
         unread = set(left).intersection(running.writes)
-        self.steps.append(_step(ended, (register,), running.writes, (register, *unread)))
+        self.steps.append(_step(ended, (register,), running.writes, (register, *unread), "wait"))
 
     def _part(self, instruction: Instruction) -> Transfer | None:
         """Return what this process does for an instruction; None for nothing."""
@@ -261,6 +267,17 @@ class _Steps:
             return None
         others = frozenset(d.process_index for d in every) - {jax.process_index()}
         return Awaited(self._call, what, others) if others and devices.target.is_host else None
+
+
+def _label(instruction: Instruction, graph: StepGraph) -> str:
+    """Return the name of an instruction in traces."""
+    if isinstance(instruction, Call):
+        label = graph.tasks[instruction.task].label
+        return f"{label}, micro-batch {instruction.microbatch}" if instruction.microbatch >= 0 else label
+    if isinstance(instruction, (Send, Exchange)):
+        source, target = (place.stage for place in ends(instruction))
+        return f"send from stage {source} to {f'stage {target}' if source != target else 'other memory'}"
+    return type(instruction).__name__.lower()
 
 
 def _runs_elsewhere(*_: Array) -> NoReturn:

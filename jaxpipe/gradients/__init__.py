@@ -1,4 +1,4 @@
-"""Optax transformations of gradients: a block-sparse exchange with error feedback; stages apart; master weights.
+"""Optax transformations: block-sparse exchange and late gradients, with error feedback; stages apart; master weights.
 
 In: gradients of a replica.
 Out: updates, and the bytes that replicas send each other for them.
@@ -9,6 +9,7 @@ from jaxpipe.gradients.block_sparse import BlockSparse as BlockSparse
 from jaxpipe.gradients.block_sparse import BlockSparseState as BlockSparseState
 from jaxpipe.gradients.block_sparse import block_sparse as block_sparse
 from jaxpipe.gradients.block_sparse import state_specs as state_specs
+from jaxpipe.gradients.delay_error_feedback import delay_error_feedback as delay_error_feedback
 from jaxpipe.gradients.master_weights import MasterWeightsState as MasterWeightsState
 from jaxpipe.gradients.master_weights import master_weights as master_weights
 from jaxpipe.gradients.per_stage import per_stage as per_stage

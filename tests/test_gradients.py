@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.errors import PartitionError
-from jaxpipe.gradients import block_sparse, run_length, state_specs
+from jaxpipe.gradients import block_sparse, run_length, state_specs, two_bits
 from jaxpipe.gradients.blocks import find_blocks
 from tests.support.block_sparse_reference import Reference
 from tests.support.compare import assert_same_bits
@@ -197,6 +197,51 @@ def test_nothing_is_lost_over_many_steps(mode, norm, dense_1d):
     left = jax.tree.map(lambda s, r: r.sum(0) if r.size else np.zeros_like(s), sent, run.residual())
     for s, r, t in zip(*map(jax.tree.leaves, (sent, left, total)), strict=True):
         assert np.array_equal(s + r, t)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "options",
+    [{"bits": 2}, {"decay": 0.75}, {"bits": 2, "decay": 0.75, "k": 1.0}, {"decay": 0.5, "mode": "consensus"}],
+    ids=str,
+)
+def test_codes_and_decay_step_by_step(options):
+    """Against NumPy: averages, and what every replica keeps."""
+    options = {"k": 2, "mode": "own", **options}
+    run = Replicas(block_sparse("data", **options))
+    reference = Reference(100 if options["k"] == 1.0 else 2, "l2", **{k: v for k, v in options.items() if k != "k"})
+    for step in range(6):
+        rng = np.random.default_rng(step)
+        gradients = jax.tree.map(lambda x, r=rng: r.normal(size=(REPLICAS, *x.shape)).astype(np.float32), PARAMETERS)
+        averages, left = same_everywhere(run(gradients)), run.residual()
+        for path, g in jax.tree_util.tree_leaves_with_path(gradients):
+            name = jax.tree_util.keystr(path)
+            expected = reference(name, list(g))
+            get = lambda tree, path=path: tree[path[0].key][path[1].key]  # noqa: E731
+            np.testing.assert_allclose(get(averages), expected, rtol=1e-5, atol=1e-5)
+            if g.ndim > 2:
+                np.testing.assert_allclose(get(left), np.stack(reference.left[name]), rtol=1e-5, atol=1e-5)
+
+
+def test_two_bits_never_lose_more_than_there_was():
+    """Of a normal distribution 12 % (Max, 1960); of one spike, of nothing and of equal elements at most all."""
+    rng = np.random.default_rng(0)
+    normal = rng.normal(size=(8, 4096)).astype(np.float32)
+    decoded = np.asarray(two_bits.decode(two_bits.encode(normal), 4096))
+    assert ((decoded - normal) ** 2).sum() / (normal**2).sum() == pytest.approx(0.1175, abs=0.003)
+    for x in (np.eye(1, 511), np.zeros((1, 5)), -np.ones((1, 6)), rng.standard_cauchy((20, 1001))):
+        x = x.astype(np.float32)
+        decoded = np.asarray(two_bits.decode(two_bits.encode(x), x.shape[1]))
+        assert (((decoded - x) ** 2).sum(1) <= (x**2).sum(1) * (1 + 1e-6)).all()
+    assert np.isnan(two_bits.decode(two_bits.encode(np.array([1.0, np.nan], np.float32)), 2)).all()
+
+
+def test_bytes_of_codes():
+    """By hand: of [100, 40] two blocks, each a number, a scale and 100 elements of a quarter of a byte."""
+    tree = shapes({"kernel": (100, 40)})
+    traffic = block_sparse(k=2, bits=2).traffic(tree)
+    assert (traffic.bytes, traffic.value_bytes, traffic.dense_bytes) == (2 * (4 + 4 + 25), 2 * (4 + 25), 4 * 4000)
+    assert block_sparse(k=1.0, bits=2).traffic(tree).bytes == 40 * (4 + 4 + 25)
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
@@ -453,6 +498,9 @@ def test_without_checked_types_the_result_is_the_same():
         ({"blocks": {"*kernel": (0, 0)}}, "names an axis twice"),
         ({"warmup": [(0, 1.0)]}, "warmup"),
         ({"warmup": (100, 1.0)}, "warmup: 100; each entry must be"),
+        ({"decay": 1.5}, "decay=1.5"),
+        ({"bits": 4}, "bits=4"),
+        ({"bits": 2, "mode": "consensus"}, "bits=2 with mode='consensus'"),
     ],
 )
 def test_bad_arguments(options, message):

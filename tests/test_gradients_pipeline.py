@@ -245,11 +245,37 @@ def test_stages_without_replicas_exchange_nothing():
 
 
 def test_adam_is_warned_about():
-    with pytest.warns(UserWarning, match="ScaleByAdamState.*nothing is known of its convergence"):
+    with pytest.warns(UserWarning, match=r"ScaleByAdamState.*block_sparse\(decay=0.9\) with optax.adamw"):
         pipeline(block_sparse(k=1), optimizer=optax.adam(1e-3))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         pipeline(block_sparse(k=1))
+        pipeline(block_sparse(k=1, decay=0.9), optimizer=optax.adam(1e-3, b1=0.0))
+
+
+@pytest.mark.parametrize("runtime", ["mpmd", "spmd"])
+def test_adam_with_first_moments_for_residuals_in_two_bits(runtime, replica_gradients):
+    """The method in NumPy; Adam's large epsilon keeps gradients that are rounding from becoming whole steps."""
+    adam, rate = optax.adam(2**-6, b1=0.0, b2=0.99, eps=1e-2), 2**-6
+    pipe = pipeline(block_sparse(k=2, bits=2, decay=0.9), optimizer=adam, runtime=runtime)
+    actual, _, _ = trained(pipe)
+    expected, reference, half = parameters(), Reference(2, "l2", "own", 0.9, 2), ROWS // REPLICAS
+    squares = jax.tree.map(np.zeros_like, expected)
+    for step in range(3):
+        parts = [jax.tree.map(lambda x, r=r: x[r * half : (r + 1) * half], data(step)) for r in range(REPLICAS)]
+        gradients = [jax.tree.map(np.asarray, replica_gradients(expected, part)) for part in parts]
+        rows = zip(*map(jax.tree.leaves, gradients), strict=True)
+        tree = jax.tree.structure(expected)
+        means = jax.tree.unflatten(tree, [reference(k, list(row)) for k, row in enumerate(rows)])
+        squares = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g**2, squares, means)
+        unbiased = 1 - 0.99 ** (step + 1)
+        expected = jax.tree.map(
+            lambda w, g, v, c=unbiased: (w - rate * g / (np.sqrt(v / c) + 1e-2)).astype(np.float32),
+            *(expected, means, squares),
+        )
+    start = jax.tree.leaves(parameters())
+    moved = [[np.asarray(a) - b for a, b in zip(jax.tree.leaves(x), start, strict=True)] for x in (actual, expected)]
+    assert relative_l2(*moved) < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from jaxpipe import _compat
 from jaxpipe.array_types import Array, DType
 from jaxpipe.gradients.blocks import Blocks, reduced_itemsize
 from jaxpipe.gradients.squared_norm import squared_norm, squares_of
+from jaxpipe.gradients.two_bits import decode, encode
 
 
 T = TypeVar("T")
@@ -45,6 +46,7 @@ class Rule:
 
     mode: Literal["own", "consensus"]  # each replica picks for itself, or all pick the same
     norm: Literal["l1", "l2"]
+    decay: float = 1.0  # by which what is left is multiplied
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def traffic(plan: Sequence[Blocks], mode: str) -> Traffic:
         blocks=sum(b.indices for b in sparse),
         indices=sum(b.indices for b in sparse) if own_blocks else 0,
         norms=0 if own_blocks else sum(b.layers * b.count for b in sparse),
-        value_bytes=sum(b.values * b.wire_itemsize(mode) for b in plan),
+        value_bytes=sum(b.wire_bytes(mode) for b in plan),
         dense_bytes=sum(int(np.prod(b.shape, dtype=np.int64)) * b.dtype.itemsize for b in plan),
     )
 
@@ -133,7 +135,7 @@ def exchange(
     replicas = 1 if axis_name is None else lax.axis_size(axis_name)
 
     def finish(s: int) -> T:
-        return write(s, Averaged(averages(plans[s], messages, replicas), *leave(plans[s], read(s), chosen)))
+        return write(s, Averaged(averages(plans[s], messages, replicas), *leave(plans[s], read(s), chosen, rule.decay)))
 
     return by_stage(finish)
 
@@ -184,23 +186,25 @@ def averages(plan: Sequence[Blocks], messages: Messages, replicas: int) -> list[
     """Return the averages of a stage's gradients over the replicas; messages may be longer than the plan says."""
     numbers = _cut(messages.picks, [b.indices for b in plan])
     whole = {d: _cut(x, [b.values * _is(b, d, True) for b in plan]) for d, x in messages.whole.items()}
-    values = {d: _cut(x, [b.values * _is(b, d, False) for b in plan]) for d, x in messages.values.items()}
+    values = {d: _cut(x, [b.wire_size * _is(b, d, False) for b in plan]) for d, x in messages.values.items()}
     sums = [
-        whole[str(b.dtype)][k].reshape(b.shape) if b.is_whole else _add_up(b, numbers[k], values[str(b.dtype)][k])
+        whole[str(b.dtype)][k].reshape(b.shape) if b.is_whole else _add_up(b, numbers[k], values[str(b.wire_dtype)][k])
         for k, b in enumerate(plan)
     ]
     return [(x / replicas).astype(b.dtype) for b, x in zip(plan, sums, strict=True)]
 
 
 def _is(b: Blocks, dtype: str, whole: bool) -> bool:
-    return (str(b.dtype), b.is_whole) == (dtype, whole)
+    return (str(b.wire_dtype), b.is_whole) == (dtype, whole)
 
 
-def leave(plan: Sequence[Blocks], gradients: Sequence[Array], chosen: Array) -> tuple[list[Array], Array, Array]:
+def leave(
+    plan: Sequence[Blocks], gradients: Sequence[Array], chosen: Array, decay: float = 1.0
+) -> tuple[list[Array], Array, Array]:
     """Return a stage's new residuals, and the sums of squares of its gradients and of what is left of them."""
     sent = _cut(chosen, [b.indices for b in plan])
-    residuals = [_unsent(b, x, numbers) for b, x, numbers in zip(plan, gradients, sent, strict=True)]
-    return residuals, squared_norm(gradients), squared_norm(residuals)
+    left = [_unsent(b, x, numbers) for b, x, numbers in zip(plan, gradients, sent, strict=True)]
+    return [x * decay for x in left] if decay < 1 else left, squared_norm(gradients), squared_norm(left)
 
 
 def message_shapes(plans: Sequence[Sequence[Blocks]], rule: Rule, replicas: int) -> Messages:
@@ -235,15 +239,15 @@ class _Wire:
 
     def __init__(self, plans: Sequence[Sequence[Blocks]], mode: str):
         self._plans = plans
-        self.dtypes = sorted({b.dtype for plan in plans for b in plan}, key=str)
+        self.dtypes = sorted({b.wire_dtype for plan in plans for b in plan}, key=str)
 
         def longest(length: Callable[[Blocks], int]) -> int:
             return max(sum(map(length, plan)) for plan in plans)
 
         self.indices = longest(lambda b: b.indices)
         self.norms = longest(lambda b: 0 if b.is_whole else b.layers * b.count)
-        self.whole = [longest(lambda b, d=d: b.values * (b.is_whole and b.dtype == d)) for d in self.dtypes]
-        self.values = [longest(lambda b, d=d: b.values * (not b.is_whole and b.dtype == d)) for d in self.dtypes]
+        self.whole = [longest(lambda b, d=d: b.values * _is(b, str(d), True)) for d in self.dtypes]
+        self.values = [longest(lambda b, d=d: b.wire_size * _is(b, str(d), False)) for d in self.dtypes]
         #: Bytes of what is sent whole, and of the blocks.
         self.whole_bytes = sum(reduced_itemsize(d) * n for d, n in zip(self.dtypes, self.whole, strict=True))
         width = reduced_itemsize if mode == "consensus" else lambda dtype: dtype.itemsize
@@ -257,7 +261,7 @@ class _Wire:
         ]
 
         def packed(dtype: DType, is_whole: bool, length: int) -> Array:
-            return _pad([x for b, x in parts if (b.dtype, b.is_whole) == (dtype, is_whole)], length, dtype)
+            return _pad([x for b, x in parts if _is(b, str(dtype), is_whole)], length, dtype)
 
         whole = [packed(dtype, True, length) for dtype, length in zip(self.dtypes, self.whole, strict=True)]
         return whole, [packed(dtype, False, length) for dtype, length in zip(self.dtypes, self.values, strict=True)]
@@ -282,14 +286,16 @@ def _choose(plan: Sequence[Blocks], scores: Array) -> list[Array]:
 
 
 def _take(b: Blocks, x: Array, numbers: Array) -> Array:
-    """``[layers, k, size]``: the chosen blocks."""
-    return jnp.take_along_axis(b.to_blocks(x), numbers[:, :, None], axis=1, mode="promise_in_bounds")
+    """``[layers, k, size]``: the chosen blocks, or ``[layers, k, bytes]``: their codes."""
+    blocks = jnp.take_along_axis(b.to_blocks(x), numbers[:, :, None], axis=1, mode="promise_in_bounds")
+    return blocks if b.bits is None else encode(blocks)
 
 
 def _add_up(b: Blocks, numbers: Array, values: Array) -> Array:
     """The sum of the blocks that each sender has picked, zero elsewhere, in the shape of the gradient."""
     numbers = numbers.reshape(-1, b.layers, b.k)
-    values = values.reshape(-1, b.layers, b.k, b.size).astype(jnp.promote_types(b.dtype, jnp.float32))
+    values = values.reshape(len(numbers), b.layers, b.k, -1)
+    values = (values if b.bits is None else decode(values, b.size)).astype(jnp.promote_types(b.dtype, jnp.float32))
     layer = jnp.arange(b.layers)[:, None]
 
     def add(r: Array, total: Array) -> Array:
@@ -303,11 +309,13 @@ def _add_up(b: Blocks, numbers: Array, values: Array) -> Array:
 def _unsent(b: Blocks, x: Array, numbers: Array) -> Array:
     """Return what is left of a gradient when it has been sent whole, or the blocks with some numbers have been.
 
-    Nothing of what was sent is left but what its type could not hold, if the residual is wider; of what is not finite,
-    nothing.
+    Nothing of what was sent is left but what its type or its code could not hold; of what is not finite, nothing.
     """
     nothing = _compat.vary_as(jnp.zeros(x.shape, x.dtype), x)
-    lost = nothing if x.dtype == b.dtype else x - x.astype(b.dtype).astype(x.dtype)
+    if b.bits is not None:
+        lost = x - b.from_blocks(decode(encode(b.to_blocks(x)), b.size)).astype(x.dtype)
+    else:
+        lost = nothing if x.dtype == b.dtype else x - x.astype(b.dtype).astype(x.dtype)
     lost = jnp.where(jnp.isfinite(lost), lost, nothing)
     if b.is_whole:
         return lost

@@ -25,7 +25,7 @@ class BlockSparseState(NamedTuple):
       step: steps taken, ``int32[]``.
       residual: what was not sent, for each parameter; empty, ``[0]``, for one that is always sent whole.
       sent_share: ``float32[1]``, the part of the last gradient's squared norm, residual included, that was sent.
-      residual_norm: ``float32[1]``, the L2 norm of all residuals.
+      residual_norm: ``float32[1]``, the L2 norm of all residuals before they decay.
     """
 
     step: Array
@@ -43,10 +43,12 @@ class Settings:
     dense_1d: bool
     rules: BlockRules
     rule: Rule
+    bits: int | None
 
     def plans(self, tree: PyTree) -> list[tuple[Blocks, ...]]:
         """The blocks of each leaf, by phase."""
-        return [find_blocks(tree, k, self.dense_1d, self.rules, self.rule.mode) for _, k in self.phases]
+        mode = self.rule.mode
+        return [find_blocks(tree, k, self.dense_1d, self.rules, mode, self.bits) for _, k in self.phases]
 
     def phase(self, step: Array | int) -> Array:
         """The number of the phase that a step is in, ``int32[]``."""
@@ -82,6 +84,8 @@ def block_sparse(
     mode: Literal["own", "consensus"] = "own",
     blocks: BlockRules | None = None,
     warmup: Sequence[tuple[int, Count]] = (),
+    decay: float = 1.0,
+    bits: Literal[2] | None = None,
 ) -> BlockSparse:
     """Average gradients over replicas, sending only the best blocks of each and keeping the rest for later steps.
 
@@ -90,8 +94,10 @@ def block_sparse(
     parameter, and keeps what was not sent as the new residual. What comes out is the average over the replicas of
     what they sent: chain it with ``optax.trace`` and ``optax.scale`` for the method's global momentum.
 
-    Error feedback holds for updates that are linear in the gradient. Adam and its kind divide by what they have seen of
-    it: they can be chained, but nothing is known of where that converges to.
+    That is error feedback, and holds for updates that are linear in the gradient. Adam and its kind divide by what they
+    have seen of it. For them a residual forgets, as a first moment does: with ``decay=0.9`` and an optimizer that has
+    no first moment of its own, ``optax.adamw(rate, b1=0.0)``, a residual is the first moment of the replica's gradients
+    less what was sent of it. Blocks are chosen by it, and nothing counts twice.
 
     Args:
       axis_name: the mesh axis of the replicas, inside ``shard_map``; None for a single replica.
@@ -106,6 +112,9 @@ def block_sparse(
       blocks: by pattern of paths, the axis that numbers blocks, -1 where none fits; ``(0, -1)`` if axis 0 stacks
         layers, each of which sends its own ``k``; ``"whole"`` to send all.
       warmup: ``(steps, k)`` for the first steps, one after the other: ``[(100, 1.0), (200, 0.25)]``.
+      decay: by which residuals are multiplied after each step, from 0.0 to 1.0. What is sent whole has no residual.
+      bits: 2 to send the elements of blocks as signs and one of two magnitudes, with a scale in float32 for each block,
+        and to keep what that rounds in the residual; not by consensus.
 
     Returns:
       A transformation. ``init`` makes a residual of zeros, which varies over the mesh axes that the parameters vary
@@ -118,7 +127,10 @@ def block_sparse(
 
     The method: error feedback after F. Seide et al., "1-bit stochastic gradient descent", Interspeech 2014; choice by
     consensus after P. Sun et al., "Optimizing network performance for distributed DNN training on GPU clusters:
-    ImageNet/AlexNet training in 1.5 minutes", 2019.
+    ImageNet/AlexNet training in 1.5 minutes", 2019. A residual that is momentum, and what is sent leaves it, after B.
+    Peng et al., "DeMo: Decoupled momentum optimization", arXiv 2411.19870; for Adam's kind, choice by the first moment
+    after M. Zheng et al., "SCAPE: Accurate and efficient LLM training with extreme sparse communication", arXiv
+    2607.01678, whose masks, late by a step and the same for all, are not built.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -134,11 +146,18 @@ def block_sparse(
         raise PartitionError(f"mode={mode!r}; it must be 'own' or 'consensus'.")
     if axis_name is not None and not isinstance(axis_name, str):
         raise PartitionError(f"axis_name={axis_name!r}; it must be the name of one mesh axis, or None.")
+    if not 0 <= decay <= 1:
+        raise PartitionError(f"decay={decay!r}; it must be from 0.0, by which nothing is left, to 1.0.")
+    if bits not in (None, 2) or (bits and mode == "consensus"):
+        raise PartitionError(
+            f"bits={bits!r} with mode={mode!r}; it must be 2 or None, and None by consensus, where values are added up "
+            "on their way."
+        )
     for phase in warmup:
         if not isinstance(phase, (tuple, list)) or len(phase) != 2 or not isinstance(phase[0], int) or phase[0] < 1:
             raise PartitionError(f"warmup: {phase!r}; each entry must be (steps, k) with 1 or more steps.")
     phases = (*((steps, count) for steps, count in warmup), (None, k))
-    settings = Settings(axis_name, phases, dense_1d, dict(blocks or {}), Rule(mode, norm))
+    settings = Settings(axis_name, phases, dense_1d, dict(blocks or {}), Rule(mode, norm, decay), bits)
 
     def init(params: optax.Params) -> BlockSparseState:
         plans = settings.plans(params)

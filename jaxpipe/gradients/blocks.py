@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxpipe.array_types import Array, DType, PyTree, Shaped
 from jaxpipe.errors import PartitionError
+from jaxpipe.gradients.two_bits import code_bytes
 from jaxpipe.graph.allowed_codecs import fits
 
 
@@ -40,6 +41,7 @@ class Blocks:
     stacked: tuple[int, ...]  # axes that number layers
     axis: int | None  # that numbers blocks; None if the gradient is sent whole
     k: int  # blocks that are sent of each layer
+    bits: int | None = None  # 2 to an element of a block, if not as many as its type has
 
     @property
     def is_whole(self) -> bool:
@@ -71,9 +73,20 @@ class Blocks:
         """Elements that are sent."""
         return math.prod(self.shape) if self.is_whole else self.indices * self.size
 
-    def wire_itemsize(self, mode: str) -> int:
-        """Bytes of an element that is sent: what goes by gathers has its own type."""
-        return reduced_itemsize(self.dtype) if self.is_whole or mode == "consensus" else self.dtype.itemsize
+    @property
+    def wire_dtype(self) -> DType:
+        """The type of what is sent."""
+        return self.dtype if self.bits is None else np.dtype(np.uint8)
+
+    @property
+    def wire_size(self) -> int:
+        """Elements of that type."""
+        return self.values if self.bits is None else self.indices * code_bytes(self.size)
+
+    def wire_bytes(self, mode: str) -> int:
+        """Bytes of the values that are sent: what goes by gathers has its own type."""
+        is_reduced = self.is_whole or mode == "consensus"
+        return self.wire_size * (reduced_itemsize(self.dtype) if is_reduced else self.wire_dtype.itemsize)
 
     def to_blocks(self, x: Array) -> Array:
         """``[layers, count, size]``: the elements of each block side by side."""
@@ -116,7 +129,12 @@ def _inverse(order: Sequence[int]) -> list[int]:
 
 
 def find_blocks(
-    tree: PyTree, k: Count, dense_1d: bool, rules: BlockRules, mode: Literal["own", "consensus"] = "own"
+    tree: PyTree,
+    k: Count,
+    dense_1d: bool,
+    rules: BlockRules,
+    mode: Literal["own", "consensus"] = "own",
+    bits: int | None = None,
 ) -> tuple[Blocks, ...]:
     """The blocks of each leaf of a tree of arrays or shapes.
 
@@ -135,21 +153,25 @@ def find_blocks(
                 f"{name}: the pattern {unused[0]!r} fits no parameter. There are {', '.join(paths[:8])}"
                 f"{', ...' if len(paths) > 8 else ''}; patterns are those of a shell."
             )
-    return tuple(_blocks(path, leaf, k, dense_1d, rules, mode) for path, (_, leaf) in zip(paths, leaves, strict=True))
+    pairs = zip(paths, leaves, strict=True)
+    return tuple(_blocks(path, leaf, k, dense_1d, rules, mode, bits) for path, (_, leaf) in pairs)
 
 
-def _blocks(path: str, leaf: Shaped, k: Count, dense_1d: bool, rules: BlockRules, mode: str) -> Blocks:
+def _blocks(
+    path: str, leaf: Shaped, k: Count, dense_1d: bool, rules: BlockRules, mode: str, bits: int | None
+) -> Blocks:
     shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
+    if bits is not None and dtype.kind == "c":
+        raise PartitionError(f"bits={bits} for {path} of type {dtype}; only real numbers have a code. Leave out bits.")
     whole = Blocks(path, shape, dtype, (), None, 1)
     rule = next((rules[p] for p in rules if fits(path, p)), None)
     if rule == "whole" or not math.prod(shape) or not shape or (rule is None and len(shape) == 1 and dense_1d):
         return whole
     *stacked, axis = _axes(path, shape, -1 if rule is None else rule)
     wanted = k if not isinstance(k, Mapping) else next((k[p] for p in k if fits(path, p)), 1)
-    blocks = Blocks(path, shape, dtype, tuple(stacked), axis, _number(path, wanted, shape[axis]))
+    blocks = Blocks(path, shape, dtype, tuple(stacked), axis, _number(path, wanted, shape[axis]), bits)
     told = blocks.indices if mode == "own" else blocks.layers * blocks.count
-    sent = 4 * told + blocks.values * blocks.wire_itemsize(mode)
-    return blocks if sent < whole.values * whole.wire_itemsize(mode) else whole
+    return blocks if 4 * told + blocks.wire_bytes(mode) < whole.wire_bytes(mode) else whole
 
 
 def _axes(path: str, shape: tuple[int, ...], rule: int | Sequence[int] | str) -> list[int]:

@@ -165,7 +165,7 @@ class Candidate:
         check_asynchronous(program, by_stage, exchange is not None, request.options.zero)
         sent = None
         if exchange is not None:
-            warn_of_adam(by_stage.state_shape)
+            warn_of_adam(exchange, by_stage.state_shape)
             num_places = len(program.stages) if request.runtime == "mpmd" else program.num_devices
             sent = stage_exchange(exchange, traced.model, placement, num_places, request.replicas)
         return Update(by_stage, sent, request.options.on_nonfinite)

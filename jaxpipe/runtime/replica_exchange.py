@@ -51,7 +51,7 @@ class StageExchange:
 
         def phase(plan: Sequence[Blocks]) -> tuple[Messages, tuple[list[Array], Array, Array]]:
             chosen, arrived = send([plan], self.settings.rule, DATA, lambda f: f(0), lambda _: gradients)
-            return jax.tree.map(_fill, arrived, shapes), leave(plan, gradients, chosen)
+            return jax.tree.map(_fill, arrived, shapes), leave(plan, gradients, chosen, self.settings.rule.decay)
 
         return self._by_phase(s, step, phase)
 
@@ -98,8 +98,8 @@ def check_exchange(gradient_exchange: object, axis_name: str) -> BlockSparse | N
     return gradient_exchange
 
 
-def warn_of_adam(optimizer_state: PyTree) -> None:
-    """Warn if an optimizer keeps squares of gradients, by which it divides."""
+def warn_of_adam(exchange: BlockSparse, optimizer_state: PyTree) -> None:
+    """Warn if an optimizer divides by squares of gradients, and residuals do not decay as its first moment would."""
     names: list[str] = []
 
     def look(part: object) -> bool:
@@ -108,11 +108,11 @@ def warn_of_adam(optimizer_state: PyTree) -> None:
         return False
 
     jax.tree.leaves(optimizer_state, is_leaf=look)
-    if names:
+    if names and exchange.settings.rule.decay == 1:
         warnings.warn(
             f"gradient_exchange=block_sparse(...) with an optimizer that divides by what it has seen of the gradient "
             f"({names[0]}): blocks arrive late and several steps' worth at once, so the update is not what Adam and "
-            "its kind would make of the whole gradient, and nothing is known of its convergence. Momentum "
-            "(optax.sgd(rate, momentum=0.9)) is what the method was made for.",
+            "its kind would make of the whole gradient. Let residuals take the place of the first moment, "
+            "block_sparse(decay=0.9) with optax.adamw(rate, b1=0.0), or take momentum, optax.sgd(rate, momentum=0.9).",
             stacklevel=2,
         )

@@ -10,7 +10,7 @@ Everything runs on one device, as the mathematics are those of a pipeline, which
 checks: with double buffers (2BW) the gradients are those at the weights before the last, and replicas are an axis
 of ``jax.vmap``, in which ``block_sparse`` is what runs between devices. A dense exchange is the synchronous run.
 
-Rates are those of the synchronous runs: the best of ``--sweep``, which is part of the result.
+Each variant has its own rate: of those of ``--sweep`` the best for the first seed. All are part of the result.
 """
 
 import argparse
@@ -209,11 +209,9 @@ def losses(result: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     runs: dict[str, list[dict[str, Any]]] = {}
     for run in result["runs"]:
         runs.setdefault(run["variant"], []).append(run)
-    for name, made in runs.items():
-        rates = [run["rate"] for run in made]
-        first = [run for run in made if run["seed"] == 0]
-        best = min(first, key=lambda run: run["test_loss"])["rate"] if len(set(rates)) > 1 else rates[0]
-        runs[name] = [run for run in made if run["rate"] == best]
+    for name, tried in runs.items():
+        best = min((run for run in tried if run["seed"] == 0), key=lambda run: run["test_loss"])["rate"]
+        runs[name] = [run for run in tried if run["rate"] == best]
     return runs
 
 
@@ -233,7 +231,8 @@ class Results:
         return next((r for r in self.data["runs"] if keys.items() <= r.items()), None)
 
     def add(self, run: dict[str, Any]) -> None:
-        """Append a run."""
+        """Append a run to what the file has by now."""
+        self.data = json.loads(self.path.read_text()) if self.path.exists() else self.data
         self.data["runs"].append(run)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.data, indent=1) + "\n")
@@ -247,28 +246,29 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=Size.steps)
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS))
-    parser.add_argument("--sweep", type=float, nargs="*", default=[2e-3, 4e-3], help="AdamW's rates; Muon's: ten times")
+    parser.add_argument(
+        "--sweep", type=float, nargs="*", default=[1e-3, 2e-3, 4e-3], help="AdamW's rates; Muon's: ten times"
+    )
     options = parser.parse_args()
     size = Size(steps=options.steps)
     results, texts, end = Results(options.out, size), library(), time.monotonic() + 60 * options.minutes
 
     def run(name: str, seed: int, rate: float) -> float:
-        made = results.find(name, seed, rate)
-        if made is None:
+        result = results.find(name, seed, rate)
+        if result is None:
             if time.monotonic() > end:
                 sys.exit("The time is over; start it again to go on.")
-            made = {"variant": name, **train(VARIANTS[name], rate, seed, size, texts)}
-            results.add(made)
-            print(f"{name}, seed {seed}, rate {rate}: {made['test_loss']:.4f}, {made['seconds']} s", flush=True)
-        return made["test_loss"]
+            result = {"variant": name, **train(VARIANTS[name], rate, seed, size, texts)}
+            results.add(result)
+            print(f"{name}, seed {seed}, rate {rate}: {result['test_loss']:.4f}, {result['seconds']} s", flush=True)
+        return result["test_loss"]
 
-    rates = {
-        name: min((factor * rate for rate in options.sweep), key=lambda rate, name=name: run(name, 0, rate))
-        for name, factor in (("adamw", 1.0), ("muon", 10.0))
-    }
+    factors = {"adamw": 1, "muon": 10}
     for seed in range(options.seeds):
         for name in options.variants:
-            run(name, seed, rates[VARIANTS[name].optimizer])
+            rates = [factors[VARIANTS[name].optimizer] * rate for rate in options.sweep]
+            best = min(rates, key=lambda rate, name=name: run(name, 0, rate))
+            run(name, seed, best)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from pathlib import Path
 import jax
 import pytest
 
+from scripts.bench_learning import losses
+
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -273,3 +275,47 @@ def test_figures_that_the_readme_begins_with_are_the_measured_ones():
     }
     assert "{} to {} of the ideal rate".format(*shares["jaxpipe"]) in text
     assert "`torch.distributed.pipelining` {} to {}".format(*shares["torch.distributed.pipelining"]) in text
+
+
+#: Of ``scripts.bench_learning``, by its names.
+LEARNING = {
+    "adamw": "AdamW",
+    "adamw 2bw": "AdamW, 2BW",
+    "adamw 2bw corrected": "AdamW, 2BW, error feedback",
+    "muon": "Muon",
+    "muon 2bw": "Muon, 2BW",
+    "muon 2bw corrected": "Muon, 2BW, error feedback",
+    "adamw moment": "AdamW, 10 % of the blocks in 2 bits, first moment as residual",
+    "adamw residual": "AdamW, 10 % of the blocks in 2 bits, plain residual",
+    "adamw moment, 32 bits": "AdamW, 0.8 % of the blocks, first moment as residual",
+    "adamw moment, all blocks": "AdamW, all blocks in 2 bits, first moment as residual",
+}
+
+
+def learning_rows() -> dict[str, list[str]]:
+    """Seeds, mean loss, how far it is above that of the synchronous runs with the same seeds, times fewer bytes."""
+    variants = losses(results("learning-cpu-jax0.12"))
+    rows = {}
+    for name, runs in variants.items():
+        base = {run["seed"]: run["test_loss"] for run in variants[name.split()[0]]}
+        mean = sum(run["test_loss"] for run in runs) / len(runs)
+        above = 100 * (mean / (sum(base[run["seed"]] for run in runs) / len(runs)) - 1)
+        ratio = runs[0]["dense_bytes"] / runs[0]["sent_bytes"] if "sent_bytes" in runs[0] else 1
+        far = "" if name in ("adamw", "muon") else f"{above:+.1f} %"
+        rows[LEARNING[name]] = [str(len(runs)), f"{mean:.3f}", far, f"{ratio:.0f}" if ratio > 1 else ""]
+    return rows
+
+
+def test_losses_of_late_and_sparse_gradients_are_the_measured_ones():
+    shown, rows = table_rows(DOCS / "benchmarks.md"), learning_rows()
+    assert rows and {name: shown[name] for name in rows} == rows
+    chosen = table_rows(DOCS / "choosing.md")
+    cell = {name: rows[title][2] for name, title in LEARNING.items() if title in rows}
+    late, sparse = chosen["the same, AdamW"], chosen["slow links, Adam's kind"]
+    assert chosen["bubbles that you cannot fill, Muon"][-1] == cell["muon 2bw corrected"]
+    assert chosen["the same without a copy of the parameters for it"][-1] == cell["muon 2bw"]
+    assert late[-1] == f"{cell['adamw 2bw corrected']}, {cell['adamw 2bw']} without"
+    assert sparse[-1] == f"{cell['adamw moment']}, {cell['adamw residual']} as it is"
+    text, ratio = (DOCS / "sparse-gradients.md").read_text(), rows[LEARNING["adamw moment"]][3]
+    assert f"{ratio} times fewer bytes, at a loss {cell['adamw moment']} from" in text
+    assert f"in place of {cell['adamw residual']} with" in text

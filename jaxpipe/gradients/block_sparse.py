@@ -114,7 +114,7 @@ def block_sparse(
       warmup: ``(steps, k)`` for the first steps, one after the other: ``[(100, 1.0), (200, 0.25)]``.
       decay: by which residuals are multiplied after each step, from 0.0 to 1.0. What is sent whole has no residual.
       bits: 2 to send the elements of blocks as signs and one of two magnitudes, with a scale in float32 for each block,
-        and to keep what that rounds in the residual; not by consensus.
+        and to keep what that rounds in the residual; in the warm-up, too, and not by consensus.
 
     Returns:
       A transformation. ``init`` makes a residual of zeros, which varies over the mesh axes that the parameters vary

@@ -6,9 +6,10 @@
 Bytes of Python's own library (every tenth module is for the test), a GPT of 4 layers of 128, four replicas, a cosine
 schedule. A seed draws the same initial weights and batches for all variants.
 
-Everything runs on one device, as the mathematics are those of a pipeline, which ``tests/test_bench_learning.py``
+What can be is run on one device, as the mathematics are those of a pipeline, which ``tests/test_bench_learning.py``
 checks: with double buffers (2BW) the gradients are those at the weights before the last, and replicas are an axis
-of ``jax.vmap``, in which ``block_sparse`` is what runs between devices. A dense exchange is the synchronous run.
+of ``jax.vmap``, in which ``block_sparse`` is what runs between devices. A dense exchange is the synchronous run. Local
+accumulation (PACI) runs as a pipeline of four stages on simulated devices: weights change between the passes.
 
 Each variant has its own rate: of those of ``--sweep`` the best for the first seed. All are part of the result.
 """
@@ -30,8 +31,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import jaxpipe
 from jaxpipe.array_types import Array, PyTree
 from jaxpipe.gradients import BlockSparse, block_sparse, delay_error_feedback
+from jaxpipe.schedules import local_accumulation
 from scripts.measuring import header
 
 
@@ -61,6 +64,7 @@ class Variant:
     late: bool = False  # gradients at the weights before the last
     corrected: bool = False  # by error feedback
     exchange: Mapping[str, Any] | None = None  # arguments of block_sparse
+    stages: int = 0  # of a pipeline with local accumulation
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of the optimizer
 
 
@@ -71,6 +75,8 @@ VARIANTS = {
     "muon": Variant("muon"),
     "muon 2bw": Variant("muon", late=True),
     "muon 2bw corrected": Variant("muon", late=True, corrected=True),
+    "adamw paci": Variant(stages=4),
+    "muon paci": Variant("muon", stages=4),
     # A tenth of the blocks in 2 bits. The first moment is the residual, and the optimizer has none; or both are there.
     "adamw moment": Variant(exchange={"k": 0.1, "bits": 2, "decay": 0.95}, arguments={"b1": 0.0}),
     "adamw residual": Variant(exchange={"k": 0.1, "bits": 2}),
@@ -183,6 +189,8 @@ def train(variant: Variant, rate: float, seed: int, size: Size, texts: tuple[np.
     def value(params: PyTree, text: Array) -> Array:
         return loss(lambda tokens: jnp.asarray(model.apply(params, tokens)), text)
 
+    if variant.stages:
+        return train_in_stages(variant, model, params, optimizer, value, rate, seed, texts)
     step = jax.jit(functools.partial(advance, variant, optimizer, jax.value_and_grad(value)), donate_argnums=0)
     sent = dense = 0
     if variant.exchange is not None:
@@ -194,14 +202,51 @@ def train(variant: Variant, rate: float, seed: int, size: Size, texts: tuple[np.
         starts = rng.integers(0, len(texts[0]) - size.context - 1, size.rows)
         carry, told = step(carry, examples(texts[0], starts, size.context))
         curve.append(told)
-    seconds = time.perf_counter() - begin
-    starts = np.linspace(0, len(texts[1]) - size.context - 2, 1024).astype(int)
-    parts = np.split(examples(texts[1], starts, size.context), 16)
-    test = float(np.mean([jax.jit(value)(carry[0], part) for part in parts]))
+    seconds, test = time.perf_counter() - begin, test_loss(value, carry[0], size, texts[1])
     every = max(1, size.steps // 30)
     smooth = np.asarray(curve)[: len(curve) // every * every].reshape(-1, every).mean(1).round(4).tolist()
     bytes_sent = {"sent_bytes": sent, "dense_bytes": dense} if dense else {}
     return {"seed": seed, "rate": rate, "test_loss": test, "curve": smooth, "seconds": round(seconds), **bytes_sent}
+
+
+def test_loss(value: Callable[[PyTree, Array], Array], params: PyTree, size: Size, text: np.ndarray) -> float:
+    """The mean loss of 1,024 examples of a text."""
+    starts = np.linspace(0, len(text) - size.context - 2, 1024).astype(int)
+    parts = np.split(examples(text, starts, size.context), 16)
+    return float(np.mean([jax.jit(value)(params, part) for part in parts]))
+
+
+def train_in_stages(
+    variant: Variant,
+    model: GPT,
+    params: PyTree,
+    optimizer: optax.GradientTransformation,
+    value: Callable[[PyTree, Array], Array],
+    rate: float,
+    seed: int,
+    texts: tuple[np.ndarray, np.ndarray],
+) -> dict[str, Any]:
+    """Train in a pipeline whose stages update after every batch of theirs, which is four micro-batches."""
+    size, rng, curve = model.size, np.random.default_rng(seed), []
+    updates = next(n for n in (25, 20, 10, 5, 4, 2, 1) if size.steps % n == 0)  # of a call of step
+    shape = jax.ShapeDtypeStruct((updates * size.rows, size.context + 1), jnp.int32)
+    pipeline = jaxpipe.partition(
+        model,
+        jax.make_mesh((variant.stages,), ("stage",), devices=jax.devices()[: variant.stages]),
+        shape,
+        loss=loss,
+        optimizer=optimizer,
+        num_microbatches=4 * updates,
+        schedule=functools.partial(local_accumulation, group=4),
+        profile="analytic",
+    )
+    state, begin = pipeline.init(jax.random.key(seed), variables=params), time.perf_counter()
+    for _ in range(size.steps // updates):
+        rows = [rng.integers(0, len(texts[0]) - size.context - 1, size.rows) for _ in range(updates)]
+        state, metrics = pipeline.step(state, examples(texts[0], np.concatenate(rows), size.context))
+        curve.append(round(float(metrics["loss"]), 4))
+    seconds, test = time.perf_counter() - begin, test_loss(value, pipeline.parameters(state), size, texts[1])
+    return {"seed": seed, "rate": rate, "test_loss": test, "curve": curve, "seconds": round(seconds)}
 
 
 def losses(result: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -250,6 +295,7 @@ def main() -> None:
         "--sweep", type=float, nargs="*", default=[1e-3, 2e-3, 4e-3], help="AdamW's rates; Muon's: ten times"
     )
     options = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", 4)
     size = Size(steps=options.steps)
     results, texts, end = Results(options.out, size), library(), time.monotonic() + 60 * options.minutes
 

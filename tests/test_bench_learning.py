@@ -96,6 +96,17 @@ def test_sparse_gradients_are_those_of_a_pipeline_with_replicas(runtime):
     assert relative_l2(moved(pipeline.parameters(state), params), moved(expected, params)) < 1e-3
 
 
+def test_local_accumulation_in_one_stage_is_synchronous():
+    """Forward and backward work of a micro-batch are then next to each other, and no update is between them."""
+    size, text = dataclasses.replace(SIZE, steps=4), np.random.default_rng(0).integers(0, 256, 5000).astype(np.uint8)
+    variants = (variant_of("adamw"), dataclasses.replace(variant_of("adamw paci"), stages=1))
+    plain, staged = (bench_learning.train(variant, 1e-2, 0, size, (text, text)) for variant in variants)
+    assert staged["test_loss"] == pytest.approx(plain["test_loss"], rel=1e-5)
+    assert np.mean(staged["curve"]) == pytest.approx(np.mean(plain["curve"]), rel=1e-4)
+    late = bench_learning.train(dataclasses.replace(variants[1], stages=2), 1e-2, 0, size, (text, text))
+    assert late["test_loss"] != staged["test_loss"]
+
+
 def test_an_interrupted_bench_goes_on(tmp_path):
     """Runs are found again by variant, seed and rate; a file of another size is refused."""
     results = bench_learning.Results(tmp_path / "some.json", SIZE)

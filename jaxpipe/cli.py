@@ -3,6 +3,7 @@
     jaxpipe explain my_training:step --args example_args --device H100
     jaxpipe plan my_model:task --devices 4 --memory 8GiB
     jaxpipe plan my_model:task --devices 4 --devices-per-stage 3 1 --unroll-scans True
+    jaxpipe plan my_model:task --devices 4 --cuts Block_3 Block_6 head
     jaxpipe report my_model:task --devices 4 --output report.html
     jaxpipe profile my_model:task --device H100 --output profile.json
     jaxpipe convert-profile graph.txt --output profile.json
@@ -75,6 +76,8 @@ class Job:
       host_memory: most bytes of its host's memory that each device may keep stashes in.
       num_microbatches: of each replica; left out, enough for a small bubble.
       schedule: name of a schedule, such as one_f_one_b or zero_bubble.
+      cuts: names of modules at which stages begin, as a plan prints them; others are searched for.
+      plan: JSON file of a plan, as --output writes it, which is taken as it is: nothing is searched for.
       unroll_scans: layers of a scan that stay together, where stages may be cut between the others; True, one each;
         False, all; auto, as the planner finds best.
       profile: JSON file with the cost of each operator; left out, it is estimated.
@@ -96,6 +99,8 @@ class Job:
     host_memory: str | None = None
     num_microbatches: int | None = None
     schedule: str = "auto"
+    cuts: tuple[str, ...] = ()
+    plan: Path | None = None
     unroll_scans: bool | int | Literal["auto"] = "auto"
     profile: Path | None = None
     device: str | None = None
@@ -311,6 +316,7 @@ def planned(job: Job) -> "Pipeline":
     from jaxpipe.options import PlanOptions
     from jaxpipe.partition import partition
     from jaxpipe.planning.check_request import Request, check_request
+    from jaxpipe.planning.given_plan import read_plan
 
     network = None if job.network is None else Network.from_json(job.network.read_text(encoding="utf-8"))
     count = job.devices if network is None else network.num_devices
@@ -336,10 +342,12 @@ def planned(job: Job) -> "Pipeline":
     given = "measured" if job.fresh_profile else "analytic" if job.device is None else EstimateFor(job.device)
     if job.profile is not None:
         given = Profile.from_json(job.profile.read_text(encoding="utf-8"))
+    plan = read_plan(job.plan and job.plan.read_text(encoding="utf-8"))
     with _command_line():
         options = ("devices_per_stage", "host_memory", "unroll_scans", "gradient_dtype", "time_limit", "compile")
         arguments = {
-            **{name: getattr(job, name) for name in ("memory", "num_microbatches", "schedule")},
+            **{name: getattr(job, name) for name in ("memory", "num_microbatches", "schedule", "cuts")},
+            "plan": plan,
             "loss": loss,
             "optimizer": optimizer,
             "profile": given,

@@ -78,6 +78,16 @@ def test_plan_prints_a_table_and_writes_json(folder, capsys):
     assert (len(plan.stages), plan.num_microbatches, plan.schedule, plan.profile) == (2, 4, "gpipe", "analytic")
 
 
+def test_a_plan_with_cuts_of_the_caller_is_read_back_as_it_was_written(folder, capsys):
+    arguments = ["plan", "command_line_task:task", "--devices", "2", "--num-microbatches", "4"]
+    assert main([*arguments, "--cuts", "Dense_2", "--output", "plan.json"]) == 0
+    assert "stages begin at 'Dense_2'" in capsys.readouterr().out
+    assert main([*arguments, "--plan", "plan.json", "--output", "again.json"]) == 0
+    assert (folder / "again.json").read_text() == (folder / "plan.json").read_text()
+    assert main([*arguments, "--plan", "plan.json", "--cuts", "Dense_2"]) == 2
+    assert "cuts= and plan= are both given" in capsys.readouterr().err
+
+
 def test_plan_takes_a_network_and_a_kind_of_device(folder, capsys):
     network = jaxpipe.Network([[0, 1e9, 1e9], [1e9, 0, 1e9], [1e9, 1e9, 0]])
     (folder / "network.json").write_text(network.to_json())
@@ -194,6 +204,8 @@ def test_explain_tells_the_use_of_memory(folder, capsys, donate, kept):
         ("plan command_line_task:task --devices 2 --schedule fast", 2, "schedule='fast'"),
         ("plan command_line_task:task --network missing.json", 1, "No such file"),
         ("plan command_line_task:task --network command_line_task.py", 1, "cannot be read: .*line 2"),
+        ("plan command_line_task:task --devices 2 --cuts Dense_9", 1, "no module .Dense_9"),
+        ("plan command_line_task:task --devices 2 --plan command_line_task.py", 1, "cannot be read: .*line 2"),
         ("plan command_line_task:task --devices 2 --memory much", 2, "memory='much' is not a size"),
         ("plan command_line_task:task --devices 2 --device TPU", 2, "peak rates are not known"),
         ("plan command_line_task:task --devices 2 --gradient-dtype int8", 2, "gradient_dtype"),

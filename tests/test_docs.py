@@ -319,3 +319,16 @@ def test_losses_of_late_and_sparse_gradients_are_the_measured_ones():
     text, ratio = (DOCS / "sparse-gradients.md").read_text(), rows[LEARNING["adamw moment"]][3]
     assert f"{ratio} times fewer bytes, at a loss {cell['adamw moment']} from" in text
     assert f"in place of {cell['adamw residual']} with" in text
+
+
+def test_planning_takes_the_multiples_of_tracing_that_were_measured():
+    rows = results("planning-cpu-jax0.12")["rows"]
+    text = " ".join((ROOT / "docs" / "benchmarks.md").read_text().split())
+    ratios: dict[tuple[int, bool], list[float]] = {}
+    for row in rows:
+        ratios.setdefault((row["layers"], row["budget_share"] > 0), []).append(row["ratio"])
+    (plain,), (within,) = ratios[12, False], ratios[12, True]
+    assert f"takes {plain:.1f} times as long as JAX traces loss and gradient of a transformer of 12 layers" in text
+    assert f"and {within:.1f} times for 12 layers within 70 % of the bytes" in text
+    for layers in (24, 48, 96):
+        assert f"{min(ratios[layers, False]):.1f} to {max(ratios[layers, False]):.1f} times for {layers}" in text

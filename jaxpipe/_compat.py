@@ -6,7 +6,7 @@ reach below the public API.
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard, TypeVar, cast
 
 import jax
@@ -142,13 +142,14 @@ def literals_as_arguments(closed: jex.ClosedJaxpr, places: Sequence[tuple[int, i
     return jex.ClosedJaxpr(_with_inputs(jaxpr, jaxpr.constvars, inputs, equations), consts)
 
 
-def without_dead_code(closed: AnyJaxpr, outputs: Collection[int]) -> tuple[jex.ClosedJaxpr, list[bool]]:
-    """Return the part of a program that some of its outputs follow from, and which inputs that reads."""
+def without_dead_code(closed: AnyJaxpr, outputs: Sequence[int]) -> tuple[jex.ClosedJaxpr, list[bool]]:
+    """Return the part of a program that some of its outputs follow from, in their order, and which inputs it reads."""
     jaxpr, consts = open_jaxpr(closed)
-    kept = [k in outputs for k in range(len(jaxpr.outvars))]
+    kept = [k in set(outputs) for k in range(len(jaxpr.outvars))]
     live, used = dce_jaxpr(cast(jex.Jaxpr, jaxpr), kept)
     part = cast(OpenJaxpr, live)
-    return rebuilt(part, part.constvars, consts, part.invars, part.eqns, part.outvars), used
+    result = dict(zip(sorted(outputs), part.outvars, strict=True))
+    return rebuilt(part, part.constvars, consts, part.invars, part.eqns, [result[k] for k in outputs]), used
 
 
 def rebuilt(

@@ -72,6 +72,7 @@ def test_late_gradients_are_those_of_a_pipeline_with_double_buffers(name):
     assert relative_l2(moved(pipeline.parameters(state), params), moved(expected, params)) < 1e-3
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax 0.10 gathers in no vmap what is the same everywhere")
 @pytest.mark.parametrize("runtime", ["mpmd", pytest.param("spmd", marks=pytest.mark.slow)])
 def test_sparse_gradients_are_those_of_a_pipeline_with_replicas(runtime):
     variant, (model, params), batches = variant_of("adamw moment"), start(), batches_of(3)

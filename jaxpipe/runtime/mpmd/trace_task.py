@@ -19,6 +19,10 @@ Arrays: TypeAlias = dict[str, Any]
 OF_MICROBATCH = {"arriving", "leaving", "cotangents", "returning", "stash", "saved", "statistics", "results"}
 
 
+#: The order of a stage's results, by which XLA orders what it computes: what is sent and small values, then sums.
+_ORDER = ("leaving", "state", "totals", "overflows", "statistics", "results", "stash", "returning", "saved", "sums")
+
+
 @dataclass(frozen=True, eq=False)
 class Work:
     """A function of arrays by group that returns arrays by group, and the forms of its results."""
@@ -54,24 +58,26 @@ def trace_task(work: Work, operands: Arrays, consumes: bool = False) -> Traced:
     position = {v: k for k, v in enumerate(jaxpr.invars)}
     written: dict[Atom, int] = {}
     writes: list[int] = []  # positions among the results
-    sources = []
-    for n, (path, atom) in enumerate(zip(results, jaxpr.outvars, strict=True)):
+    sources: dict[int, int] = {}
+    for n in sorted(range(len(results)), key=lambda n: _rank(results[n])):
+        atom = jaxpr.outvars[n]
         if not _compat.is_literal(atom):
             k = position.get(atom)
-            if k is not None and (given[k] == path or given[k][0] in OF_MICROBATCH):
-                sources.append(~k)
+            if k is not None and (given[k] == results[n] or given[k][0] in OF_MICROBATCH):
+                sources[n] = ~k
                 continue
             if atom in written and results[writes[written[atom]]][0] in OF_MICROBATCH:
-                sources.append(written[atom])
+                sources[n] = written[atom]
                 continue
             written[atom] = len(writes)
-        sources.append(len(writes))
+        sources[n] = len(writes)
         writes.append(n)
     program, reads = _part(closed, writes)
     names = tuple(results[n] for n in writes)
     forms = tuple(map(work.form, names))
     task = Task(work.label, program, tuple(given[k] for k in reads), names, forms, consumes)
-    return Traced(task, work, jax.tree.structure(operands), reads, jax.tree.structure(shapes), tuple(sources))
+    tree = jax.tree.structure(shapes)
+    return Traced(task, work, jax.tree.structure(operands), reads, tree, tuple(sources[n] for n in range(len(results))))
 
 
 def trim_task(task: Task, writes: Collection[int]) -> tuple[Task, tuple[int, ...]]:
@@ -90,6 +96,10 @@ def _part(closed: Any, writes: Sequence[int]) -> tuple[TracedProgram, tuple[int,
     return TracedProgram(part, jax.tree.structure((0,) * len(writes))), tuple(
         k for k, is_used in enumerate(used) if is_used
     )
+
+
+def _rank(path: Path) -> int:
+    return _ORDER.index(path[0]) if path[0] in _ORDER else len(_ORDER)
 
 
 def _paths(tree: PyTree) -> list[Path]:

@@ -50,7 +50,7 @@ def counters_work(updates: int = 1) -> Work:
     """
 
     def function(arrays: Arrays) -> Arrays:
-        counters = {"gradient_norm": jnp.sqrt(_add_up(arrays["squares"]) / updates)}
+        counters: Arrays = {"gradient_norm": jnp.sqrt(_add_up(arrays["squares"]) / updates)}
         if "had" in arrays:
             had, unsent = _add_up(arrays["had"]), _add_up(arrays["unsent"])
             counters |= {"sent_share": sent_share(had, unsent), "residual_norm": jnp.sqrt(unsent)}

@@ -145,8 +145,8 @@ def literals_as_arguments(closed: jex.ClosedJaxpr, places: Sequence[tuple[int, i
 def without_dead_code(closed: AnyJaxpr, outputs: Sequence[int]) -> tuple[jex.ClosedJaxpr, list[bool]]:
     """Return the part of a program that some of its outputs follow from, in their order, and which inputs it reads."""
     jaxpr, consts = open_jaxpr(closed)
-    kept = [k in set(outputs) for k in range(len(jaxpr.outvars))]
-    live, used = dce_jaxpr(cast(jex.Jaxpr, jaxpr), kept)
+    kept = set(outputs)
+    live, used = dce_jaxpr(cast(jex.Jaxpr, jaxpr), [k in kept for k in range(len(jaxpr.outvars))])
     part = cast(OpenJaxpr, live)
     result = dict(zip(sorted(outputs), part.outvars, strict=True))
     return rebuilt(part, part.constvars, consts, part.invars, part.eqns, [result[k] for k in outputs]), used

@@ -3,6 +3,7 @@
 # More than 15 of our modules: each method calls the room that does its work.
 import contextlib
 import functools
+import itertools
 import os
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -78,7 +79,7 @@ class Pipeline:
         self._make_plan = make_plan
         self._ready = None if planned is None else (planned, runtime_of(planned))
         self._batch, *self._ahead = batches
-        self._steps = 0  # begun, for traces
+        self._steps = itertools.count(1)  # for traces
         self._forwards: dict[Hashable, tuple[MicrobatchProgram, ForwardPass]] = {}
         self._looked_at: set[str] = set()  # evaluate, predict: whether they train is looked at once
         self._lock = threading.Lock()
@@ -285,11 +286,9 @@ class Pipeline:
                 shapes = self._check(state, batch)
                 self._prepare(shapes)
                 taken = self._runtime.fitted(state)
-                self._steps += 1
-                # Signals wait until the new state has a name.
-                with hold_signals(), jax.profiler.StepTraceAnnotation("Pipeline.step", step_num=self._steps):
+                with hold_signals(), jax.profiler.StepTraceAnnotation("Pipeline.step", step_num=next(self._steps)):
                     results = self._run(self._runtime.step, taken, batch, shapes)
-                    new = results.state
+                    new = results.state  # until it has a name, signals wait
                 metrics = self._metrics(new, batch, results)
             return new, metrics
         except BaseException as error:

@@ -169,7 +169,7 @@ def test_local_accumulation_keeps_one_version_of_the_weights():
     weights = [np.eye(256, dtype=np.float32) for _ in range(4)]
     model = jax.tree_util.Partial(lambda ws, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x), weights)
     reserved = {}
-    for schedule in (one_f_one_b, local_accumulation, double_buffered, functools.partial(pipedream)):
+    for schedule in (one_f_one_b, local_accumulation, double_buffered):
         pipeline = jaxpipe.partition(
             model, mesh_of(4, None), np.ones((8, 256), np.float32), loss=lambda f, x: f(x).mean(),
             optimizer=optax.sgd(0.1), num_microbatches=8, profile="analytic", schedule=schedule,

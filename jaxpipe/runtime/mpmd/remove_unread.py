@@ -16,7 +16,7 @@ def remove_unread(graph: StepGraph, layout: Layout) -> StepGraph:
     """
     tasks = list(graph.tasks)
     while True:
-        instructions, needed = _needed(graph, graph.instructions)
+        instructions, needed = _needed(graph)
         written: dict[int, set[int]] = defaultdict(set)
         for call in instructions:
             if isinstance(call, Call):
@@ -43,10 +43,10 @@ def remove_unread(graph: StepGraph, layout: Layout) -> StepGraph:
             return replace(graph, inputs={port: k for port, k in graph.inputs.items() if k in needed})
 
 
-def _needed(graph: StepGraph, instructions: tuple[Instruction, ...]) -> tuple[list[Instruction], set[int]]:
+def _needed(graph: StepGraph) -> tuple[list[Instruction], set[int]]:
     """Return the instructions that write what is needed, copies without the rest; and all values that are needed."""
     needed, kept = set(graph.outputs.values()), []
-    for instruction in reversed(instructions):
+    for instruction in reversed(graph.instructions):
         if isinstance(instruction, Send):
             pairs = [pair for pair in zip(instruction.reads, instruction.writes, strict=True) if pair[1] in needed]
             if not pairs:

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.array_types import Array
 from jaxpipe.runtime.mpmd.microbatch_graph import put
 from jaxpipe.runtime.mpmd.step_end_graph import StepEndWriter
-from jaxpipe.runtime.mpmd.step_graph import Form
 from jaxpipe.runtime.mpmd.trace_task import Arrays, Work
 from jaxpipe.runtime.replica_exchange import StageExchange
 from jaxpipe.schedules.table import StageNumber
@@ -30,11 +29,13 @@ def exchange_gradients(writer: StepEndWriter, plan: StageExchange) -> None:
     context = writer.context
     for s in writer.layout.stages:
         members, place = context.members[s], writer.place(s)
-        form = Form("residual", P(DATA) if members > 1 else P())
         for t in context.held(s):
             aval, lead = context.aval(t), (members,) if members > 1 else ()
             wide = jax.ShapeDtypeStruct((*lead, *aval.shape), jnp.promote_types(aval.dtype, jnp.float32))
-            put(writer.held[s], {"residual": {t: writer.given(place, "residual", t, wide, form)}})
+            put(
+                writer.held[s],
+                {"residual": {t: writer.given(place, "residual", t, wide, writer.ends[s].form(("residual", t)))}},
+            )
     for s in writer.layout.stages:
         writer.renew(s, _exchange(writer, plan, s))
         put(writer.held[s], writer.run_whole(s, _averages(writer, plan, s), writer.arrays_of(s)))

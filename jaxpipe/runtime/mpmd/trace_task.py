@@ -18,7 +18,6 @@ Arrays: TypeAlias = dict[str, Any]
 #: Groups of arrays that belong to one micro-batch: a result may be one of these, without a copy.
 OF_MICROBATCH = {"arriving", "leaving", "cotangents", "returning", "stash", "saved", "statistics", "results"}
 
-
 #: The order of a stage's results, by which XLA orders what it computes: what is sent and small values, then sums.
 _ORDER = ("leaving", "state", "totals", "overflows", "statistics", "results", "stash", "returning", "saved", "sums")
 

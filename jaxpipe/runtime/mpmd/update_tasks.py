@@ -119,9 +119,10 @@ class StageUpdate:
 
     def work(self, what: str, function: Callable[[Arrays], Arrays]) -> Work:
         """Return some work of the stage."""
-        return Work(f"stage {self._s}: {what}", function, self._form)
+        return Work(f"stage {self._s}: {what}", function, self.form)
 
-    def _form(self, path: Path) -> Form:
+    def form(self, path: Path) -> Form:
+        """Return what an array is for, and how it is split over all members of the stage."""
         form = self._pipeline.form(self._s, path)
         return form._replace(spec=P(DATA)) if path[0] == "residual" and not self._is_alone else form
 
@@ -183,7 +184,7 @@ class StageUpdate:
         total = arrays["sums"].get(t) if pack is None else pack.part(arrays["packs"][pack.tensors[0]], t)
         total = jnp.zeros(shape, aval.dtype) if total is None else total
         returned = self._returned(arrays, t, sums=False)
-        return (total + _add_up(returned) if returned else total).reshape(shape)
+        return (total + functools.reduce(operator.add, returned) if returned else total).reshape(shape)
 
     def _returned(self, arrays: Arrays, t: TensorNumber, sums: bool) -> list[Array]:
         """Gradients of a parameter that other stages have returned: those of each member, or ``sums`` of all."""
@@ -325,10 +326,6 @@ def in_groups(values: Mapping[Path, Array]) -> Arrays:
     for (group, key), x in values.items():
         groups.setdefault(group, {})[key] = x
     return groups
-
-
-def _add_up(values: Sequence[Array]) -> Array:
-    return functools.reduce(operator.add, values)
 
 
 def chosen(stopped: Array | None, before: Array, after: Array) -> Array:

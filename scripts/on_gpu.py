@@ -2,6 +2,7 @@
 
     python -m scripts.on_gpu                          # an H100 or H200: the first models, nine and a half minutes
     python -m scripts.on_gpu --minutes 25 --out out/h200.json
+    python -m scripts.on_gpu --kinds jit stages       # these measurements alone
     python -m scripts.on_gpu --rehearse               # small shapes on a CPU, in less than a minute
 
 Measurements come in waves, the most important first (``waves``). Each is a process of its own: if it fails, or needs
@@ -15,6 +16,9 @@ kernels. Rows:
   ceilings  bytes and operations per second of plain kernels, and of copies to the host and back
   step      seconds of ``value_and_grad`` (quartiles), peak bytes, compiled temporaries, products and their operations
   budget    the same of a pipeline of one stage with ``memory=`` a share of what the plain step needs; with plain SGD
+  jit       the same of a step with plain SGD, its parameters donated, under ``jax.jit`` or ``jaxpipe.jit(memory=)``
+  stages    two stages on the device, all forward passes first: with everything kept, within a budget, and with stashes
+            in the host's memory; seconds predicted and measured, and how far parameters are from those of plain JAX
   bits      whether gradients of ``memory_encoded`` have every bit of plain ones, under flags of XLA that are named
   codecs    ``scripts.bench_codecs``; calls: ``scripts.bench_dispatch``, whose sends need several devices
   largest   a batch whose step runs in the device's memory: where a line through the bytes of two batches meets it, or
@@ -43,11 +47,13 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxpipe
+from jaxpipe.array_types import PyTree
 from scripts import bench_codecs, bench_dispatch
-from scripts.bench_encoding import BLOCKS, PLAIN, VARIANTS, Variant, build, compare, needed, summary
-from scripts.encoding_cases import CASES, CASES_BY_NAME, GPU_CASES, WITH_BLOCKS, Case
+from scripts.bench_encoding import BLOCKS, PLAIN, VARIANTS, Variant, build, compare, needed, step_summary, summary
+from scripts.encoding_cases import CASES, CASES_BY_NAME, GPU_CASES, WITH_BLOCKS, Case, Problem
 from scripts.measuring import alternate, header, quartiles
 from scripts.one_stage import batch_of, one_stage, stage_summary
+from scripts.two_stages import two_stages
 
 
 SHARES = (0.75, 0.5, 0.35)
@@ -172,6 +178,55 @@ def measure_budget(job: Job, device: Device) -> Row:
     return row | device.run(step)
 
 
+def measure_jit(job: Job, device: Device) -> Row:
+    """Measure a step with plain SGD, within a budget if there is one."""
+    with device.compiling():
+        problem = job.problem.make(job.problem.batch)
+        step = sgd_step(problem, VARIANTS["fast-step"] if job.memory else job.wrapping)
+        jitted = (
+            jaxpipe.jit(step, memory=job.memory, donate_argnums=0) if job.memory else jax.jit(step, donate_argnums=0)
+        )
+        begin = time.perf_counter()
+        try:
+            lowered = jitted.lower(*problem.arguments)
+        except jaxpipe.MemoryBudgetError as error:
+            return {"refused": str(error), "smallest": error.smallest}
+        compiled = lowered.compile()
+        row = {"compile_seconds": time.perf_counter() - begin}
+        if job.memory:
+            row |= {"plan": asdict(lowered.plan)}
+        jaxpr = lowered.jaxpr if job.memory else jitted.trace(*problem.arguments).jaxpr
+        row |= step_summary(compiled, jaxpr)
+    if device.compile_only:
+        return row
+    params, rest = [problem.arguments[0]], problem.arguments[1:]
+    del problem
+
+    def run() -> object:
+        params[0], *others = compiled(params[0], *rest)
+        return params[0], others
+
+    return row | device.run(run)
+
+
+def sgd_step(problem: Problem, variant: Variant) -> Callable[..., Any]:
+    """Return a training step: new parameters, loss and state."""
+    value_and_grad = jax.value_and_grad(variant.loss(problem), has_aux=True)
+
+    def step(params: PyTree, *rest: PyTree) -> tuple[PyTree, jax.Array, PyTree]:
+        (loss, state), gradients = value_and_grad(params, *rest)
+        return jax.tree.map(lambda w, g: w - 1e-3 * g, params, gradients), loss, state
+
+    return step
+
+
+def measure_stages(job: Job, device: Device) -> Row:
+    """Measure a chain of layers in two stages on one device, and compare its parameters with plain JAX's."""
+    with device.compiling():
+        row, step = two_stages(jax.devices()[0], job.share, job.variant == "host", job.small)
+    return row | device.run(step)
+
+
 def compare_bits(job: Job, device: Device) -> Row:
     """Compare gradients with plain ones, and plain ones of two runs."""
     with device.compiling():
@@ -253,41 +308,43 @@ KINDS = {
     "ceilings": measure_ceilings,
     "step": measure_step,
     "budget": measure_budget,
+    "jit": measure_jit,
+    "stages": measure_stages,
     "bits": compare_bits,
     "codecs": measure_codecs,
     "calls": measure_calls,
     "largest": find_largest,
 }
 #: Those whose peak matters: compiled by another process before.
-COMPILED_BEFORE = ("step", "budget")
+COMPILED_BEFORE = ("step", "budget", "jit")
 
 
 # In the process that starts them
 
 
-def steps(cases: Sequence[Case], variants: Sequence[str], small: bool = False) -> Wave:
+def steps(cases: Sequence[Case], variants: Sequence[str], small: bool = False, kind: str = "step") -> Wave:
     """Return the wave of variants of some models."""
     return lambda _: [
-        Job("step", case.name, variant, small=small)
+        Job(kind, case.name, variant, small=small)
         for case in cases
         for variant in variants
         if variant not in BLOCKS or case.name.startswith(WITH_BLOCKS)
     ]
 
 
-def plain_rows(rows: Sequence[Row]) -> dict[str, Row]:
+def plain_rows(rows: Sequence[Row], kind: str = "step") -> dict[str, Row]:
     """By model, the row of the plain step."""
-    return {row["case"]: row for row in rows if row["kind"] == "step" and row["variant"] == "plain"}
+    return {row["case"]: row for row in rows if row["kind"] == kind and row["variant"] == "plain"}
 
 
-def budgets(cases: Sequence[Case], shares: Sequence[float], small: bool = False) -> Wave:
+def budgets(cases: Sequence[Case], shares: Sequence[float], small: bool = False, kind: str = "budget") -> Wave:
     """Return the wave of budgets: shares of the bytes of plain steps that were compiled."""
 
     def wave(rows: Sequence[Row]) -> list[Job]:
-        plain = plain_rows(rows)
+        plain = plain_rows(rows, "step" if kind == "budget" else kind)
         return [
             Job(
-                "budget",
+                kind,
                 case.name,
                 f"{share:.0%}",
                 int(share * plain.get(case.name, {}).get("bytes", 0)),
@@ -318,8 +375,12 @@ def waves(small: bool) -> list[Wave]:
                 Job("largest", "MLP", "fast", memory=2**28, small=True),
             ),
             budgets(mlp, (1.5,), small=True),  # most of its bytes are parameters, which a budget leaves alone
+            steps(mlp, ("plain",), small=True, kind="jit"),
+            budgets(mlp, (0.99,), small=True, kind="jit"),
+            listed(Job("stages", "", "default", small=True), Job("stages", "chain", "host", share=0.9, small=True)),
         ]
     best = [case.name for case in GPU_CASES if case.name.startswith(("GPT-2", "ResNet50", "ViT-B"))]
+    own = [CASES_BY_NAME[name] for name in ("ViT-B 16x224", "ResNet50 32x224", "Llama bf16 8x512", "Mixer 32x224")]
     return [
         listed(Job("ceilings")),
         steps(GPU_CASES, ("plain", "fast", "fast-step")),
@@ -327,6 +388,12 @@ def waves(small: bool) -> list[Wave]:
         listed(Job("codecs"), Job("calls")),
         steps(GPU_CASES, REMAT),
         budgets(GPU_CASES, SHARES),
+        listed(
+            Job("stages", "", "default", flags=DETERMINISTIC),
+            *(Job("stages", "", where, share=0.8, flags=DETERMINISTIC) for where in ("host", "device")),
+        ),
+        steps(own, ("plain", "blocks", "blocks-dots-no-batch"), kind="jit"),
+        budgets(own, SHARES[:2], kind="jit"),
         steps(GPU_CASES, POLICIES),
         steps(CASES, ("plain", "fast")),
         listed(*(Job("largest", name, variant) for name in best for variant in ("plain", "blocks", "fast"))),
@@ -379,7 +446,7 @@ class Runner:
 
     def run(self, job: Job) -> Row:
         """Measure; returns what was found, or why nothing was."""
-        if job.kind == "budget" and not job.memory:
+        if (job.kind == "budget" or (job.kind == "jit" and job.share)) and not job.memory:
             return asdict(job) | {"skipped": "the plain step was not compiled"}
         if self.deadline - time.monotonic() < LEAST_SECONDS:
             return asdict(job) | {"skipped": "no time was left"}
@@ -421,13 +488,14 @@ def table(rows: Sequence[Row]) -> Table:
         result.add_column(column)
     for column in ("step ms", "of plain", "peak MiB", "of plain", "temporaries MiB", "products", "operations of plain"):
         result.add_column(column, justify="right")
-    plain = plain_rows(rows)
-    for row in sorted((row for row in rows if row["kind"] in COMPILED_BEFORE), key=lambda row: row["case"]):
+    plain_of = {kind: plain_rows(rows, "jit" if kind == "jit" else "step") for kind in COMPILED_BEFORE}
+    listed = (row for row in rows if row["kind"] in COMPILED_BEFORE)
+    for row in sorted(listed, key=lambda row: (row["kind"] == "jit", row["case"])):
         if "seconds" not in row:
             why = next(row[key] for key in ("refused", "skipped", "error") if key in row)
             result.add_row(row["case"], row["variant"], why.splitlines()[-1][:60])
             continue
-        first = plain.get(row["case"], {})
+        first = plain_of[row["kind"]].get(row["case"], {})
         result.add_row(
             row["case"],
             row["variant"],
@@ -451,7 +519,7 @@ def others(rows: Sequence[Row]) -> Iterator[str]:
                 rate = kernel.get("gigabytes_per_second")
                 yield f"{head}: {name}: {kernel['error'] if rate is None else f'{rate:.1f} GB/s'}"
         elif row["kind"] not in COMPILED_BEFORE:
-            results = {key: value for key, value in row.items() if key not in Job.__dataclass_fields__}
+            results = {k: v for k, v in row.items() if k not in Job.__dataclass_fields__ and k != "plan"}
             yield f"{head}: {json.dumps(results)}"
 
 
@@ -466,7 +534,8 @@ def measure_all(options: argparse.Namespace) -> list[Row]:
         runner = Runner(folder=Path(folder), deadline=deadline, small=options.rehearse, **quick)
         for wave in waves(options.rehearse):
             with ThreadPoolExecutor(options.workers) as pool:
-                for _ in pool.map(lambda job: record.add(runner.run(job)), wave(record.rows)):
+                jobs = [job for job in wave(record.rows) if not options.kinds or job.kind in options.kinds]
+                for _ in pool.map(lambda job: record.add(runner.run(job)), jobs):
                     pass
     return record.rows
 
@@ -477,6 +546,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9.5, help="for everything (default 9.5)")
     parser.add_argument("--seconds", type=float, default=2.0, help="most seconds of one timing (default 2)")
     parser.add_argument("--workers", type=int, default=max(2, min(6, (os.cpu_count() or 2) // 2)))
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, help="these alone")
     parser.add_argument("--rehearse", action="store_true", help="small shapes on a CPU")
     parser.add_argument("--out", type=Path, default=Path("out/on-gpu.json"))
     for name, kind in (("--job", str), ("--lock", Path), ("--rounds", int)):

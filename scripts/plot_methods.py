@@ -155,11 +155,11 @@ def swaps() -> Figure:
 
 
 def _away(table: Schedule, device: int) -> list[int]:
-    """Stashes of a device in other memory, by tick."""
+    """Stashes of a device that are not on it, by tick."""
     ticks = [t for t, tick in enumerate(table.ticks) for _ in tick[device]]
     points = swap_points(table, device)
-    gone = [(ticks[points.leaves[j]], ticks[position]) for j, position in points.returns.items()]
-    return [sum(first < t < last for first, last in gone) for t in range(len(table.ticks))]
+    gone = [(ticks[span.start], ticks[span.stop - 1]) for span in map(points.missing, points.leaves)]
+    return [sum(first <= t <= last for first, last in gone) for t in range(len(table.ticks))]
 
 
 def _held(table: Schedule, device: int) -> list[int]:

@@ -254,6 +254,25 @@ def test_budgets_of_own_steps_are_the_measured_ones():
             assert all(row["products"] <= other["products"] for other in placed)
 
 
+def test_steps_on_an_h200_are_the_measured_ones():
+    shown = table_rows(DOCS / "benchmarks.md")
+    names = {"ViT-B 16x224": "ViT-B, 16 x 224", "ResNet50 32x224": "ResNet-50, 32 x 224"}
+    names |= {"Llama bf16 8x512": "Llama-like in bfloat16, 8 x 512", "Mixer 32x224": "MLP-Mixer, 32 x 224"}
+    rows = {(row["case"], row["variant"]): row for row in results("own-steps-h200-jax0.11")["rows"]}
+    assert {case for case, _ in rows} == set(names)
+    for case, name in names.items():
+        plain = rows[case, "plain"]["seconds"][1]
+        parts = [rows[case, variant] for variant in ("blocks", "blocks-dots-no-batch", "75%", "50%")]
+        peaks = [f"{row['peak_bytes'] / 2**20:,.0f} / {row['seconds'][1] / plain:.2f}" for row in parts]
+        first = f"{rows[case, 'plain']['peak_bytes'] / 2**20:,.0f} / {1e3 * plain:.1f} ms"
+        assert shown[f"own step: {name}"] == [first, *peaks]
+        assert all(row["bytes"] <= row["memory"] for row in parts if row["memory"])
+    own_weights = 8 * 8192**2 * 4
+    for row in results("swaps-h200-jax0.11")["rows"]:
+        assert row["identical"] and abs(row["peak_bytes"] - row["bytes"] - own_weights) < 5000
+        assert not row["memory"] or row["bytes"] <= row["memory"]
+
+
 def total(row):
     """All bytes and products of a row, as tables show them."""
     return "refused" if "refused" in row else f"{row['bytes'] / 2**20:,.0f} / {row['products']}"

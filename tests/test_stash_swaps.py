@@ -19,7 +19,7 @@ from jaxpipe.planning.storage.choose_swaps import Link, choose_targets
 from jaxpipe.planning.storage.fastest_choice import choose
 from jaxpipe.planning.storage.storage_problem import Item, Option, Problem
 from jaxpipe.runtime.mpmd import device_bytes
-from jaxpipe.runtime.mpmd.instructions import Send
+from jaxpipe.runtime.mpmd.instructions import Call, Send, Wait
 from jaxpipe.runtime.mpmd.swap_stashes import cut_arrays
 from jaxpipe.runtime.stash_swap import SwapTarget
 from jaxpipe.schedules import gpipe, interleaved, one_f_one_b, zero_bubble
@@ -87,6 +87,15 @@ def test_arrays_in_the_host_s_memory_are_there():
         if instruction == sends[0]
     )
     moved = action(*(jnp.ones(graph.avals[k].shape) for k in sends[0].reads))
+    # What leaves is held until the host has waited for its copy, two actions later: a GPU frees it no sooner.
+    for send in sends:
+        left = graph.instructions.index(send)
+        wait = next(
+            k for k, i in enumerate(graph.instructions) if isinstance(i, Wait) and set(send.reads) <= {*i.reads}
+        )
+        calls = [i for i in graph.instructions[left:wait] if isinstance(i, Call) and i.place == send.source]
+        assert set(send.writes) <= set(graph.instructions[wait].reads) and set(send.reads) <= set(graph.drops[wait])
+        assert len([call for call in calls if call.action >= 0]) == 1
     assert {x.sharding.memory_kind for x in moved} == {"pinned_host"}
 
 
@@ -131,7 +140,8 @@ def test_swaps_under_other_schedules_and_with_replicas(replicas, schedule):
     plan, _ = usual(replicas, schedule)
     budget = plan.predicted_bytes - plan.stages[0].stash_bytes
     pipeline = chain(replicas, schedule, memory=budget, options=jaxpipe.PlanOptions(host_memory="1GiB", compile=False))
-    assert any(stage.away for stage in pipeline.plan.stages)
+    # Of zero-bubble the last stage is the fullest; its stashes wait between both halves of backward passes, and stay.
+    assert any(stage.away for stage in pipeline.plan.stages) or schedule == "zero_bubble"
     pipeline.compile()
     assert max(pipeline.memory_report().compiled_bytes) <= budget
     check_gradients(pipeline, replicas, schedule)
@@ -146,27 +156,21 @@ def test_a_stash_is_at_home_when_its_passes_run(make, p, m):
         chunk, device = divmod(s, p)
         home, away, most = set(), set(), [0, 0]
         for position, action in enumerate(schedule.order(device)):
-            for j in [j for j, k in points.returns.items() if k == position]:
-                away.remove(j)
-                home.add(j)
+            # The host has asked for this action: it has waited for the copies that overlap with the last one.
+            most[1] = max(most[1], len(away))
+            home -= {j for j, k in points.leaves.items() if k == position - 2}
+            away -= {j for j, k in points.returns.items() if k == position - 1}
+            home |= {j for j, k in points.returns.items() if k == position}
             if action.chunk == chunk:
                 if action.kind.value == "F":
                     home.add(action.microbatch)
                 assert action.microbatch in home
-            most = [max(most[0], len(home)), max(most[1], len(away))]
+            most[0] = max(most[0], len(home))
             if action.chunk == chunk and action.kind.value in "BW":
                 home.remove(action.microbatch)
-            for j in [j for j, k in points.leaves.items() if k == position]:
-                home.remove(j)
-                away.add(j)
+            away |= {j for j, k in points.leaves.items() if k == position}
         assert not home and not away
-        assert (points.home, points.away) == (most[0], max([most[1], *_gone(schedule, points, device)]))
-
-
-def _gone(schedule, points, device):
-    """Return the number of swapped stashes after each action of a device."""
-    for position, _ in enumerate(schedule.order(device)):
-        yield sum(points.leaves[j] < position < points.returns[j] for j in points.leaves)
+        assert (points.home, points.away) == tuple(most)
 
 
 @settings(deadline=None)

@@ -336,7 +336,7 @@ def _away(program: Program, partition: Partition, s: StageNumber) -> dict[str, A
         for target in stage.swap.targets
         if (n := round(size * target.share))
     )
-    gone = max(points.returns[j] - points.leaves[j] - 1 for j in points.leaves)
+    gone = max(len(points.elsewhere(j)) for j in points.leaves)
     return {"away": points.away, "away_ticks": gone, "pieces": pieces}
 
 

@@ -1,11 +1,13 @@
 """The actions of a schedule between which a stash is in other memory: a peer's, or the host's.
 
-    device 0 of 4, 1F1B    F0  F1  F2  F3  B0  F4  B1  F5  B2 ...
-    stash of 1                 leaves      returns ^
-                               ^ after F1  before F4, one action ahead of B1
+    device 0 of 4, 1F1B    F0  F1  F2  F3  B0  F4  B1  F5  B2  F6  B3 ...
+    stash of 3                         leaves              returns ^
+    on its device                      x   x               x   x   x
+    in other memory                        x   x   x   x   x   x   x
 
 A stash leaves as soon as its forward pass has made it, and its way back begins ``LEAD`` actions before the one that
-reads it. Both overlap with the work in between. After P. Jain et al., "Checkmate", MLSys 2020, and Q. Zhou et al.,
+reads it. Both overlap with the work in between, for as long as which it is in both memories: the host waits for a copy
+just before it asks for the action behind. After P. Jain et al., "Checkmate", MLSys 2020, and Q. Zhou et al.,
 "MPress", HPCA 2023.
 """
 
@@ -18,7 +20,7 @@ from jaxpipe.schedules.table import Kind, Schedule, StageNumber
 #: The host's memory as the place of a stash; others are stages.
 HOST = StageNumber(-1)
 
-#: Actions of a device between the beginning of a stash's return and the one that reads it.
+#: Actions of a device that a copy overlaps with: from the beginning of a stash's return to the one that reads it.
 LEAD = 1
 
 
@@ -29,7 +31,15 @@ class SwapPoints:
     leaves: dict[int, int]  # by micro-batch, the position after which its stash leaves
     returns: dict[int, int]  # by micro-batch, the position before which it begins to return
     home: int  # the most stashes of the stage on its device at once
-    away: int  # the most that are not
+    away: int  # the most that are in other memory at once
+
+    def missing(self, j: int) -> range:
+        """Return the positions at which the stash of a micro-batch is not on its device."""
+        return range(self.leaves[j] + 1 + LEAD, self.returns[j])
+
+    def elsewhere(self, j: int) -> range:
+        """Return the positions at which it is in other memory."""
+        return range(self.leaves[j] + 1, self.returns[j] + LEAD + 1)
 
 
 def swap_points(schedule: Schedule, stage: int) -> SwapPoints:
@@ -38,8 +48,8 @@ def swap_points(schedule: Schedule, stage: int) -> SwapPoints:
     Example:
       >>> from jaxpipe.schedules import one_f_one_b
       >>> points = swap_points(one_f_one_b(4, 8), 0)
-      >>> points.leaves[1], points.returns[1], points.home, points.away
-      (1, 5, 2, 3)
+      >>> points.leaves[3], points.returns[3], points.home, points.away
+      (3, 9, 3, 4)
     """
     chunk, order = schedule.chunk(stage), list(schedule.order(schedule.device(stage)))
     first: dict[int, int] = {}
@@ -54,13 +64,15 @@ def swap_points(schedule: Schedule, stage: int) -> SwapPoints:
             continue
         backward.setdefault(j, position)
         last[j] = position
-    swapped = [j for j, position in backward.items() if position - LEAD - first[j] > 1]
-    returns = {j: backward[j] - LEAD for j in swapped}
-    stays = [(first[j], last[j]) for j in backward if j not in returns]
-    stays += [(first[j], first[j]) for j in swapped]
-    stays += [(returns[j], last[j]) for j in swapped]
-    gone = [(first[j] + 1, returns[j] - 1) for j in swapped]
-    return SwapPoints({j: first[j] for j in swapped}, returns, _most(stays), _most(gone))
+    returns = {j: position - LEAD for j, position in backward.items()}
+    every = SwapPoints(first, returns, 0, 0)
+    swapped = [j for j in backward if every.missing(j)]
+    spans = [(first[j], last[j]) for j in backward if j not in swapped]
+    spans += [(first[j], every.missing(j).start - 1) for j in swapped]
+    spans += [(returns[j], last[j]) for j in swapped]
+    away = [(span.start, span.stop - 1) for span in map(every.elsewhere, swapped)]
+    leaves, returns = ({j: positions[j] for j in swapped} for positions in (first, returns))
+    return SwapPoints(leaves, returns, _most(spans), _most(away))
 
 
 def _most(intervals: Iterable[tuple[int, int]]) -> int:

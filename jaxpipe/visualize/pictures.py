@@ -294,21 +294,22 @@ def _stash_bars(plan: Plan, schedule: Schedule, device: int) -> list[tuple[str |
         label = f"stage {stage}" if schedule.num_chunks > 1 else None
         each = plan.stage_replicas.per_device(device) * plan.stages[stage].stash_bytes
         held, moved = _held(schedule, device, chunk), sum(piece.bytes for piece in plan.stages[stage].pieces)
-        away = _away(schedule, stage) if moved else [0] * len(held)
+        away = _away(schedule, stage, False) if moved else [0] * len(held)
         bars.append((label, [n * each - gone * moved for n, gone in zip(held, away, strict=True)]))
     for other, lender in enumerate(plan.stages):
         kept = [piece.bytes for piece in lender.pieces if piece.stage == device]
-        bars += [(f"of stage {other}", [n * size for n in _away(schedule, other)]) for size in kept]
+        bars += [(f"of stage {other}", [n * size for n in _away(schedule, other, True)]) for size in kept]
     return bars
 
 
-def _away(schedule: Schedule, stage: int) -> list[int]:
-    """Stashes of a stage that are in other memory in each tick."""
+def _away(schedule: Schedule, stage: int, elsewhere: bool) -> list[int]:
+    """Stashes of a stage that are in other memory in each tick, or that are not on its device."""
     device = schedule.device(stage)
     ticks = [t for t, tick in enumerate(schedule.ticks) for _ in tick[device]]  # of each action, in order
     points = swap_points(schedule, stage)
-    gone = [(ticks[points.leaves[j]], ticks[position]) for j, position in points.returns.items()]
-    return [sum(first < t < last for first, last in gone) for t in range(len(schedule.ticks))]
+    spans = [(points.elsewhere if elsewhere else points.missing)(j) for j in points.leaves]
+    gone = [(ticks[span.start], ticks[span.stop - 1]) for span in spans]
+    return [sum(first <= t <= last for first, last in gone) for t in range(len(schedule.ticks))]
 
 
 def _stash_title(plan: Plan, schedule: Schedule, device: int) -> str:

@@ -1,7 +1,7 @@
 """A step's graph on its devices: compiled, and followed by the host.
 
-The host waits for nothing, but between processes on CPUs for what comes from others
-(``jaxpipe.runtime.waiting_thread``).
+The host waits for nothing but stashes on their way (``Wait``) and, between processes on CPUs, for what comes from
+others (``jaxpipe.runtime.waiting_thread``).
 """
 
 import operator
@@ -19,7 +19,7 @@ from jaxpipe import agreement, multihost
 from jaxpipe.agreement import Part
 from jaxpipe.array_types import Array
 from jaxpipe.runtime.mpmd.compile_tasks import Executable, Job, compile_jobs
-from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Instruction, Join, Place, Send, Split, Spread, ends
+from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Instruction, Join, Place, Send, Split, Spread, Wait, ends
 from jaxpipe.runtime.mpmd.send_between_processes import Transfer, Transfers, of_member
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.step_graph import Port, StepGraph
@@ -248,6 +248,8 @@ class _Steps:
             action = None if executable is None else executable.run
         elif isinstance(instruction, Send):
             action = _send(instruction, devices, self._graph.specs)
+        elif isinstance(instruction, Wait):
+            action = _wait if multihost.mine(devices.of(instruction.place)) else None
         elif isinstance(instruction, (Split, Join)):
             action = _share(instruction, self._graph, devices)
         return None if action is None else Transfer(action, instruction.reads, instruction.writes)
@@ -283,6 +285,12 @@ def _label(instruction: Instruction, graph: StepGraph) -> str:
 def _runs_elsewhere(*_: Array) -> NoReturn:
     """Stand for a program of another process."""
     raise AssertionError
+
+
+def _wait(*arrays: Array | None) -> tuple[()]:
+    """Wait for arrays; None are those of another process."""
+    jax.block_until_ready(arrays)
+    return ()
 
 
 def _reader(reads: Sequence[int]) -> Callable[[Registers], Sequence[Array]]:

@@ -6,6 +6,7 @@ Exchange  copy arrays between two devices both ways, which belong to different p
 Spread    copy arrays to all devices, if they belong to several processes
 Split     take an array of all replicas of a stage apart, without a copy
 Join      put the replicas' arrays together, without a copy
+Wait      let the host wait for copies
 """
 
 from dataclasses import dataclass
@@ -99,7 +100,20 @@ class Join:
     sharded: bool
 
 
-Instruction = Call | Send | Exchange | Spread | Split | Join
+@dataclass(frozen=True)
+class Wait:
+    """Let the host wait for copies from a place. It reads them and what they are of, which is held until then."""
+
+    place: Place
+    reads: tuple[int, ...]
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        """Return nothing."""
+        return ()
+
+
+Instruction = Call | Send | Exchange | Spread | Split | Join | Wait
 
 
 def ends(message: Send | Exchange) -> tuple[Place, Place]:

@@ -4,6 +4,9 @@
     backward pass ◀─ arrays ◀─ slices ◀──one send from each──────┘
 
 Slices follow each other in the order of the arrays; an array in which one ends is cut along its first axis.
+
+Memory is reserved when the host asks for a program or a copy, but what was copied is free only when the copy has ended.
+So the host waits for a copy before it asks for the action after the one that it overlaps with.
 """
 
 import itertools
@@ -16,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.runtime.mpmd.device_bytes import HOST_PURPOSE, PEER_PURPOSE, array_bytes
-from jaxpipe.runtime.mpmd.instructions import Call, Instruction, Place, Send
+from jaxpipe.runtime.mpmd.instructions import Call, Instruction, Place, Send, Wait
 from jaxpipe.runtime.mpmd.stage_devices import Layout
 from jaxpipe.runtime.mpmd.step_graph import Form, StepGraph, Task, Value
 from jaxpipe.runtime.mpmd.trace_task import Arrays, Work, trace_task
@@ -70,6 +73,7 @@ class _Mover:
         for k, x in enumerate(graph.instructions):
             if isinstance(x, Call) and x.microbatch >= 0:
                 self._calls[x.place, x.microbatch].append(k)
+        self._waits: dict[int, list[Instruction]] = defaultdict(list)
         self._before: dict[int, list[Instruction]] = defaultdict(list)
         self._after: dict[int, list[Instruction]] = defaultdict(list)
         self._returned: dict[int, dict[int, int]] = defaultdict(dict)  # by position of a call, what it reads instead
@@ -81,7 +85,7 @@ class _Mover:
             if k in self._returned:
                 assert isinstance(x, Call)
                 x = replace(x, reads=tuple(self._returned[k].get(number, number) for number in x.reads))
-            instructions += [*self._before[k], x, *self._after[k]]
+            instructions += [*self._waits[k], *self._before[k], x, *self._after[k]]
         new = {"values": tuple(self._values), "tasks": tuple(self._tasks), "instructions": tuple(instructions)}
         return replace(self._graph, **new)
 
@@ -103,8 +107,11 @@ class _Mover:
             touched = dict.fromkeys((*graph.instructions[first].reads, *graph.instructions[first].writes))
             kept = [k for t in swap.tensors for k in touched if k in read and graph.values[k].form.tensor == t]
             cutting = cutting or self._cutting(s, swap, kept)
-            back = next(k for action, k in actions if action >= points.returns[j])
-            returned = self._send_away(cutting, swap, kept, place, first, back)
+            gone, back = (
+                next(k for action, k in actions if action >= position)
+                for position in (points.missing(j).start, points.returns[j])
+            )
+            returned = self._send_away(cutting, swap, kept, place, (first, gone, back, later[0]))
             for k in later:
                 self._returned[k] |= zip(kept, returned, strict=True)
 
@@ -136,9 +143,19 @@ class _Mover:
         return len(self._values) - 1
 
     def _send_away(
-        self, cutting: "_Cutting", swap: StashSwap, kept: Sequence[int], place: Place, first: int, back: int
+        self,
+        cutting: "_Cutting",
+        swap: StashSwap,
+        kept: Sequence[int],
+        place: Place,
+        when: tuple[int, int, int, int],
     ) -> list[int]:
-        """Write a swap, away after instruction ``first``, home before ``back``; return what is home then."""
+        """Write a swap; return what is home then.
+
+        Args:
+          when: the instructions after which it leaves, before which it has left, begins to return and has returned.
+        """
+        first, gone, back, read = when
         pieces = [[k] for k in kept]
         if cutting.tasks:
             call = self._call(cutting.tasks[0], place, [kept[k] for k in cutting.cut])
@@ -159,7 +176,9 @@ class _Mover:
             away = tuple(self._moved(k, holder, HOST_PURPOSE if to_host else PEER_PURPOSE) for k in reads)
             home = tuple(self._moved(k, place, "stash") for k in reads)
             self._after[first].append(Send(place, holder, reads, away, to_host))
+            self._waits[gone].append(Wait(place, (*reads, *away)))
             self._before[back].append(Send(holder, place, away, home))
+            self._waits[read].append(Wait(holder, (*away, *home)))
             for (k, n), x in zip(where, home, strict=True):
                 returned[k][n] = x
         whole = [row[0] for row in returned]

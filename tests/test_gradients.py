@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.errors import PartitionError
-from jaxpipe.gradients import block_sparse, run_length, state_specs, two_bits
+from jaxpipe.gradients import block_numbers, block_sparse, run_length, state_specs, two_bits
 from jaxpipe.gradients.blocks import find_blocks
 from tests.support.block_sparse_reference import Reference
 from tests.support.compare import assert_same_bits
@@ -130,18 +130,19 @@ def vgg16():
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    ("options", "values", "indices", "norms"),
+    ("options", "values", "indices", "number_bytes", "norms"),
     [
-        ({"dense_1d": False}, 66_731, 32, 0),
-        ({}, 80_131, 16, 0),
+        # A number takes a byte in the 7 convolutions of 64 to 256 filters, and two in the 9 layers with more.
+        ({"dense_1d": False}, 66_731, 32, 2 * (7 + 9 * 2), 0),
+        ({}, 80_131, 16, 7 + 9 * 2, 0),
         # One norm for each of the 13,416 filters and neurons.
-        ({"mode": "consensus"}, 80_131, 0, sum(VGG16) + 4096 + 4096 + 1000),
+        ({"mode": "consensus"}, 80_131, 0, 0, sum(VGG16) + 4096 + 4096 + 1000),
     ],
 )
-def test_what_vgg16_for_imagenet_sends(options, values, indices, norms):
+def test_what_vgg16_for_imagenet_sends(options, values, indices, number_bytes, norms):
     traffic = block_sparse(k=1, **options).traffic(vgg16())
     assert (traffic.values, traffic.indices, traffic.norms) == (values, indices, norms)
-    assert traffic.bytes == 4 * (values + indices + norms) and traffic.dense_bytes == 4 * 138_357_544
+    assert traffic.bytes == 4 * (values + norms) + number_bytes and traffic.dense_bytes == 4 * 138_357_544
 
 
 # What must hold whatever is sent.
@@ -240,8 +241,23 @@ def test_bytes_of_codes():
     """By hand: of [100, 40] two blocks, each a number, a scale and 100 elements of a quarter of a byte."""
     tree = shapes({"kernel": (100, 40)})
     traffic = block_sparse(k=2, bits=2).traffic(tree)
-    assert (traffic.bytes, traffic.value_bytes, traffic.dense_bytes) == (2 * (4 + 4 + 25), 2 * (4 + 25), 4 * 4000)
-    assert block_sparse(k=1.0, bits=2).traffic(tree).bytes == 40 * (4 + 4 + 25)
+    assert (traffic.bytes, traffic.value_bytes, traffic.dense_bytes) == (2 * (1 + 4 + 25), 2 * (4 + 25), 4 * 4000)
+    # Of all 40 a map of bits is shorter than their numbers.
+    assert block_sparse(k=1.0, bits=2).traffic(tree).bytes == 5 + 40 * (4 + 25)
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("count", [1, 2, 8, 9, 40, 255, 256, 257, 1000, 65536, 65537])
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.2, 0.5, 1.0])
+def test_numbers_of_blocks_are_what_was_encoded(count, share):
+    """In the fewest bytes of a byte, two or four for each, or a bit for each of all."""
+    k, rng = max(1, int(share * count)), np.random.default_rng(count)
+    numbers = np.sort(np.stack([rng.permutation(count)[:k] for _ in range(3)]), axis=1).astype(np.int32)
+    codes = block_numbers.encode(jnp.asarray(numbers), count)
+    assert codes.dtype == jnp.uint8 and codes.shape == (3, block_numbers.number_bytes(count, k))
+    assert codes.shape[1] == min(k * (1 if count <= 256 else 2 if count <= 65536 else 4), -(-count // 8))
+    decoded = block_numbers.decode(codes, count, k)
+    assert decoded.dtype == jnp.int32 and np.array_equal(decoded, numbers)
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
@@ -331,7 +347,7 @@ def test_twenty_steps_of_a_cnn_agree_with_numpy(cnn, mode, norm):
 
 def collective_bytes(text):
     """Bytes that one replica hands to the collectives of a compiled program: results, of gathers a replica's part."""
-    sizes = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2}
+    sizes = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "u8": 1}
     sent = {"all-reduce": 0, "all-gather": 0}
     for result, name in re.findall(r"= (.*?) (all-reduce|all-gather)(?:-start)?\(", text):
         for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", result):
@@ -348,8 +364,9 @@ def test_bytes_in_the_compiled_program(mode, dense_1d):
     text = run.step.lower(whole_gradients(0), run.state).compile().as_text()
     by_element = mode == "own" and not dense_1d  # by consensus, as many norms would be sent as there are elements
     kernels, biases = (3 * 3 * 2 + 6) * 2, (2 + 2) if by_element else (5 + 7)
-    extra = {"own": 8 if by_element else 4, "consensus": 5 + 7}[mode]
-    assert collective_bytes(text) == 4 * (kernels + biases + extra) == transformation.traffic(PARAMETERS).bytes
+    # Two of 5 or of 7 blocks are told by a byte that has a bit for each; by consensus norms are.
+    extra = {"own": 4 if by_element else 2, "consensus": 4 * (5 + 7)}[mode]
+    assert collective_bytes(text) == 4 * (kernels + biases) + extra == transformation.traffic(PARAMETERS).bytes
 
 
 def test_bytes_of_the_run_length_code():
@@ -470,12 +487,14 @@ def test_momentum_before_the_exchange_is_refused():
 
 def test_nothing_is_sent_in_blocks_that_whole_takes_fewer_bytes():
     bias = shapes({"bias": (64,)})
-    assert block_sparse(dense_1d=False).traffic(bias).bytes == 8
+    assert block_sparse(dense_1d=False).traffic(bias).bytes == 4 + 1
     assert block_sparse(dense_1d=False, mode="consensus").traffic(bias).bytes == 4 * 64
     half = {"bias": jax.ShapeDtypeStruct((100,), jnp.bfloat16)}
-    # Blocks are gathered as they are, 2 bytes with 4 of their number; what is whole is added up in float32.
-    assert block_sparse(k=0.6, dense_1d=False).traffic(half).bytes == 60 * (2 + 4)
-    assert block_sparse(k=0.7, dense_1d=False).traffic(half).bytes == 100 * 4
+    # Blocks are gathered as they are, 2 bytes with a bit for each of all; what is whole is added up in float32.
+    assert block_sparse(k=0.6, dense_1d=False).traffic(half).bytes == 60 * 2 + 13
+    assert block_sparse(k=1.0, dense_1d=False).traffic(half).bytes == 100 * 2 + 13
+    tiny = {"bias": jax.ShapeDtypeStruct((3,), jnp.float32)}
+    assert block_sparse(k=1.0, dense_1d=False).traffic(tiny).bytes == 3 * 4
 
 
 def test_without_checked_types_the_result_is_the_same():

@@ -89,6 +89,21 @@ def test_messages_between_processes_keep_the_bits_of_every_type(tmp_path):
     assert not any(name.startswith("there") for name in first)
 
 
+@pytest.mark.versions
+def test_two_processes_send_the_bytes_that_the_plan_says(tmp_path):
+    """By the kernel's count of what their sockets have delivered, in each step."""
+    launch(2, tmp_path, run=str(ROOT / "tests" / "support" / "socket_bytes_run.py"))
+    dense, besides = 4 * 2 * 512 * 512, 3000  # sums of the loss and the norms, and what Gloo adds to each message
+    # In 2 bits, of the fan-ins of 52 of 512 neurons each a scale and 512 elements; a map of bits says which.
+    coded = 2 * (52 * (4 + 128) + 64)
+    for k in range(2):
+        found = json.loads((tmp_path / f"{k}.json").read_text())
+        assert dense <= found["dense"]["sent"] <= dense + besides
+        assert found["blocks in 2 bits"]["said"] == coded
+        for name in ("blocks", "blocks in 2 bits"):
+            assert found[name]["said"] <= found[name]["sent"] <= found[name]["said"] + besides
+
+
 @pytest.mark.slow
 def test_three_processes_give_the_bits_of_one(tmp_path):
     """A stage each; then two devices each, so that the second one has stages of both replicas."""

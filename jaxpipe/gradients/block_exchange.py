@@ -24,9 +24,9 @@ from jax import lax
 
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, DType
+from jaxpipe.gradients import block_numbers, two_bits
 from jaxpipe.gradients.blocks import Blocks, reduced_itemsize
 from jaxpipe.gradients.squared_norm import squared_norm, squares_of
-from jaxpipe.gradients.two_bits import decode, encode
 
 
 T = TypeVar("T")
@@ -56,7 +56,8 @@ class Traffic:
     Attributes:
       values: elements of gradients, whole ones included.
       blocks: that are sent of gradients that are not sent whole.
-      indices: numbers of blocks, 4 bytes each.
+      indices: numbers of blocks.
+      number_bytes: bytes of these (``jaxpipe.gradients.block_numbers``).
       norms: of blocks, 4 bytes each.
       value_bytes: bytes of the values.
       dense_bytes: bytes of all gradients.
@@ -65,6 +66,7 @@ class Traffic:
     values: int
     blocks: int
     indices: int
+    number_bytes: int
     norms: int
     value_bytes: int
     dense_bytes: int
@@ -72,7 +74,7 @@ class Traffic:
     @property
     def bytes(self) -> int:
         """All that is sent."""
-        return self.value_bytes + 4 * (self.indices + self.norms)
+        return self.value_bytes + self.number_bytes + 4 * self.norms
 
     @property
     def run_length_bytes(self) -> int:
@@ -88,7 +90,7 @@ def traffic(plan: Sequence[Blocks], mode: str) -> Traffic:
       >>> from jaxpipe.gradients.blocks import find_blocks
       >>> plan = find_blocks({"kernel": jax.ShapeDtypeStruct((100, 10), "float32")}, 1, True, {})
       >>> traffic(plan, "own").bytes, traffic(plan, "own").dense_bytes
-      (404, 4000)
+      (401, 4000)
     """
     sparse = [b for b in plan if not b.is_whole]
     own_blocks = mode == "own"
@@ -96,6 +98,7 @@ def traffic(plan: Sequence[Blocks], mode: str) -> Traffic:
         values=sum(b.values for b in plan),
         blocks=sum(b.indices for b in sparse),
         indices=sum(b.indices for b in sparse) if own_blocks else 0,
+        number_bytes=sum(b.number_bytes for b in sparse) if own_blocks else 0,
         norms=0 if own_blocks else sum(b.layers * b.count for b in sparse),
         value_bytes=sum(b.wire_bytes(mode) for b in plan),
         dense_bytes=sum(int(np.prod(b.shape, dtype=np.int64)) * b.dtype.itemsize for b in plan),
@@ -115,7 +118,7 @@ class Messages(NamedTuple):
     """The arrays that have arrived from all replicas."""
 
     whole: dict[str, Array]  # by type, sums of gradients that are sent whole
-    picks: Array  # numbers of blocks, a row for each sender; by consensus one
+    picks: Array  # codes of the numbers of blocks, a row for each sender; by consensus one
     values: dict[str, Array]  # by type, these blocks, in rows likewise
 
 
@@ -166,17 +169,20 @@ def send(
         block_scores = [_scores(b, x, rule.norm) for b, x in zip(plans[s], read(s), strict=True) if not b.is_whole]
         return _pad(block_scores, wire.norms, jnp.float32)
 
-    def message(s: int, scores: Array) -> tuple[Array, list[Array], list[Array]]:
+    def message(s: int, scores: Array) -> tuple[Array, Array, list[Array], list[Array]]:
         chosen = _choose(plans[s], scores)
-        return _pad(chosen, wire.indices, jnp.int32), *wire.pack(s, read(s), chosen)
+        sparse = (b for b in plans[s] if not b.is_whole)
+        codes = [block_numbers.encode(numbers, b.count) for b, numbers in zip(sparse, chosen, strict=True)]
+        numbers = _pad(chosen, wire.indices, jnp.int32), _pad(codes, wire.number_bytes, jnp.uint8)
+        return *numbers, *wire.pack(s, read(s), chosen)
 
     if rule.mode == "consensus":
         common = total(by_stage(scores))
-        chosen, whole, values = by_stage(lambda s: message(s, common))
-        picks, arrived = chosen[None], [total(v)[None] for v in values]
+        chosen, codes, whole, values = by_stage(lambda s: message(s, common))
+        picks, arrived = codes[None], [total(v)[None] for v in values]
     else:
-        chosen, whole, values = by_stage(lambda s: message(s, scores(s)))
-        picks, arrived = gathered(chosen), [gathered(v) for v in values]
+        chosen, codes, whole, values = by_stage(lambda s: message(s, scores(s)))
+        picks, arrived = gathered(codes), [gathered(v) for v in values]
     names = list(map(str, wire.dtypes))
     sums = dict(zip(names, map(total, whole), strict=True))
     return chosen, Messages(sums, picks, dict(zip(names, arrived, strict=True)))
@@ -184,11 +190,11 @@ def send(
 
 def averages(plan: Sequence[Blocks], messages: Messages, replicas: int) -> list[Array]:
     """Return the averages of a stage's gradients over the replicas; messages may be longer than the plan says."""
-    numbers = _cut(messages.picks, [b.indices for b in plan])
+    codes = _cut(messages.picks, [b.number_bytes for b in plan])
     whole = {d: _cut(x, [b.values * _is(b, d, True) for b in plan]) for d, x in messages.whole.items()}
     values = {d: _cut(x, [b.wire_size * _is(b, d, False) for b in plan]) for d, x in messages.values.items()}
     sums = [
-        whole[str(b.dtype)][k].reshape(b.shape) if b.is_whole else _add_up(b, numbers[k], values[str(b.wire_dtype)][k])
+        whole[str(b.dtype)][k].reshape(b.shape) if b.is_whole else _add_up(b, codes[k], values[str(b.wire_dtype)][k])
         for k, b in enumerate(plan)
     ]
     return [(x / replicas).astype(b.dtype) for b, x in zip(plan, sums, strict=True)]
@@ -217,7 +223,7 @@ def message_shapes(plans: Sequence[Sequence[Blocks]], rule: Rule, replicas: int)
         shapes = [jax.ShapeDtypeStruct((*rows, n), dtype) for n, dtype in zip(lengths, types, strict=True)]
         return dict(zip(map(str, wire.dtypes), shapes, strict=True))
 
-    picks: Any = jax.ShapeDtypeStruct((rows, wire.indices), jnp.int32)
+    picks: Any = jax.ShapeDtypeStruct((rows, wire.number_bytes), jnp.uint8)
     return Messages(by_type(wire.whole, True), picks, by_type(wire.values, not own_blocks, rows))
 
 
@@ -230,7 +236,7 @@ def wire_bytes(plans: Sequence[Sequence[Blocks]], mode: str) -> tuple[int, int]:
     """Bytes that every device hands to gathers and to reductions: as many as the stage needs that needs most."""
     wire = _Wire(plans, mode)
     if mode == "own":
-        return 4 * wire.indices + wire.value_bytes, wire.whole_bytes
+        return wire.number_bytes + wire.value_bytes, wire.whole_bytes
     return 0, 4 * wire.norms + wire.value_bytes + wire.whole_bytes
 
 
@@ -245,6 +251,7 @@ class _Wire:
             return max(sum(map(length, plan)) for plan in plans)
 
         self.indices = longest(lambda b: b.indices)
+        self.number_bytes = longest(lambda b: b.number_bytes)
         self.norms = longest(lambda b: 0 if b.is_whole else b.layers * b.count)
         self.whole = [longest(lambda b, d=d: b.values * _is(b, str(d), True)) for d in self.dtypes]
         self.values = [longest(lambda b, d=d: b.wire_size * _is(b, str(d), False)) for d in self.dtypes]
@@ -275,27 +282,30 @@ def _scores(b: Blocks, x: Array, norm: str) -> Array:
 
 
 def _choose(plan: Sequence[Blocks], scores: Array) -> list[Array]:
-    """``int32[layers, k]`` for each gradient that is not sent whole: its best blocks; of equals, the first.
+    """``int32[layers, k]`` for each gradient that is not sent whole: its best blocks, ascending; of equals, the first.
 
     A block with a NaN is sent before others, whatever the NaN's sign: it would never leave the residual otherwise.
     """
     sparse = [b for b in plan if not b.is_whole]
     scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)
     parts = _cut(scores, [b.layers * b.count for b in sparse])
-    return [lax.top_k(part.reshape(b.layers, b.count), b.k)[1] for b, part in zip(sparse, parts, strict=True)]
+    best = [lax.top_k(part.reshape(b.layers, b.count), b.k)[1] for b, part in zip(sparse, parts, strict=True)]
+    return [jnp.sort(numbers) for numbers in best]
 
 
 def _take(b: Blocks, x: Array, numbers: Array) -> Array:
     """``[layers, k, size]``: the chosen blocks, or ``[layers, k, bytes]``: their codes."""
     blocks = jnp.take_along_axis(b.to_blocks(x), numbers[:, :, None], axis=1, mode="promise_in_bounds")
-    return blocks if b.bits is None else encode(blocks)
+    return blocks if b.bits is None else two_bits.encode(blocks)
 
 
-def _add_up(b: Blocks, numbers: Array, values: Array) -> Array:
+def _add_up(b: Blocks, codes: Array, values: Array) -> Array:
     """The sum of the blocks that each sender has picked, zero elsewhere, in the shape of the gradient."""
-    numbers = numbers.reshape(-1, b.layers, b.k)
+    numbers = block_numbers.decode(codes.reshape(*codes.shape[:-1], b.layers, -1), b.count, b.k)
     values = values.reshape(len(numbers), b.layers, b.k, -1)
-    values = (values if b.bits is None else decode(values, b.size)).astype(jnp.promote_types(b.dtype, jnp.float32))
+    values = (values if b.bits is None else two_bits.decode(values, b.size)).astype(
+        jnp.promote_types(b.dtype, jnp.float32)
+    )
     layer = jnp.arange(b.layers)[:, None]
 
     def add(r: Array, total: Array) -> Array:
@@ -313,7 +323,7 @@ def _unsent(b: Blocks, x: Array, numbers: Array) -> Array:
     """
     nothing = _compat.vary_as(jnp.zeros(x.shape, x.dtype), x)
     if b.bits is not None:
-        lost = x - b.from_blocks(decode(encode(b.to_blocks(x)), b.size)).astype(x.dtype)
+        lost = x - b.from_blocks(two_bits.decode(two_bits.encode(b.to_blocks(x)), b.size)).astype(x.dtype)
     else:
         lost = nothing if x.dtype == b.dtype else x - x.astype(b.dtype).astype(x.dtype)
     lost = jnp.where(jnp.isfinite(lost), lost, nothing)

@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxpipe.array_types import Array, DType, PyTree, Shaped
 from jaxpipe.errors import PartitionError
+from jaxpipe.gradients.block_numbers import number_bytes
 from jaxpipe.gradients.two_bits import code_bytes
 from jaxpipe.graph.allowed_codecs import fits
 
@@ -67,6 +68,11 @@ class Blocks:
     def indices(self) -> int:
         """Block numbers that are sent."""
         return 0 if self.is_whole else self.layers * self.k
+
+    @property
+    def number_bytes(self) -> int:
+        """Bytes of these numbers."""
+        return 0 if self.is_whole else self.layers * number_bytes(self.count, self.k)
 
     @property
     def values(self) -> int:
@@ -170,8 +176,8 @@ def _blocks(
     *stacked, axis = _axes(path, shape, -1 if rule is None else rule)
     wanted = k if not isinstance(k, Mapping) else next((k[p] for p in k if fits(path, p)), 1)
     blocks = Blocks(path, shape, dtype, tuple(stacked), axis, _number(path, wanted, shape[axis]), bits)
-    told = blocks.indices if mode == "own" else blocks.layers * blocks.count
-    return blocks if 4 * told + blocks.wire_bytes(mode) < whole.wire_bytes(mode) else whole
+    told = blocks.number_bytes if mode == "own" else 4 * blocks.layers * blocks.count
+    return blocks if told + blocks.wire_bytes(mode) < whole.wire_bytes(mode) else whole
 
 
 def _axes(path: str, shape: tuple[int, ...], rule: int | Sequence[int] | str) -> list[int]:

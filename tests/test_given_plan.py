@@ -43,16 +43,16 @@ def chain(**options):
 
 
 @functools.cache
-def three_stashes():
-    """Return a budget of three of the four stashes of the first stage of a chain."""
+def fewer_stashes():
+    """Return a budget of three and three quarters of the four stashes of the first stage of a chain."""
     plan = chain()[0].plan
-    return plan.predicted_bytes - plan.stages[0].stash_bytes
+    return plan.predicted_bytes - plan.stages[0].stash_bytes // 4
 
 
 def swapping(options, **more):
     """Return a chain with the budget and its batch, compiled where no plan is given."""
-    more["options"] = PlanOptions(compile=False, host_memory=more.pop("host_memory", None))
-    pipeline, rows = chain(**{"memory": three_stashes(), **more, **options})
+    more["options"] = PlanOptions(compile=False, time_limit=60, host_memory=more.pop("host_memory", None))
+    pipeline, rows = chain(**{"memory": fewer_stashes(), **more, **options})
     if "plan" not in options:
         pipeline.compile()
     return pipeline, rows

@@ -37,17 +37,16 @@ def network_of(rng, count, rates=(1.0, 2.0, 4.0, 16.0), latency=0.0):
 @pytest.mark.parametrize("seed", range(20))
 def test_score_is_the_largest_flow(seed):
     rng = np.random.default_rng(seed)
-    p, k = int(rng.integers(2, 6)), int(rng.integers(1, 3))
+    p, k = int(rng.integers(3, 7)), int(rng.integers(1, 3))
     m = int(rng.integers(2 * p, 3 * p))
     network = network_of(rng, p * k, latency=0.25)
     stash = rng.integers(0, 9, p)
     schedule = one_f_one_b(p, m)
     mappings = np.array([rng.permutation(p * k).reshape(p, k) for _ in range(5)])
     scores = movable_bytes(demand(schedule, stash, 0.75), network.bandwidth, network.latency, mappings)
-    # Closed forms of 1F1B: stage i has p - i stashes in flight, two of which are at home.
-    held = [(p - i) * int(stash[i]) for i in range(p)]
-    movable = [max(p - i - 2, 0) * int(stash[i]) for i in range(p)]
-    away = [p - 1 - i for i in range(p)]
+    # Closed forms of 1F1B: stage i has p - i stashes in flight, three of which are at home.
+    held, away = [(p - i) * int(stash[i]) for i in range(p)], [max(p - i - 3, 0) for i in range(p)]
+    movable = [away[i] * int(stash[i]) for i in range(p)]
     for mapping, score in zip(mappings, scores, strict=True):
         links = network.bandwidth_bytes_per_second, network.latency_seconds
         assert score == pytest.approx(achievable(held, movable, away, 0.75, *links, mapping.tolist()), rel=1e-9)
@@ -76,7 +75,7 @@ def step(network, groups, size, m):
     return simulate(schedule, forward=work, backward=backward, communication=communication, lockstep=False).makespan
 
 
-@pytest.mark.parametrize(("p", "k"), [(3, 1), (4, 1), (5, 1), (3, 2)])
+@pytest.mark.parametrize(("p", "k"), [(4, 1), (5, 1), (6, 1)])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_best_of_all_mappings_that_are_no_slower(p, k, seed):
     rng = np.random.default_rng(seed)
@@ -84,8 +83,8 @@ def test_the_best_of_all_mappings_that_are_no_slower(p, k, seed):
     partition = placed(network, p, m, k)
     stash, period = [8.0] * p, [0.6, 40.0, 3.0][seed]
     best = best_mapping(partition, one_f_one_b(p, m), stash, period)
-    held, movable = [(p - i) * 8.0 for i in range(p)], [max(p - i - 2, 0) * 8.0 for i in range(p)]
-    away = [p - 1 - i for i in range(p)]
+    held, away = [(p - i) * 8.0 for i in range(p)], [max(p - i - 3, 0) for i in range(p)]
+    movable = [8.0 * n for n in away]
     latency = network.latency_seconds
 
     def score(groups, period):
@@ -102,6 +101,7 @@ def test_the_best_of_all_mappings_that_are_no_slower(p, k, seed):
     chosen = tuple(stage.devices for stage in best.stages)
     assert chosen in groups
     everything = sum(max(min(n - sum(held) / p, most), 0.0) for n, most in zip(held, movable, strict=True))
+    assert everything > 0
     while groups:
         scores = [score(group, period) for group in groups]
         assert score(chosen, period) == pytest.approx(max(scores), rel=1e-8)

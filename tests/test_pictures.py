@@ -134,11 +134,14 @@ def test_memory_shows_the_stash_of_each_stage_by_tick():
 
 
 def test_memory_shows_what_is_in_a_peers_memory():
-    _, first, second = draw_memory(make_plan(away=1), gpipe(2, 3)).axes
-    # By hand: stage 0 works on F0 F1 F2, two ticks later on B0 B1 B2, with each stash back in the tick before.
-    assert [bar.get_height() for bar in first.patches] == [3, 3, 6, 3, 3, 6, 6, 3]
-    assert [bar.get_height() for bar in second.patches] == [0, 1, 2, 3, 3, 2, 1, 0, 0, 3, 3, 6, 6, 3, 0, 0]
-    assert [bar.get_y() for bar in second.patches[8:]] == [0, 1, 2, 3, 3, 2, 1, 0]
+    plan = replace(make_plan(away=1), num_microbatches=4)
+    _, first, second = draw_memory(plan, gpipe(2, 4)).axes
+    # By hand: stage 0 works on F0 to F3, two ticks later on B0 to B3. Each stash leaves while the next work runs, and
+    # returns while the work before its own runs. From when it leaves until it is read it is in the peer's memory.
+    assert [bar.get_height() for bar in first.patches] == [3, 6, 6, 9, 12, 12, 9, 6, 6, 3]
+    own, lent = [0, 1, 2, 3, 4, 4, 3, 2, 1, 0], [0, 3, 6, 9, 9, 9, 12, 9, 6, 3]
+    assert [bar.get_height() for bar in second.patches] == [*own, *lent]
+    assert [bar.get_y() for bar in second.patches[10:]] == own
     assert second.get_legend().get_texts()[0].get_text() == "of stage 0"
 
 

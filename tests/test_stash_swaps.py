@@ -60,7 +60,9 @@ def check_gradients(pipeline, replicas: int = 1, schedule="1f1b") -> None:
 @pytest.mark.core
 def test_stashes_go_to_the_memory_of_the_host():
     plan = usual()[0]
-    pipeline = chain(memory=budget_of(plan), options=jaxpipe.PlanOptions(host_memory="1GiB", compile=False))
+    pipeline = chain(
+        memory=budget_of(plan), options=jaxpipe.PlanOptions(host_memory="1GiB", compile=False, time_limit=60)
+    )
     first = pipeline.plan.stages[0]
     assert pipeline.plan.runtime == "mpmd" and pipeline.plan.predicted_bytes <= budget_of(plan)
     assert [piece.stage for piece in first.pieces] == [HOST]
@@ -74,7 +76,9 @@ def test_stashes_go_to_the_memory_of_the_host():
 
 
 def test_arrays_in_the_host_s_memory_are_there():
-    pipeline = chain(memory=budget_of(usual()[0]), options=jaxpipe.PlanOptions(host_memory="1GiB", compile=False))
+    pipeline = chain(
+        memory=budget_of(usual()[0]), options=jaxpipe.PlanOptions(host_memory="1GiB", compile=False, time_limit=60)
+    )
     runtime = pipeline._runtime
     graph = runtime.graph
     sends = [i for i in graph.instructions if isinstance(i, Send) and i.to_host]
@@ -104,7 +108,9 @@ def test_stashes_go_to_peers_with_room():
     plan, _ = usual()
     network = np.full((4, 4), 1e12)
     network[0, 3] = network[3, 0] = 2e12
-    pipeline = chain(memory=budget_of(plan), network=Network(network), options=jaxpipe.PlanOptions(compile=False))
+    pipeline = chain(
+        memory=budget_of(plan), network=Network(network), options=jaxpipe.PlanOptions(compile=False, time_limit=60)
+    )
     first, *others = pipeline.plan.stages
     assert {piece.stage for piece in first.pieces} <= {1, 2, 3} and len(first.pieces) > 1
     rates = [network[first.devices[0], piece.devices[0]] for piece in first.pieces]
@@ -121,7 +127,11 @@ def test_stages_are_on_the_devices_whose_link_takes_most_stashes():
     """All links are alike but that of devices 1 and 2: the stage with most stashes has one, a late one the other."""
     network = np.full((4, 4), 1e11)  # so fast that a step takes as long with any mapping
     network[1, 2] = network[2, 1] = 1e13
-    pipeline = chain(memory=budget_of(usual()[0]), network=Network(network), options=jaxpipe.PlanOptions(compile=False))
+    pipeline = chain(
+        memory=budget_of(usual()[0]),
+        network=Network(network),
+        options=jaxpipe.PlanOptions(compile=False, time_limit=60),
+    )
     first, _, *late = pipeline.plan.stages
     assert "for swaps" in pipeline.partition.searched
     assert first.devices[0] in (1, 2) and {1, 2} <= {first.devices[0], *(stage.devices[0] for stage in late)}
@@ -130,7 +140,7 @@ def test_stages_are_on_the_devices_whose_link_takes_most_stashes():
 
 
 def test_without_a_network_nothing_goes_to_peers():
-    pipeline = chain(memory=budget_of(usual()[0]), options=jaxpipe.PlanOptions(compile=False))
+    pipeline = chain(memory=budget_of(usual()[0]), options=jaxpipe.PlanOptions(compile=False, time_limit=60))
     assert not any(stage.away for stage in pipeline.plan.stages)
 
 
@@ -139,7 +149,9 @@ def test_without_a_network_nothing_goes_to_peers():
 def test_swaps_under_other_schedules_and_with_replicas(replicas, schedule):
     plan, _ = usual(replicas, schedule)
     budget = plan.predicted_bytes - plan.stages[0].stash_bytes
-    pipeline = chain(replicas, schedule, memory=budget, options=jaxpipe.PlanOptions(host_memory="1GiB", compile=False))
+    pipeline = chain(
+        replicas, schedule, memory=budget, options=jaxpipe.PlanOptions(host_memory="1GiB", compile=False, time_limit=60)
+    )
     # Of zero-bubble the last stage is the fullest; its stashes wait between both halves of backward passes, and stay.
     assert any(stage.away for stage in pipeline.plan.stages) or schedule == "zero_bubble"
     pipeline.compile()
@@ -237,7 +249,9 @@ def test_a_plan_that_is_made_smaller_when_it_is_compiled_takes_steps(monkeypatch
         return {d: replace(peak, total=max(size, peak.total)) for d, peak in actual(step, devices).items()}
 
     monkeypatch.setattr(device_bytes, "peak_bytes", peak_bytes)
-    pipeline = chain(schedule="1f1b", memory=budget, options=jaxpipe.PlanOptions(host_memory="1GiB", compile=False))
+    pipeline = chain(
+        schedule="1f1b", memory=budget, options=jaxpipe.PlanOptions(host_memory="1GiB", compile=False, time_limit=60)
+    )
     planned = pipeline._runtime.graph
     pipeline.compile()
     state, metrics = pipeline.step(pipeline.init(jax.random.key(0)), BATCH)

@@ -232,10 +232,13 @@ def swapped(elsewhere: str) -> dict[str, np.ndarray]:
     options = {"loss": lambda f, x: jax.numpy.square(f(x)).mean(), "optimizer": optax.sgd(0.125)}
     options |= {"num_microbatches": 16, "profile": "analytic", "schedule": "1f1b", "runtime": "mpmd"}
     plan = jaxpipe.partition(model, mesh, batch, **options).plan
-    options["options"] = jaxpipe.PlanOptions(compile=False, host_memory="1GiB" if elsewhere == "host" else None)
+    options["options"] = jaxpipe.PlanOptions(
+        compile=False, time_limit=60, host_memory="1GiB" if elsewhere == "host" else None
+    )
     options |= {"network": jaxpipe.Network.uniform(4, 1e12)} if elsewhere == "peers" else {}
-    budget = plan.predicted_bytes - plan.stages[0].stash_bytes
+    budget = plan.predicted_bytes - plan.stages[0].stash_bytes // 4
     pipeline = jaxpipe.partition(model, mesh, batch, memory=budget, **options)
+    pipeline.compile()
     state = pipeline.init(jax.random.key(0))
     losses = []
     for _ in range(2):

@@ -42,7 +42,7 @@ class Demand:
     Attributes:
       excess: by stage, bytes of stashes that it holds beyond the mean and that can be away.
       free: by stage, bytes that it holds less.
-      seconds: by stage, how long a link may send one way while a stash is away, latencies left out.
+      seconds: by stage, how long a link may send one way, latencies left out: a period for each stash that can be away.
       messages: in how many messages.
     """
 
@@ -58,11 +58,10 @@ def demand(schedule: Schedule, stash_bytes: Sequence[float], period: float) -> D
     points = [swap_points(schedule, s) for s in stages]
     sizes = np.array(stash_bytes, np.float64)
     in_flight = np.array([schedule.in_flight(s) for s in stages])
-    movable = (in_flight - [point.home for point in points]) * sizes
-    away = np.array([point.away for point in points], np.float64)
+    away = np.maximum(in_flight - [point.home for point in points], 0).astype(np.float64)
     held = in_flight * sizes
     over = held - held.mean()
-    return Demand(np.clip(over, 0.0, np.maximum(movable, 0.0)), np.maximum(-over, 0.0), away * period, away)
+    return Demand(np.clip(over, 0.0, away * sizes), np.maximum(-over, 0.0), away * period, away)
 
 
 def movable_bytes(wanted: Demand, bandwidth: np.ndarray, latency: np.ndarray, mappings: np.ndarray) -> np.ndarray:

@@ -87,7 +87,7 @@ def inside_transformation() -> bool:
 
 
 def current_trace() -> object:
-    """Return what records the operators of this place, another one inside of each transformation."""
+    """Return the trace that records operators here; each transformation has one of its own."""
     return private_core.trace_ctx.trace
 
 
@@ -546,7 +546,7 @@ def loaded_on(compiled: jax.stages.Compiled, devices: Sequence[Device]) -> list[
 
 
 def _without_effects(compiled: jax.stages.Compiled) -> Any:
-    """Return what runs a program, if that is all that is to be done to run it; else None."""
+    """Return the function that runs a program, if nothing besides is to be done to run it; else None."""
     executable: Any = compiled._executable
     config: Any = jax.config
     unsafe = executable.unsafe_call

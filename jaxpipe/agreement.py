@@ -47,7 +47,7 @@ def agree(call: str, parts: Callable[[], Mapping[str, Part | str]]) -> None:
 
 
 def agreed(call: str, make: Callable[[], _T], parts_of: Callable[[_T], Mapping[str, Part | str]]) -> _T:
-    """Return what ``make()`` gives, once all processes have made the same.
+    """Return the result of ``make()``, once all processes have the same.
 
     Args:
       call: what all processes call.

@@ -376,7 +376,7 @@ def simulate_devices(count: int) -> "list[Device]":
 
 
 def load(target: str) -> "tuple[Model, PyTree, UserFunction, optax.GradientTransformation]":
-    """Return what the function that ``module:function`` names returns.
+    """Return the results of the function that ``module:function`` names.
 
     Raises:
       UsageError: if there is no such function, or it returns something else.

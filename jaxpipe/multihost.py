@@ -201,7 +201,7 @@ def waiting_seconds() -> float:
 
 
 def exchanged(call: str, make: Callable[[], _T]) -> list[_T]:
-    """Return what ``make()`` gives in all processes, by process; if it fails in one of them, all raise its error.
+    """Return the results of ``make()`` in all processes, by process; if it fails in one of them, all raise its error.
 
     Each process first says at which call it is, and waits for the others to be there, too; ``make`` may then take as
     long as it does.
@@ -248,7 +248,7 @@ def meet(call: str) -> None:
 
 
 def from_first(function: Callable[[], _T]) -> _T:
-    """Return what ``function()`` gives, or raises, in the first process; the others do not call it.
+    """Return the result of ``function()`` in the first process, or raise its error; the others do not call it.
 
     For all that may come out differently when it is done again: measurements, solvers with a time limit, directories.
 
@@ -262,7 +262,7 @@ def from_first(function: Callable[[], _T]) -> _T:
 
 
 def on_all(function: Callable[[], _T]) -> _T:
-    """Return what ``function()`` gives here, once it is done everywhere; if it fails in one process, it fails in all.
+    """Return the result of ``function()`` here, once it is done everywhere; what fails in one process fails in all.
 
     Without this, those that have not failed would wait for the one that has.
     """
@@ -334,7 +334,7 @@ def _store(name: str, value: bytes) -> None:
 
 
 def _fetched(name: str, process: int, seconds: float = math.inf) -> bytes | None:
-    """Return what a process has stored; None if it has not done so within some seconds."""
+    """Return the bytes that a process has stored; None if it has not done so within some seconds."""
     try:
         return _compat.shared(_key(name, process), seconds)
     except jax.errors.JaxRuntimeError as error:

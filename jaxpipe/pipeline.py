@@ -104,7 +104,7 @@ class Pipeline:
 
     @property
     def profile(self) -> Profile:
-        """Return what each operator costs, of which plans are sums; raises as ``plan``, and if that was given."""
+        """The costs of all operators, of which plans are sums; raises as ``plan``, and if that was given."""
         return self._planned.profile
 
     @property
@@ -176,7 +176,7 @@ class Pipeline:
         return f"Pipeline(mesh: {axes}; {cut}, plan {plan.identity!r})"
 
     def _repr_html_(self) -> str | None:
-        """Return what notebooks show: the plan, once there is one."""
+        """Return the plan as HTML, for notebooks, once there is one."""
         return self.plan._repr_html_() if self._ready else None
 
     @property
@@ -408,7 +408,7 @@ class Pipeline:
 
     @outside_jit
     def predict(self, state: TrainState, batch: PyTree) -> PyTree:
-        """Return what ``predict(model, batch)`` returns, for all rows of a batch of any size; global arrays.
+        """Return the results of ``predict(model, batch)`` for all rows of a batch of any size; global arrays.
 
         The function sets the mode itself, as for ``evaluate``.
         """
@@ -564,7 +564,7 @@ class Pipeline:
         return shapes
 
     def _forward(self, name: str, state: TrainState, batch: PyTree) -> tuple[MicrobatchProgram, ForwardPass]:
-        """Return what ``evaluate`` or ``predict`` computes for a batch, and a function that runs it."""
+        """Return the program of ``evaluate`` or ``predict`` for a batch, and a function that runs it."""
         check_state.check_state(state, self.plan.identity)
         shapes = shard_batch.whole_shapes(self.mesh, check_batch.batch_shapes(batch), batch)
         leaves, treedef = jax.tree.flatten(shapes)

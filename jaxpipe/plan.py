@@ -336,7 +336,7 @@ def _headline(plan: Plan) -> str:
 
 
 def _work_table(plan: Plan, modules: Sequence[Sequence[str]]) -> PlainTable:
-    """Return what each stage does with a micro-batch."""
+    """Return the table of each stage's work on a micro-batch."""
     table = PlainTable("stage", "devices", "modules")
     table.add_numbers("forward", "backward", "stash", "sends on")
     for k, stage in enumerate(plan.stages):
@@ -423,7 +423,7 @@ def _fullest_text(plan: Plan) -> str:
 
 
 def _stored_table(plan: Plan, prefix: str, most: int = 6) -> PlainTable | None:
-    """Return what a single stage stores of a micro-batch, equal blocks in one row; None for several stages."""
+    """Return the table of a single stage's stored bytes, equal blocks in one row; None for several stages."""
     if len(plan.stages) != 1 or not plan.stages[0].stored_modules:
         return None
     alike: dict[str, list[int]] = {}
@@ -486,7 +486,7 @@ def _remarks(plan: Plan) -> list[str]:
 
 
 def _storage_lines(plan: Plan) -> list[str]:
-    """Return what each stage stores under a budget, and what it keeps elsewhere; nothing by default."""
+    """Return lines on what each stage stores under a budget, and what it keeps elsewhere; none by default."""
     lines = []
     if any(stage.storage != "default" or stage.away for stage in plan.stages):
         lines.append("storage chosen within the budget:")

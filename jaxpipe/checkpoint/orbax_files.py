@@ -308,7 +308,7 @@ def read(saved: Saved, group: str, paths: Sequence[Path]) -> list[np.ndarray]:
 
 
 def _alone() -> "ocp.options.MultiprocessingOptions":
-    """Return what tells orbax that this process writes or reads without the others."""
+    """Return orbax's options for a process that writes or reads without the others."""
     import orbax.checkpoint as ocp  # see Writer
 
     if jax.process_count() == 1:

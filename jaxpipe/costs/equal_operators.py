@@ -38,7 +38,7 @@ def averaged(seconds: np.ndarray, kinds: Iterable[list[int]]) -> np.ndarray:
 
 
 def _text_of_work(graph: Graph) -> Callable[[Operator], str]:
-    """Return what writes an operator's work as text; of operators that are equal at first sight only one is written."""
+    """Return a function that writes an operator's work as text, once for operators that are equal at first sight."""
     write, known = writer(values=False), dict[Hashable, str]()
 
     def text(op: Operator) -> str:

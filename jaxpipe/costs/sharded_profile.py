@@ -92,7 +92,7 @@ def divided(profile: Profile, objective: MicrobatchProgram, split: Propagated, s
 def _sums(
     op: Operator, graph: Graph, specs: Mapping[TensorNumber, P], shape: Mapping[str, int]
 ) -> list[tuple[TensorNumber, int, int]]:
-    """Return what devices add up for a product and its derivatives: a tensor, its bytes, over how many devices."""
+    """Return the sums over devices in a product and its derivatives: a tensor, its bytes, the number of devices."""
     if op.name != "dot_general" or len(op.inputs) != 2:
         return []
     (left, right), (left_batch, right_batch) = op.params["dimension_numbers"]

@@ -36,7 +36,7 @@ class ByStage(Protocol):
     """A conditional over stages: ``by_stage(f)`` is ``f(s)`` on the devices of stage ``s``."""
 
     def __call__(self, function: Callable[[int], T], /) -> T:
-        """Return what the function gives for the stage of this device."""
+        """Return the function's result for the stage of this device."""
         ...
 
 
@@ -83,7 +83,7 @@ class Traffic:
 
 
 def traffic(plan: Sequence[Blocks], mode: str) -> Traffic:
-    """Return what a replica sends of gradients that are cut as given.
+    """Return the traffic of a replica for gradients that are cut as given.
 
     Example:
       >>> import jax
@@ -317,7 +317,7 @@ def _add_up(b: Blocks, codes: Array, values: Array) -> Array:
 
 
 def _unsent(b: Blocks, x: Array, numbers: Array) -> Array:
-    """Return what is left of a gradient when it has been sent whole, or the blocks with some numbers have been.
+    """Return the rest of a gradient that has been sent whole, or of which the blocks with some numbers have been.
 
     Nothing of what was sent is left but what its type or its code could not hold; of what is not finite, nothing.
     """

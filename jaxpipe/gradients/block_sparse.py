@@ -65,7 +65,7 @@ class BlockSparse(optax.GradientTransformationExtraArgs):
     settings: Settings
 
     def traffic(self, params: PyTree, step: int | None = None) -> Traffic:
-        """Return what one replica sends in a step: the step of that number, or any after the warm-up.
+        """Return the traffic of one replica in a step: the step of that number, or any after the warm-up.
 
         Args:
           params: arrays or shapes.

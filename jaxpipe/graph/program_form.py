@@ -73,7 +73,7 @@ _DERIVATIVES = {
 
 
 def _form(jaxpr: OpenJaxpr, consts: Sequence[Array], folds: Mapping[int, int] | None = None) -> Hashable:
-    """Return what a program computes, as a value; equations ``folds`` without the number that they fold a key with."""
+    """Return a value that equal programs share; equations ``folds`` are taken without the number that they fold in."""
     number: dict[Atom, int] = {}
 
     def name(variables: Sequence[Atom]) -> tuple[Hashable, ...]:

@@ -34,7 +34,7 @@ def digests_by(graph: Graph, place_of: Callable[[Operator], str], values: bool =
 
 
 def _operator_writer(write: Callable[[object], str]) -> Callable[[Operator], str]:
-    """Return what writes an operator without its operands; what equal operators share is written once."""
+    """Return a function that writes an operator without its operands; what equal operators share is written once."""
     known = dict[Hashable, tuple[str, str]]()
 
     def text(op: Operator) -> str:

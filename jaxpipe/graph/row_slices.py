@@ -226,13 +226,13 @@ def _fewer(params: Mapping[str, Any], name: str, axis: int) -> Callable[[int], M
 
 
 def _results(graph: Graph, steps: Mapping[Operator, _Step]) -> list[TensorNumber]:
-    """Return what the loop makes that is needed outside it."""
+    """Return the tensors of the loop that are needed outside it."""
     read = {t for op in graph.operators if op not in steps for t in op.inputs} | set(graph.outputs)
     return [t for op in steps for t in op.outputs if t in read]
 
 
 def _operands(steps: Mapping[Operator, _Step]) -> dict[tuple[TensorNumber, int | None], None]:
-    """Return what the loop reads, each tensor with the axis along which it is sliced, in order."""
+    """Return the tensors that the loop reads, each with the axis along which it is sliced, in order."""
     inner = {t for op in steps for t in op.outputs}
     pairs = [(t, axis) for op, step in steps.items() for t, axis in zip(op.inputs, step.sliced, strict=True)]
     return dict.fromkeys((t, axis) for t, axis in pairs if t not in inner)

@@ -77,7 +77,7 @@ class Stacks:
         return leaves
 
     def groups(self, pieces: Sequence[T]) -> list[list[T]]:
-        """Return what belongs to the pieces of each leaf."""
+        """Return the values of the pieces, those of each leaf together."""
         groups: list[list[T]] = [[] for _ in self.bounds]
         for k, x in zip(self.leaf_of, pieces, strict=True):
             groups[k].append(x)

@@ -128,7 +128,7 @@ class BudgetSearch:
         return candidate.described(candidate.program, self._estimated(candidate).expected(budget))
 
     def _least_seconds(self, candidate: Candidate) -> float:
-        """Return what a step takes at least with some cuts and a schedule, within any budget."""
+        """Return a lower bound of a step's seconds with some cuts and a schedule, within any budget."""
         if not any(reruns_products(stage.vjp) for stage in candidate.program.stages):
             return candidate.seconds
         return candidate.seconds - self._estimated(candidate).most_saved_seconds

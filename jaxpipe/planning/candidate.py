@@ -191,7 +191,7 @@ class Candidate:
         return self.planned(program, describe(traced, program, self.partition, update, memory, rows, fitted))
 
     def planned(self, program: Program, plan: Plan) -> "PlannedStep":
-        """Return what runs a plan, of which the program has the storage."""
+        """Return the step of a plan, of which the program has the storage."""
         traced, update, request = self.traced, self.update, self.traced.request
         model = traced.model
         return PlannedStep(

@@ -93,7 +93,7 @@ def program_parts(
 
 
 def state_parts(key: Array, batch: PyTree, model: BoundModel, slots: PyTree, step: int) -> dict[str, Part | str]:
-    """Return what a first state is made of."""
+    """Return the parts that a first state is made of."""
     write, original, parts = writer(), model.original, {}
     if original.values is not None:
         names = [v.name for v in (*original.parameters, *original.state)]

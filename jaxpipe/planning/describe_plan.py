@@ -324,7 +324,7 @@ def _recomputed(stage: Stage) -> tuple[str, ...]:
 
 
 def _away(program: Program, partition: Partition, s: StageNumber) -> dict[str, Any]:
-    """Return what the plan says of a stage's stashes that are away."""
+    """Return the plan's fields for a stage's stashes that are away."""
     stage = program.stages[s]
     if stage.swap is None:
         return {}

@@ -17,7 +17,7 @@ from jaxpipe.targets.known import target_of
 
 
 def made_with(mesh: Mesh) -> str:
-    """Return what compiled programs depend on besides their text: versions, and the kind of device."""
+    """Return the versions and the kind of device, on which compiled programs depend besides their text."""
     jax_version, jaxlib_version = _compat.versions()
     kind = mesh.devices.flat[0].device_kind
     return f"jax {jax_version}, jaxlib {jaxlib_version}, jaxpipe {__version__}, for {kind}"

@@ -13,7 +13,7 @@ from jaxpipe.runtime.program import Program
 
 
 def price_storage(request: Request, program: Program, partition: Partition) -> Prices:
-    """Return what it costs to compute an operator again, to encode and to swap."""
+    """Return the prices of computing an operator again, of encoding and of swaps."""
     graph, profile = program.objective.graph, partition.profile
     _, estimated = program_cost(graph, rates_in(profile))
     profiled = {

@@ -176,7 +176,7 @@ def _stored(program: Program, traced: Traced, plan: Plan, forms: Mapping[str, Fo
 
 @phase("plan=")
 def run_plan(traced: Traced) -> PlannedStep:
-    """Return what runs the plan of a request, with its cuts, devices, schedule and storage; nothing is searched for.
+    """Return the step of a request's plan, with its cuts, devices, schedule and storage; nothing is searched for.
 
     Raises:
       PartitionError: if the plan was made for another program.

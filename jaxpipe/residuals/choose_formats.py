@@ -220,7 +220,7 @@ def sums_of_branches(graph: Graph, given: Container[TensorNumber]) -> frozenset[
 
 
 def missing_inputs(program: Iterable[Operator], known: Iterable[TensorNumber]) -> set[TensorNumber]:
-    """Return what a program reads that neither it makes nor is known: inputs that nobody stored."""
+    """Return the tensors that a program reads but does not make, and that are not known: inputs that nobody stored."""
     operators = list(program)
     written = {t for op in operators for t in op.outputs}
     return {t for op in operators for t in op.inputs} - written - set(known)

@@ -73,7 +73,7 @@ class Rematerializer:
         return other
 
     def sources(self, step: BackwardOp, known: Iterable[TensorNumber]) -> tuple[list[Operator], list[TensorNumber]]:
-        """Return what to run and what to load before a step."""
+        """Return the operators to run and the tensors to load before a step."""
         known = frozenset(known)
         return self._derivations.of([t for t in step.needs if t not in known], self._plan, known)
 

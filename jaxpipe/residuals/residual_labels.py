@@ -44,7 +44,7 @@ class Label:
 
 
 def labels(vjp: VJPProgram) -> Callable[[TensorNumber, int], str]:
-    """Return what gives the label of one array of a stash, by tensor and part, as text."""
+    """Return a function that gives the label of one array of a stash, by tensor and part, as text."""
     readers, producers = _readers(vjp), {t: op for op in vjp.graph.operators for t in op.outputs}
     available = vjp.graph.derived_from_parameters
 

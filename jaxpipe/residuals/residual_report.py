@@ -256,7 +256,7 @@ def residual_report(function: Callable[..., PyTree], *args: PyTree, **kwargs: Py
 
 
 def _fix(function: Callable[..., PyTree], args: Sequence[PyTree]) -> str | None:
-    """Return what to pass in place of a model that was called with what it does not take."""
+    """Return the fix for a model that was called with arguments that it does not take."""
     if isinstance(function, nnx.Module):
         return (
             "The arguments behind a model are those of its own call, as in residual_report(model, batch['x']); for a "

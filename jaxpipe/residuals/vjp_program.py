@@ -150,7 +150,7 @@ def forward(vjp: VJPProgram, inputs: Sequence[Array]) -> tuple[list[Array], list
 
 
 def _read_by_convolutions(graph: Graph) -> set[TensorNumber]:
-    """Return what convolutions on a GPU read; elsewhere nothing."""
+    """Return the tensors that convolutions on a GPU read; elsewhere none."""
     if current().order != "joined":
         return set()
     return {t for op in graph.operators if op.name == "conv_general_dilated" for t in op.inputs}

@@ -81,7 +81,7 @@ def _run_group(
 
 
 def _barrier(function: Callable[[], T], avals: PyTree, zero: Array) -> tuple[T, Array]:
-    """Return what a function gives, arrays like ``avals``, behind a barrier, and the zero for the next one."""
+    """Return the results of a function, arrays like ``avals``, behind a barrier, and the zero for the next one."""
 
     def nothing() -> tuple[PyTree, Array]:
         return jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), tuple(avals)), jnp.ones_like(zero)

@@ -55,7 +55,7 @@ def initial_sources(
     slots: Sequence[ArrayLike] | None = None,
     batch: PyTree = None,
 ) -> Sources:
-    """Return what gives the first state of a run: variables and optimizer state that were given are copied.
+    """Return the sources of a run's first state: variables and optimizer state that were given are copied.
 
     Others are initialized, by a program from which everything that other stages need has been removed. Of stacked
     variables that are cut, one at a time is made as a whole.
@@ -102,7 +102,7 @@ def _shared(runtime: Runtime, sources: Sources) -> Sequence[ArrayLike]:
 
 
 def _parts(runtime: Runtime, sources: Sources) -> dict[int, Part]:
-    """Return what this process's places hold."""
+    """Return the parts of the state that this process's places hold."""
     planned, parts = runtime.planned, {}
     owners, count = planned.update.by_stage.state_stage, len(planned.model.parameters)
     for place in runtime.places:

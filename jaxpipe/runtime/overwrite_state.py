@@ -30,7 +30,7 @@ class Renewal:
 
 
 def renewals(update: PartitionedUpdate, s: int, everywhere: Collection[TensorNumber]) -> list[Renewal]:
-    """Return what a stage writes, in order: the state that a new parameter is computed from, then that parameter."""
+    """Return the writes of a stage in order: the state that a new parameter is computed from, then that parameter."""
     parameters, _, state = held_by(update, s)
     olds, news = (*update.parameters, *update.state), (*update.new_parameters, *update.new_state)
     new = dict(zip(olds, news, strict=True))

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def recent(kept: dict[Hashable, T], key: Hashable, make: Callable[[], T], most: int | None = None) -> T:
-    """Return what is kept under a key, and make it first if need be; the least recently used one makes room.
+    """Return the value kept under a key, made first if need be; the least recently used one makes room.
 
     ``most`` are kept; left out, ``MOST_KEPT``.
 

@@ -36,7 +36,7 @@ class StageExchange:
 
     @property
     def sent_bytes(self) -> int:
-        """Return what a device hands to the collectives in a step after the warm-up."""
+        """Return the bytes that a device passes to the collectives in a step after the warm-up."""
         return sum(wire_bytes(self.plans[-1], self.settings.rule.mode))
 
     def messages(self, s: int) -> Messages:

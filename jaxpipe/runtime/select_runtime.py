@@ -27,7 +27,7 @@ def runtime_of(planned: ExecutablePlan) -> Runtime:
 
 
 def makers_for(runtime: RuntimeName, makers: Sequence[ScheduleMaker]) -> tuple[ScheduleMaker, ...]:
-    """Return what makes the tables that a runtime runs, for what was asked."""
+    """Return the makers of the tables that a runtime runs, for the requested ones."""
     return tuple(makers) if runtime == "mpmd" else makers_in_step(makers)
 
 

@@ -76,7 +76,7 @@ class TrainState:
         return any(x.is_deleted() for x in arrays)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what ``pickle`` and ``copy`` take: the fields. What is read from a file fits no runtime yet."""
+        """Return the fields, for ``pickle`` and ``copy``. A state that is read from a file fits no runtime yet."""
         return {part.name: getattr(self, part.name) for part in dataclasses.fields(self)}
 
     def __repr__(self) -> str:

@@ -61,7 +61,7 @@ _running: list[tuple[Awaited, float]] = []
 
 
 def started(action: Callable[..., Any], awaited: Awaited) -> Callable[..., tuple[Future[Any]]]:
-    """Return a function that has an action done in the thread, and returns what will have its results."""
+    """Return a function that starts an action in the thread, and returns the future of its results."""
 
     def run(*operands: Any) -> Any:
         if _failures:

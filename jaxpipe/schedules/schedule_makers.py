@@ -115,7 +115,7 @@ def make_replicated_schedules(
 def check_schedule(
     schedule: object, num_devices: int, num_microbatches: int, stage_replicas: StageReplicas | None = None
 ) -> Schedule:
-    """Return what ``schedule(num_devices, num_microbatches)`` has given, if it is a valid table of this size.
+    """Return the result of ``schedule(num_devices, num_microbatches)`` if it is a valid table of this size.
 
     With stages on several devices a micro-batch of the table is a round.
     """

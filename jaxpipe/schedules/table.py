@@ -435,7 +435,7 @@ class Schedule:
         return [["tick", *map(str, range(len(self.ticks)))], *rows]
 
     def _repr_html_(self) -> str:
-        """Return what notebooks show."""
+        """Return the table as HTML, for notebooks."""
         first, *rows = self._rows()
         table = PlainTable(*first, title=self.name)
         for row in rows:

@@ -257,7 +257,7 @@ def jit(step: Callable[..., Any] | None = None, *, memory: int | str, **jit_argu
 
 
 def _signature(leaf: Any) -> Any:
-    """Return what a program depends on of an argument: shape, type and sharding; a number is a scalar of weak type."""
+    """Return an argument's shape, type and sharding, on which a program depends; a number is a scalar of weak type."""
     weak, committed = getattr(leaf, "weak_type", not hasattr(leaf, "dtype")), getattr(leaf, "committed", True)
     return _shape(leaf), weak, getattr(leaf, "sharding", None) if committed else None
 

@@ -110,7 +110,7 @@ def compile_with_buffers(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compil
 
 
 def read_buffers(module: bytes, assignment: bytes) -> CompiledBuffers:
-    """Return what an ``HloModuleProto`` and its ``BufferAssignmentProto`` say."""
+    """Return the buffers of an ``HloModuleProto`` and its ``BufferAssignmentProto``."""
     instructions = _instructions(module)
     buffers, allocations, events = dict[int, Buffer](), [], dict[int, tuple[Event, ...]]()  # by their first buffer
     for field, value in _fields(assignment):

@@ -63,7 +63,7 @@ def batch_size(arguments: Sequence[Argument]) -> int | None:
 
 
 def bytes_with_batch(explained: Explained, size: int) -> int | None:
-    """Return what the step needs with a batch of another size; None if there is no batch, or the step does not take it.
+    """Return the step's bytes with a batch of another size; None if there is no batch, or the step does not take it.
 
     Each size is compiled once.
     """

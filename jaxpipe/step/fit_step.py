@@ -89,7 +89,7 @@ def _small(variants: StepVariants, budget: int) -> str | None:
 
 
 def _prediction(variants: StepVariants) -> Callable[[float], float]:
-    """Return what predicts the bytes that XLA reserves from estimated bytes.
+    """Return a function that predicts the bytes that XLA reserves from estimated bytes.
 
     They follow straight lines between the levels that are known; beyond these all besides storage stays as it is.
     """
@@ -110,5 +110,5 @@ def _best(variants: StepVariants, budget: int) -> str | None:
 
 
 def smallest(variants: StepVariants) -> Needs:
-    """Return what the smallest level needs that is known."""
+    """Return the needs of the smallest level that is known."""
     return min(variants.known.values())

@@ -51,7 +51,7 @@ class PeakPart:
 def peak_parts(
     buffers: CompiledBuffers | None, compiled: jax.stages.Compiled, step: TracedStep
 ) -> tuple[PeakPart, ...]:
-    """Return what adds up to XLA's arguments + results + temporaries - aliases.
+    """Return parts that add up to XLA's arguments + results + temporaries - aliases.
 
     Args:
       buffers: XLA's record; without one, arguments, results and temporaries are told apart and no more.

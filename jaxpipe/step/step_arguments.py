@@ -41,7 +41,7 @@ class Call:
 
 
 def jitter(arguments: PyTree) -> Callable[..., Any]:
-    """Return what compiles a step for some arguments: ``nnx.jit`` where NNX modules are among them, or ``jax.jit``."""
+    """Return the function that compiles a step: ``nnx.jit`` where NNX modules are arguments, else ``jax.jit``."""
     return nnx.jit if any(map(is_module, jax.tree.leaves(arguments, is_leaf=is_module))) else jax.jit
 
 

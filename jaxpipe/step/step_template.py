@@ -97,14 +97,14 @@ def _check_pairs(program: Any) -> None:
 
 
 def _pair(equation: Equation) -> tuple[object, ...]:
-    """Return what a forward and a backward equation share: the program and its inputs."""
+    """Return the program and its inputs, which a forward and a backward equation share."""
     program = equation.params["program"]
     inputs = equation.invars[: len(program.graph.inputs)]
     return program, *(repr(atom) if _compat.is_literal(atom) else id(atom) for atom in inputs)
 
 
 def _evaluated(program: AnyJaxpr, storage: Storage, values: Sequence[Array]) -> list[Array]:
-    """Return what a program gives for some values, with passes run in place of opaque equations."""
+    """Return the results of a program for some values, with passes run in place of opaque equations."""
     jaxpr, consts = _compat.open_jaxpr(program)
     known = dict[Atom, Array](zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
     kept: dict[tuple[object, ...], tuple[Passes, Any]] = {}

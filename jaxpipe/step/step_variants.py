@@ -105,11 +105,11 @@ class StepVariants:
         return self._needs
 
     def needs(self, level: str) -> Needs:
-        """Return what a level needs; it is compiled if that is not known."""
+        """Return the needs of a level, which is compiled if they are not known."""
         return self._needs[level] if level in self._needs else self.compile(level)
 
     def compile(self, level: str) -> Needs:
-        """Compile a level and return what it needs."""
+        """Compile a level and return its needs."""
         variant = self.variant(level)
         with phase("trace"):
             assert variant.lowered

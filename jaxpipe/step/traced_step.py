@@ -81,7 +81,7 @@ class TracedStep:
 
 
 def jitted(step: Callable[..., PyTree], args: PyTree, options: Mapping[str, Any]) -> Any:
-    """Return what ``jax.jit`` or ``nnx.jit`` makes of a step; a step that is jitted already stays as it is.
+    """Return a step jitted by ``jax.jit`` or ``nnx.jit``; a step that is jitted already stays as it is.
 
     Raises:
       ModelError: if it is no function, or one that is jitted and options are given besides.

@@ -84,7 +84,7 @@ def target_of(device: "Device") -> Target:
 
 
 def target_of_platform(platform: str) -> Target:
-    """Return what devices of a platform are taken for if their kind is unknown."""
+    """Return the target that stands for devices of a platform whose kind is unknown."""
     return _KINDS.get(platform) or ANY.get(platform, GPU)
 
 

@@ -13,7 +13,7 @@ MOST_KEPT = 1000
 
 
 def read_kept(path: Path) -> Any:
-    """Return what a file has; None if there is no such file, or none that can be read."""
+    """Return the contents of a JSON file; None if there is no such file, or none that can be read."""
     with contextlib.suppress(OSError, ValueError):
         if path.is_file():
             return json.loads(path.read_text(encoding="utf-8"))

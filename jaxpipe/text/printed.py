@@ -34,7 +34,7 @@ class Printed(ABC):
         return plain_text(self.__rich__(), shutil.get_terminal_size().columns)
 
     def _repr_html_(self) -> str:
-        """Return what notebooks show."""
+        """Return the tables and paragraphs as HTML, for notebooks."""
         return html_parts(self._printed())
 
 
@@ -44,7 +44,7 @@ def html_parts(parts: Sequence[PlainTable | str]) -> str:
 
 
 def plain_text(shown: RenderableType, width: int) -> str:
-    """Return what rich would print as lines of at most ``width`` columns, without colors.
+    """Return the text that rich would print, in lines of at most ``width`` columns, without colors.
 
     Example:
       >>> table = PlainTable("stage", "modules", box=None)

@@ -134,7 +134,7 @@ def _picture(figure: "Figure", name: str) -> str:
 
 
 def _memory_text(plan: Plan, memory: MemoryReport | None) -> str:
-    """Return what XLA reserves beside what was predicted, if the step was compiled."""
+    """Return a sentence with the bytes that XLA reserves and those predicted, if the step was compiled."""
     if memory is None:
         return "The step was not compiled: all bytes are predicted."
     compiled, temporary = max(memory.compiled_bytes), max(memory.temporary_bytes)
@@ -146,7 +146,7 @@ def _memory_text(plan: Plan, memory: MemoryReport | None) -> str:
 
 
 def _stash_table(plan: Plan, plain_bytes: Sequence[int]) -> PlainTable:
-    """Return what each stage keeps, against plain ``jax.grad``."""
+    """Return the table of the bytes that each stage keeps, against plain ``jax.grad``."""
     table = PlainTable("stage", title="Kept of one micro-batch for the backward pass")
     table.add_numbers("plain jax.grad", "kept", "times less", "in flight", "of them away")
     table.add_column("stored as")

@@ -45,14 +45,14 @@ class CostModel(ABC):
     def prices(
         self, space: CutSpace, plans: Sequence[tuple[np.ndarray, Layout]], within: float = math.inf
     ) -> list[np.ndarray]:
-        """Return what each row of cuts ``[plans, stages + 1]`` costs on the devices of a layout.
+        """Return the cost of each row of cuts ``[plans, stages + 1]`` on the devices of a layout.
 
         It is infinite where a stage does not fit the memory, or a link is missing; and it may be where it is more than
         ``within`` times the least.
         """
 
     def objective(self, space: CutSpace, stages: Stages) -> float:
-        """Return what some stages cost."""
+        """Return the cost of some stages."""
         cuts = [stages[0][0], *(last for _, last, _ in stages)]
         return float(self.prices(space, [(np.array([cuts]), tuple(devices for *_, devices in stages))])[0][0])
 
@@ -74,11 +74,11 @@ class CostModel(ABC):
         return {}
 
     def memory_bytes(self, residuals: Numbers, parameters: Numbers, size: int, followers: int) -> Numbers:
-        """Return what a stage holds on each of its devices."""
+        """Return the bytes that a stage holds on each of its devices."""
         return residuals * self.in_flight(size, followers) + self.parameter_copies * parameters
 
     def stage_bytes(self, space: CutSpace, cuts: np.ndarray, layout: Layout) -> np.ndarray:
-        """Return what each device of each stage holds, for each row of cuts ``[plans, stages + 1]``."""
+        """Return the bytes on each device of each stage, for each row of cuts ``[plans, stages + 1]``."""
         held, followers = np.zeros((len(cuts), len(layout))), sum(map(len, layout))
         for k, devices in enumerate(layout):
             followers -= len(devices)

@@ -53,7 +53,7 @@ class Demand:
 
 
 def demand(schedule: Schedule, stash_bytes: Sequence[float], period: float) -> Demand:
-    """Return what there is to lend and to host, if a micro-batch takes ``period`` seconds."""
+    """Return the bytes to lend and to host, and the time for it, if a micro-batch takes ``period`` seconds."""
     stages = range(schedule.num_devices)
     points = [swap_points(schedule, s) for s in stages]
     sizes = np.array(stash_bytes, np.float64)

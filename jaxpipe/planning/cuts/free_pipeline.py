@@ -33,7 +33,7 @@ class Timelines(NamedTuple):
         return one_f_one_b_seconds(*work, ways, ways, self.num_microbatches, known) + self.besides[rows]
 
     def bounds(self) -> np.ndarray:
-        """Return what a step of each plan takes at least.
+        """Return a lower bound of the seconds of a step, for each plan.
 
         A stage waits for its first message, does all its work, and what it sends back last goes on to the first stage.
         And it keeps no more micro-batches than there are stages from it on, each for the round trip behind it.

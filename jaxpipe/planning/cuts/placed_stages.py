@@ -165,7 +165,7 @@ def stage_work(partition: Partition) -> list[list[float]]:
 
 
 def plan_bound(partition: Partition) -> float:
-    """Return what no step is below on the devices of a partition, with as many replicas of a stage at most."""
+    """Return a lower bound of a step's seconds on a partition's devices, with as many replicas of a stage at most."""
     most = max(len(stage.devices) for stage in partition.stages)
     return step_bound(partition.profile, partition.network, partition.num_microbatches or 1, most_replicas=most)
 
@@ -185,7 +185,7 @@ def in_order_of_stages(space: CutSpace, stages: Stages) -> tuple[int, ...]:
 
 
 def cost_stages(model: CostModel, space: CutSpace, stages: Stages) -> tuple[StageCost, ...]:
-    """Return what each of some stages costs."""
+    """Return the cost of each of some stages."""
     followers, rows = sum(len(devices) for *_, devices in stages), []
     boundaries = [0.0]
     for (_, cut, before), (*_, behind) in itertools.pairwise(stages):

@@ -10,7 +10,7 @@ from jaxpipe.text.units import device_bytes
 def check_host_memory(
     given: int | str | None, budget: int | None, mesh: Mesh, devices_per_stage: bool | tuple[int, ...]
 ) -> HostPlan | None:
-    """Return what becomes of ``PlanOptions(host_memory=...)``, of which nothing is used yet; None if it was left out.
+    """Return ``PlanOptions(host_memory=...)`` as a plan has it, with nothing used yet; None if it was left out.
 
     Args:
       budget: bytes of a device; None if they are not limited.

@@ -165,7 +165,7 @@ def _choices(program: _Program) -> list[cp.Constraint]:
 
 
 def _memory(program: _Program) -> tuple[cp.Expression, list[cp.Constraint]]:
-    """Return what is in memory in each event, and the constraints of the variables in it.
+    """Return the bytes in memory in each event, and the constraints of the variables in them.
 
         base[e] + sum of held[o] * bytes[o] * x[o]
                 + sum of bytes[o] * x[o]               of items that are still to be read, if ``frees``
@@ -289,7 +289,7 @@ def _no_less(left: Any, right: Any) -> list[cp.Constraint]:
 
 
 def _seconds(program: _Program) -> tuple[cp.Expression, float, list[cp.Constraint]]:
-    """Return what a choice costs, its unit in seconds, and the limits of swaps.
+    """Return the cost of a choice, its unit in seconds, and the limits of swaps.
 
         sum of seconds[o] * x[o] + sum of seconds[k] * r[k, E] + late + TIE * sum of bytes[o] * x[o]
 

@@ -30,7 +30,7 @@ def kept_or_solved(
     slack: float = 0.0,
     least_peak: bool,
 ) -> Solution:
-    """Return what a solver finds in some time, or what is kept of a call that had about as much.
+    """Return the solution of a solver within some time, or that of an earlier call that had about as much.
 
     Without any time, the solver is not called. What is proven is found again without being kept.
     """

@@ -158,7 +158,7 @@ class StageLevels:
         return StageLevels(self.program, besides, self._prices, self._solving, self._period, self._policy, self._fronts)
 
     def besides_of(self, needs: Sequence[int]) -> tuple[int, ...]:
-        """Return what devices need besides points, of those that need so many bytes with default storage."""
+        """Return the bytes that devices need besides points, if they need so many in all with default storage."""
         return tuple(n - size for n, size in zip(needs, self._bytes(self._default), strict=True))
 
     def _within(self, room: float, *, exact: bool = True) -> tuple[Point, ...]:

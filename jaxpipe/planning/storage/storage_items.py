@@ -207,7 +207,7 @@ def _starting_points(backward_graph: BackwardGraph, there: frozenset[TensorNumbe
 
 
 def _followers(graph: Graph, needs: Container[TensorNumber]) -> dict[TensorNumber, TensorNumber]:
-    """Return what is made of a convolution's result and of weights, cheaply, where nothing else reads it, step by step.
+    """Return the tensors cheaply made of a convolution's result and weights where nothing else reads it, step by step.
 
     Who starts from the result with its bias and its ReLU needs no memory for the result by itself.
     """

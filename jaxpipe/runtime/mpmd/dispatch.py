@@ -115,7 +115,7 @@ def compile_graph(graph: StepGraph, devices: StageDevices, call: str) -> Dispatc
 
 
 def _parts(graph: StepGraph) -> dict[str, Part | str]:
-    """Return what processes that follow a graph together must have alike."""
+    """Return the parts of a graph that must be equal in all processes that follow it."""
     write = writer()
     programs = {f"{x.label} (number {k})": write(x.program.closed) for k, x in enumerate(graph.tasks)}
     return {"the graph of the step": repr((graph.instructions, graph.avals)), "programs": Part(str(programs), programs)}
@@ -235,7 +235,7 @@ class _Steps:
         self.steps.append(_step(ended, (register,), running.writes, (register, *unread), "wait"))
 
     def _part(self, instruction: Instruction) -> Transfer | None:
-        """Return what this process does for an instruction; None for nothing."""
+        """Return the part of this process in an instruction; None if it has none."""
         devices, action = self._devices, None
         if isinstance(instruction, Spread):
             takes_part = multihost.mine(devices.of_replicas(instruction.replicas))
@@ -255,7 +255,7 @@ class _Steps:
         return None if action is None else Transfer(action, instruction.reads, instruction.writes)
 
     def _awaited(self, instruction: Instruction) -> Awaited | None:
-        """Return what an instruction waits for on CPUs; None if for no other process."""
+        """Return the processes that an instruction waits for on CPUs; None if for no other one."""
         devices = self._devices
         if isinstance(instruction, Call):
             what, every = f"work of stage {instruction.place.stage}", devices.of(instruction.place)
@@ -304,7 +304,7 @@ def _reader(reads: Sequence[int]) -> Callable[[Registers], Sequence[Array]]:
 
 
 def _share(instruction: Split | Join, graph: StepGraph, devices: StageDevices) -> Action | None:
-    """Return what this process does to take arrays apart or to put them together; None for nothing."""
+    """Return the action of this process that takes arrays apart or puts them together; None if it has none."""
     places = [Place(instruction.stage, r) for r in devices.members(instruction.stage)]
     mine = [r for r, place in enumerate(places) if multihost.mine(devices.of(place))]
     meshes, write = [devices.mesh(place) for place in places], instruction.writes[0]
@@ -325,7 +325,7 @@ def _share(instruction: Split | Join, graph: StepGraph, devices: StageDevices) -
 
 
 def _send(instruction: Send, devices: StageDevices, specs: Sequence[P]) -> Callable[..., Sequence[Array]] | None:
-    """Return what this process does for a message between devices of its own; None if it is not the sender."""
+    """Return the action for a message between devices of this process; None if it is not the sender."""
     source, target = devices.of(instruction.source), devices.of(instruction.target)
     if not multihost.mine(source):
         return None

@@ -88,7 +88,7 @@ class GraphWriter:
         return structure.unflatten(writes)
 
     def split(self, stage: StageNumber, tree: Tree) -> list[Tree]:
-        """Return what each member of a stage has of arrays of all: its part; all of one that is the same everywhere."""
+        """Return each member's share of a stage's arrays: its part; all of an array that is the same everywhere."""
         members = self.devices.members(stage)
         if len(members) == 1:
             return [tree]

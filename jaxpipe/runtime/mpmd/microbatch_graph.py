@@ -252,6 +252,6 @@ def _taken(held: Arrays, wanted: Arrays) -> Arrays:
 
 
 def shapes_of(avals: Arrays) -> tuple[Any, ...]:
-    """Return what decides how work on arrays of some shapes is traced."""
+    """Return the structure, shapes and types that decide how work on some arrays is traced."""
     leaves, structure = jax.tree.flatten(avals)
     return structure, *((x.shape, x.dtype) for x in leaves)

@@ -98,7 +98,7 @@ class Context:
         return shape_of(self.objective.graph.tensors[t])
 
     def form(self, s: StageNumber, path: Path) -> Form:
-        """Return what an array in a stage's trees is for, and how it is split within a member of the stage."""
+        """Return the purpose of an array in a stage's trees, and its sharding within a member of the stage."""
         group, t = path[0], path[1] if len(path) > 1 else 0
         purpose = _PURPOSE.get(str(group), "state")
         if group == "optimizer":
@@ -217,7 +217,7 @@ def _packs(context: Context, s: StageNumber) -> dict[TensorNumber, Pack]:
 
 
 def stage_work(context: Context, s: StageNumber, kinds: Kinds) -> Work:
-    """Return what a stage does with a micro-batch, several kinds of work in one, in their order."""
+    """Return the work of a stage on a micro-batch, several kinds in one, in their order."""
 
     def function(arrays: Arrays) -> Arrays:
         results: Arrays = {}
@@ -303,7 +303,7 @@ def _backward(context: Context, s: StageNumber, kind: Kind, arrays: Arrays) -> A
 
 
 def _adding_to_sums(context: Context, s: StageNumber, arrays: Arrays) -> dict[TensorNumber, Callable[[Array], Array]]:
-    """Return what becomes of the gradients that have a sum by themselves: it is added to, as soon as they are there."""
+    """Return the additions to sums of single gradients, each made as soon as its gradient is there."""
     returning, overwritten = context.stages[s].returning, context.objective.overwritten
     return {
         t: functools.partial(_add_shaped, larger_gradient if t in overwritten else add_gradient, total)

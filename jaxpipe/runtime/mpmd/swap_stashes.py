@@ -150,7 +150,7 @@ class _Mover:
         place: Place,
         when: tuple[int, int, int, int],
     ) -> list[int]:
-        """Write a swap; return what is home then.
+        """Write a swap; return the registers of the stash that is home then.
 
         Args:
           when: the instructions after which it leaves, before which it has left, begins to return and has returned.

@@ -122,7 +122,7 @@ class StageUpdate:
         return Work(f"stage {self._s}: {what}", function, self.form)
 
     def form(self, path: Path) -> Form:
-        """Return what an array is for, and how it is split over all members of the stage."""
+        """Return the purpose of an array, and its sharding over all members of the stage."""
         form = self._pipeline.form(self._s, path)
         return form._replace(spec=P(DATA)) if path[0] == "residual" and not self._is_alone else form
 
@@ -214,7 +214,7 @@ class StageUpdate:
         return {t: gradients[t].astype(self._context.taken_dtype[t]) for t in self._held}
 
     def state_after(self, arrays: Arrays) -> Arrays:
-        """Return what a stage writes besides the optimizer: its state, the numbers of steps if it counts."""
+        """Return the new values of a stage besides the optimizer's: its state, the numbers of steps if it counts."""
         stopped, state, pipeline = arrays.get("stopped"), {}, self._pipeline
         for t in self.state:
             aval, after = pipeline.aval(t), arrays["state"][t]

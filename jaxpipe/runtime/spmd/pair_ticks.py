@@ -31,7 +31,7 @@ AUTO: tuple[ScheduleMaker, ...] = (pair_ticks, zero_bubble, interleaved)
 
 
 def makers_in_step(makers: Sequence[ScheduleMaker]) -> tuple[ScheduleMaker, ...]:
-    """Return what makes the tables of this runtime, for what was asked."""
+    """Return the makers of this runtime's tables, for the requested ones."""
     if makers is schedule_makers.AUTO:
         return AUTO
     return tuple(pair_ticks if maker is one_f_one_b else maker for maker in makers)

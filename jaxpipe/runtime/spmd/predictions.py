@@ -91,7 +91,7 @@ def predict(planned: Program, update: Update, batch: Sequence[Shaped]) -> dict[s
 
 
 def working_bytes(program: LockstepProgram, s: StageNumber) -> int:
-    """Return what a stage needs besides while it computes: the largest of its passes.
+    """Return the bytes that a stage needs besides while it computes: those of the largest of its passes.
 
     The forward pass returns its stash packed, the backward pass reads it out of the arena. Messages that have been made
     wait until all work of a tick is done.

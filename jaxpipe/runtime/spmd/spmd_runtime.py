@@ -190,7 +190,7 @@ class SpmdRuntime:
         return run_together(compiled, Awaited(f"Pipeline.{name}", "its program", others), state, leaves)
 
     def bytes(self) -> Bytes:
-        """Return what XLA reserves for the training step, on every device alike."""
+        """Return the bytes that XLA reserves for the training step, on every device alike."""
         step, count = self.compiled_step, self.planned.mesh.devices.size
         sizes = step.memory_analysis()
         assert sizes is not None
@@ -225,7 +225,7 @@ class SpmdRuntime:
     def _lower(
         self, step: Callable[..., PyTree], outputs: PyTree, program: LockstepProgram, batch: PyTree, batching: Batching
     ) -> Lowered:
-        """Return what every device does with a state and a batch, lowered; without ``outputs``, the training step.
+        """Return the program of every device for a state and a batch, lowered; without ``outputs``, the training step.
 
         That returns a new state first, in the place of the old one.
         """

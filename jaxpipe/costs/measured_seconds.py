@@ -12,7 +12,7 @@ from jaxpipe.costs.equal_operators import averaged, equal_operators
 from jaxpipe.costs.operator_groups import cut_groups, group_programs, group_vjp
 from jaxpipe.costs.profile import Measurement, Profile
 from jaxpipe.costs.roofline import analytic
-from jaxpipe.costs.timing import Program, time_programs
+from jaxpipe.costs.timing import TimedProgram, time_programs
 from jaxpipe.residuals.backward_graph import BackwardGraph
 from jaxpipe.targets.known import target_of
 from jaxpipe.text.progress import progress
@@ -31,7 +31,7 @@ def measure(backward_graph: BackwardGraph, device: Device, *, held: Iterable[Ten
     held = tuple(held)
     estimate = analytic(backward_graph, target_of(device).rates, held=held, device_kind=device.device_kind)
     estimated = np.array([estimate.forward_seconds, estimate.backward_seconds])
-    programs: list[tuple[Program, Device]] = []
+    programs: list[tuple[TimedProgram, Device]] = []
     shares: list[np.ndarray] = []  # of each program by direction and operator
     given = estimated.copy()
     for group in cut_groups(backward_graph.source, estimate.seconds):

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, TensorNumber
-from jaxpipe.costs.timing import Program
+from jaxpipe.costs.timing import TimedProgram
 from jaxpipe.graph.graph import Graph
 from jaxpipe.graph.op_cost import is_product, weight
 from jaxpipe.residuals import vjp_program
@@ -65,7 +65,7 @@ def group_vjp(backward_graph: BackwardGraph, operators: range, held: Sequence[Te
     )
 
 
-def group_programs(vjp: VJPProgram) -> Iterator[Program]:
+def group_programs(vjp: VJPProgram) -> Iterator[TimedProgram]:
     """The forward program, and the backward program if there is one.
 
     What is stored as it is, and is an operand or a result of the vjp anyway, is not written a second time.
@@ -78,7 +78,7 @@ def group_programs(vjp: VJPProgram) -> Iterator[Program]:
         outputs, stash = vjp_program.forward(vjp, inputs)
         return outputs, list(itertools.compress(stash, written))
 
-    yield Program(forward, tuple(graph.tensors[t].aval for t in graph.inputs))
+    yield TimedProgram(forward, tuple(graph.tensors[t].aval for t in graph.inputs))
     if not vjp.backward_graph.steps:
         return
     received = {t for step in vjp.backward_graph.steps for t in step.cotangents_in}
@@ -92,7 +92,7 @@ def group_programs(vjp: VJPProgram) -> Iterator[Program]:
             given[k] = cotangent
         return vjp_program.backward(vjp, parameters, stash, given, barriers=True)
 
-    yield Program(
+    yield TimedProgram(
         backward,
         (
             [graph.tensors[t].aval for t in vjp.parameters],

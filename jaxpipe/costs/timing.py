@@ -32,7 +32,7 @@ _KEY_NUMBER = re.compile(r"(?<=dense<)\d+(?=> : tensor<ui32>)")
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class TimedProgram:
     """A function of flat arrays, to be compiled."""
 
     function: Callable[..., PyTree]
@@ -40,10 +40,10 @@ class Program:
 
 
 #: The time that it takes is that of starting any program.
-_EMPTY = Program(lambda x: x + 1, (jax.ShapeDtypeStruct((), "float32"),))
+_EMPTY = TimedProgram(lambda x: x + 1, (jax.ShapeDtypeStruct((), "float32"),))
 
 
-def time_programs(programs: Sequence[tuple[Program, Device]]) -> np.ndarray:
+def time_programs(programs: Sequence[tuple[TimedProgram, Device]]) -> np.ndarray:
     """Compile programs, run each on its device, and measure; programs that are equal are run once.
 
     Operands are random, and those of one program at a time are on a device.
@@ -54,7 +54,7 @@ def time_programs(programs: Sequence[tuple[Program, Device]]) -> np.ndarray:
     known: dict[tuple[str, Device], int] = {}
     prepared: list[Callable[[], Callable[[int], object]]] = []
 
-    def number(program: Program, device: Device) -> int:
+    def number(program: TimedProgram, device: Device) -> int:
         arguments = on_device(program.arguments, device)
         lowered = jax.jit(program.function).lower(*arguments)
         key = _KEY_NUMBER.sub("", lowered.as_text()), device

@@ -4,8 +4,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpipe.array_types import PyTree
-from jaxpipe.costs.timing import Program as Timed
-from jaxpipe.costs.timing import time_programs
+from jaxpipe.costs.timing import TimedProgram, time_programs
 from jaxpipe.runtime import stage_passes
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.stage_passes import Stash, Values
@@ -40,7 +39,7 @@ def measure_timeline(program: Program, mesh: Mesh, lockstep: bool) -> Timeline:
     return simulate(schedule, forward=forward, backward_input=backward, backward_weight=weight[0], lockstep=lockstep)
 
 
-def _pass(program: Program, stage: Stage, following: Stage | None, kind: Kind) -> Timed:
+def _pass(program: Program, stage: Stage, following: Stage | None, kind: Kind) -> TimedProgram:
     """Return a pass of a stage over a micro-batch, with the shapes of its operands."""
     graph = stage.graph
     inputs = dict(zip(graph.inputs, program.avals(graph.inputs), strict=True))
@@ -49,7 +48,7 @@ def _pass(program: Program, stage: Stage, following: Stage | None, kind: Kind) -
         def forward(values: Values) -> PyTree:
             return stage_passes.forward(stage, values, program.schedule.has_backward)
 
-        return Timed(forward, (inputs,))
+        return TimedProgram(forward, (inputs,))
     assert stage.vjp is not None
     stored = zip(stage.vjp.plan.stored, stage.vjp.stash_avals, strict=True)
     stash = {t: tuple(avals) for t, avals in stored if t in set(stage.stashed)}
@@ -60,4 +59,4 @@ def _pass(program: Program, stage: Stage, following: Stage | None, kind: Kind) -
     def backward(known: Values, stash: Stash, received: Values) -> PyTree:
         return stage_passes.backward(program.objective, stage, kind, known, stash, received)
 
-    return Timed(backward, (known, stash, received))
+    return TimedProgram(backward, (known, stash, received))

@@ -22,7 +22,7 @@ from jaxpipe.planning.candidate import PlannedStep
 from jaxpipe.planning.level_search import LevelSearch
 from jaxpipe.planning.storage import integer_program, solver_time
 from jaxpipe.planning.storage.solver_time import SolverTime
-from jaxpipe.runtime.executable_plan import Compiled
+from jaxpipe.runtime.executable_plan import CompiledStep
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
 from jaxpipe.targets.building import current
 from jaxpipe.targets.known import target_named
@@ -208,7 +208,7 @@ def test_default_storage_is_offered_where_the_smallest_plan_needs_more_once_comp
 
     def with_step(planned):
         is_default = all(stage.storage == "default" for stage in planned.plan.stages)
-        return replace(planned, compiled=Compiled(None, default - 1 if is_default else 2 * default))
+        return replace(planned, compiled=CompiledStep(None, default - 1 if is_default else 2 * default))
 
     monkeypatch.setattr(budget_search, "with_step", with_step)
     with pytest.raises(MemoryBudgetError) as error:
@@ -225,7 +225,7 @@ class StubStep:
 
     plan: Plan
     reserved: int
-    compiled: Compiled | None = None
+    compiled: CompiledStep | None = None
     needed_bytes = PlannedStep.needed_bytes
 
     def with_bytes(self):
@@ -244,7 +244,7 @@ class Levels(LevelSearch):
 
         def compiled(planned):
             self.order.append(planned.plan.predicted_bytes)
-            return replace(planned, compiled=Compiled(None, planned.reserved))
+            return replace(planned, compiled=CompiledStep(None, planned.reserved))
 
         super().__init__(SimpleNamespace(described=self.step), levels, compiled)
 
@@ -366,7 +366,7 @@ def test_smaller_plans_are_built_for_the_platform_of_the_mesh(monkeypatch):
 
     def with_step(planned):
         platforms.append(current().platform)
-        return replace(planned, compiled=Compiled(None, 2 * planned.plan.budget))
+        return replace(planned, compiled=CompiledStep(None, 2 * planned.plan.budget))
 
     def search_plan(traced):
         platforms.append(current().platform)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.planning.candidate import PlannedStep
 from jaxpipe.planning.step_graphs import with_compiled_bytes
-from jaxpipe.runtime.executable_plan import Compiled
+from jaxpipe.runtime.executable_plan import CompiledStep
 from jaxpipe.runtime.mpmd import device_bytes
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
 from jaxpipe.text.progress import phase, tell
@@ -26,7 +26,7 @@ def with_step(planned: PlannedStep) -> PlannedStep:
     peaks = device_bytes.peak_bytes(step, runtime.devices)
     size = max(peak.total for peak in peaks.values())
     tell(f"XLA reserves {bytes_text(size)} on the fullest device")
-    return replace(planned, plan=with_compiled_bytes(planned.plan, runtime, peaks), compiled=Compiled(step, size))
+    return replace(planned, plan=with_compiled_bytes(planned.plan, runtime, peaks), compiled=CompiledStep(step, size))
 
 
 def check_budget(planned: PlannedStep) -> None:

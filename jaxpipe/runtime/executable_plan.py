@@ -65,7 +65,7 @@ class Update:
 
 
 @dataclass(frozen=True, eq=False)
-class Compiled:
+class CompiledStep:
     """A training step, and the bytes that XLA reserves for it on the fullest device."""
 
     step: Dispatch
@@ -90,7 +90,7 @@ class ExecutablePlan:
     schedules: tuple[ScheduleMaker, ...]
     retrace: Callable[[PyTree], MicrobatchProgram]  # traces the loss for the shapes of one micro-batch
     shardings: Shardings  # of variables within a stage
-    compiled: Compiled | None = None  # stage programs that were compiled while planning
+    compiled: CompiledStep | None = None  # stage programs that were compiled while planning
     graph: StepGraph | None = None  # of stage programs, the training step
     traces: Traces = field(default_factory=dict)  # of plans with the same cuts; filled while graphs are written
 

@@ -44,7 +44,7 @@ from jaxpipe.text.progress import progress, tell
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Compiled:
+class LoadedGraph:
     """A compiled graph, and what it needs to be run."""
 
     layout: Layout
@@ -74,7 +74,7 @@ class MpmdRuntime:
     def __init__(self, planned: ExecutablePlan):
         self.planned = planned
         self._token = object()
-        self._compiled_steps: dict[Hashable, Compiled] = {}
+        self._compiled_steps: dict[Hashable, LoadedGraph] = {}
 
     @property
     def places(self) -> tuple[StageNumber, ...]:
@@ -278,7 +278,7 @@ class MpmdRuntime:
     def _where(self) -> StateLayout:
         return StateLayout(self._layout, self.planned)
 
-    def _training(self, shapes: PyTree) -> Compiled:
+    def _training(self, shapes: PyTree) -> LoadedGraph:
         return self._for_shapes(shapes, training_graph, "Compiling the training step")
 
     @cached_property
@@ -306,10 +306,10 @@ class MpmdRuntime:
         """Return the bytes of devices in the order of the mesh."""
         return {d: peaks[d] for d in self._where.all_devices.devices.flat}
 
-    def _for_shapes(self, shapes: PyTree, make: Callable[[Layout, UpdateContext], StepGraph], text: str) -> Compiled:
+    def _for_shapes(self, shapes: PyTree, make: Callable[[Layout, UpdateContext], StepGraph], text: str) -> LoadedGraph:
         key = make, shape_key(shapes)
 
-        def compiled() -> Compiled:
+        def compiled() -> LoadedGraph:
             is_planned = key[1] == shape_key(self.planned.batch)
             if is_planned and make is training_graph:
                 return self._loaded(self._layout, self.compiled_step)
@@ -330,11 +330,11 @@ class MpmdRuntime:
     def _building(self) -> AbstractContextManager[None]:
         return building_for(self.planned.mesh.devices.flat[0])
 
-    def _compile(self, layout: Layout, graph: StepGraph, call: str) -> Compiled:
+    def _compile(self, layout: Layout, graph: StepGraph, call: str) -> LoadedGraph:
         return self._loaded(layout, compile_graph(graph, self.devices, call))
 
-    def _loaded(self, layout: Layout, dispatch: Dispatch) -> Compiled:
-        return Compiled(layout, dispatch, Loader(dataclasses.replace(self._where, layout=layout), dispatch.graph))
+    def _loaded(self, layout: Layout, dispatch: Dispatch) -> LoadedGraph:
+        return LoadedGraph(layout, dispatch, Loader(dataclasses.replace(self._where, layout=layout), dispatch.graph))
 
     def _by_replica_rows(self, layout: Layout, parts: Sequence[Array | None]) -> Array | None:
         """Put the rows of all replicas together, on the last stage or where they have been spread."""

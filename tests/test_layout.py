@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpipe.runtime.spmd.buffer_layout import Layout, lay_out
+from jaxpipe.runtime.spmd.buffer_layout import BufferLayout, lay_out
 from tests.support.compare import assert_same_bits
 
 
@@ -24,7 +24,7 @@ def numbered(values):
     return dict(enumerate(values))
 
 
-def laid_out(stages) -> Layout:
+def laid_out(stages) -> BufferLayout:
     """The layout of stages whose arrays are numbered from 0 on."""
     return lay_out(list(map(numbered, stages)))
 

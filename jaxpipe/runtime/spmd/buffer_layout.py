@@ -30,7 +30,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class BufferLayout:
     """The place of every array of every device; arrays have the numbers of tensors."""
 
     places: tuple[Mapping[TensorNumber, Place], ...]  # by device
@@ -41,26 +41,26 @@ class Layout:
         """Bytes on each device."""
         return sum(buffer.size * buffer.dtype.itemsize for buffer in self.buffers)
 
-    def with_dtypes(self, of: Callable[[DType], DType]) -> "Layout":
+    def with_dtypes(self, of: Callable[[DType], DType]) -> "BufferLayout":
         """Return the layout of arrays of other types in the same places; ``of`` maps a type to another."""
 
         def mapped(a: Shaped) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(a.shape, of(a.dtype))
 
         places = ({n: x._replace(aval=mapped(x.aval)) for n, x in held.items()} for held in self.places)
-        return Layout(tuple(places), tuple(map(mapped, self.buffers)))
+        return BufferLayout(tuple(places), tuple(map(mapped, self.buffers)))
 
-    def numbered(self, tensors: Sequence[Sequence[TensorNumber]]) -> "Layout":
+    def numbered(self, tensors: Sequence[Sequence[TensorNumber]]) -> "BufferLayout":
         """Return the layout with other numbers for the arrays of each device."""
         pairs = zip(tensors, self.places, strict=True)
-        return Layout(tuple(dict(zip(ns, held.values(), strict=True)) for ns, held in pairs), self.buffers)
+        return BufferLayout(tuple(dict(zip(ns, held.values(), strict=True)) for ns, held in pairs), self.buffers)
 
-    def joined(self, other: "Layout") -> "Layout":
+    def joined(self, other: "BufferLayout") -> "BufferLayout":
         """Return the layout with the buffers of another one behind; what a device has in both, it has here."""
         count = len(self.buffers)
         moved = ({n: x._replace(buffer=count + x.buffer) for n, x in held.items()} for held in other.places)
         places = tuple({**behind, **first} for behind, first in zip(moved, self.places, strict=True))
-        return Layout(places, (*self.buffers, *other.buffers))
+        return BufferLayout(places, (*self.buffers, *other.buffers))
 
     def get(self, device: int, n: TensorNumber, buffers: Sequence[Array]) -> Array:
         """An array of a device; of host buffers a view."""
@@ -89,7 +89,7 @@ class Layout:
         return [flat[0] if len(flat) == 1 else xp.concatenate(flat) for flat in pieces]
 
 
-def lay_out(avals: Sequence[Mapping[TensorNumber, Shaped]]) -> Layout:
+def lay_out(avals: Sequence[Mapping[TensorNumber, Shaped]]) -> BufferLayout:
     """Give every array of every device a place.
 
     A buffer of its own has each array of a size and type, or only those that all devices have: what takes fewer bytes.
@@ -109,7 +109,7 @@ def _kind(aval: Shaped) -> tuple[int, DType]:
     return math.prod(aval.shape), np.dtype(aval.dtype)
 
 
-def _placed(avals: Sequence[Mapping[TensorNumber, Shaped]], whole: Counter[tuple[int, DType]]) -> Layout:
+def _placed(avals: Sequence[Mapping[TensorNumber, Shaped]], whole: Counter[tuple[int, DType]]) -> BufferLayout:
     """Return the layout in which so many arrays of each size and type have buffers of their own."""
     shapes = list(whole.elements())
     first = {kind: k for k, kind in reversed(list(enumerate(shapes)))}
@@ -129,4 +129,4 @@ def _placed(avals: Sequence[Mapping[TensorNumber, Shaped]], whole: Counter[tuple
                 used[dtype] += size
         places.append(place)
     buffers = (*shapes, *((length, dtype) for dtype, length in packed.items()))
-    return Layout(tuple(places), tuple(jax.ShapeDtypeStruct((n,), dtype) for n, dtype in buffers))
+    return BufferLayout(tuple(places), tuple(jax.ShapeDtypeStruct((n,), dtype) for n, dtype in buffers))

@@ -16,7 +16,7 @@ from jaxpipe.gradients.squared_norm import norm_dtype, squared_norm
 from jaxpipe.models.combine_metrics import combine
 from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.replica_exchange import StageExchange
-from jaxpipe.runtime.spmd.buffer_layout import Layout
+from jaxpipe.runtime.spmd.buffer_layout import BufferLayout
 from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram
 from jaxpipe.runtime.spmd.tick_loop import run_ticks
 from jaxpipe.runtime.spmd.update_in_place import run_update
@@ -105,7 +105,7 @@ def _train(
     return loss / weight.astype(loss.dtype), metrics, weight, overflows, variables, sums
 
 
-def _mean(program: LockstepProgram, layout: Layout, sums: Sequence[Array], weight: Array) -> list[Array]:
+def _mean(program: LockstepProgram, layout: BufferLayout, sums: Sequence[Array], weight: Array) -> list[Array]:
     """The mean gradient over the micro-batches of all replicas, in the types of a layout."""
     pairs = zip(lax.psum(list(sums), program.replica_axes), layout.buffers, strict=True)
     return [(x / weight.astype(x.dtype)).astype(buffer.dtype) for x, buffer in pairs]

@@ -13,7 +13,7 @@ from jaxpipe.array_types import Shaped, TensorNumber
 from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.gradient_precision import sum_dtype
 from jaxpipe.runtime.program import Program
-from jaxpipe.runtime.spmd.buffer_layout import Layout, lay_out
+from jaxpipe.runtime.spmd.buffer_layout import BufferLayout, lay_out
 from jaxpipe.runtime.spmd.tick_table import TickTable, tick_table
 from jaxpipe.runtime.uint32_words import word_count
 from jaxpipe.schedules.table import DeviceNumber, Kind, StageNumber
@@ -44,41 +44,41 @@ class LockstepProgram(Program):
         return tuple(itertools.chain.from_iterable(self.schedule.phases))
 
     @cached_property
-    def parameters(self) -> Layout:
+    def parameters(self) -> BufferLayout:
         """The layout of the parameters."""
         return self._layout(lambda d: self.held(d)[0])
 
     @cached_property
-    def variables(self) -> Layout:
+    def variables(self) -> BufferLayout:
         """The layout of the state variables."""
         return self._layout(lambda d: self.held(d)[1])
 
     @cached_property
-    def gradients(self) -> Layout:
+    def gradients(self) -> BufferLayout:
         """The layout of the gradients of trained parameters."""
         return self._layout(self.trained)
 
-    def _layout(self, tensors: Callable[[DeviceNumber], Sequence[TensorNumber]]) -> Layout:
+    def _layout(self, tensors: Callable[[DeviceNumber], Sequence[TensorNumber]]) -> BufferLayout:
         return lay_out([dict(zip(tensors(d), self.avals(tensors(d)), strict=True)) for d in self.device_numbers])
 
     @cached_property
-    def sums(self) -> Layout:
+    def sums(self) -> BufferLayout:
         """The layout of sums of gradients: the places of the gradients, in types that are as wide or wider."""
         return self.gradients.with_dtypes(partial(sum_dtype, gradient_dtype=self.gradient_dtype))
 
     @cached_property
-    def residuals(self) -> Layout:
+    def residuals(self) -> BufferLayout:
         """The layout of what replicas have not sent of their gradients, in at least 32 bits."""
         return self.gradients.with_dtypes(lambda dtype: jnp.promote_types(dtype, jnp.float32))
 
-    def taken(self, update: Update) -> Layout:
+    def taken(self, update: Update) -> BufferLayout:
         """Return the layout of gradients as the optimizer gets them: of sums, where it takes any in their type."""
         by_stage, tensors = update.by_stage, update.by_stage.graph.tensors
         pairs = zip(by_stage.gradients, itertools.compress(by_stage.parameters, by_stage.trained), strict=True)
         wide = any(tensors[gradient].dtype != tensors[t].dtype for gradient, t in pairs)
         return self.sums if wide and update.exchange is None else self.gradients
 
-    def optimizer(self, update: Update) -> Layout:
+    def optimizer(self, update: Update) -> BufferLayout:
         """Return the layout of the optimizer state."""
         pieces = update.by_stage.state, update.by_stage.state_avals, update.by_stage.state_stage
         owned = list(zip(*pieces, strict=True))
@@ -89,12 +89,12 @@ class LockstepProgram(Program):
         """The device of each parameter that others borrow."""
         return {t: next(d for d in self.device_numbers if t in self.parameters.places[d]) for t in self.shared}
 
-    def borrowed(self, layout: Layout) -> Layout:
+    def borrowed(self, layout: BufferLayout) -> BufferLayout:
         """Return the layout of arrays of every parameter that is borrowed, which all devices have behind their own."""
         avals = {t: layout.places[d][t].aval for t, d in self.lent.items() if t in layout.places[d]}
         return lay_out([avals] * self.num_devices)
 
-    def with_borrowed(self, layout: Layout) -> Layout:
+    def with_borrowed(self, layout: BufferLayout) -> BufferLayout:
         """Return the layout of a device's own arrays, and of those behind them."""
         return layout.joined(self.borrowed(layout))
 

@@ -23,7 +23,7 @@ from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.runtime import check_state, shard_batch
 from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, followed_cuts
 from jaxpipe.runtime.interface import Bytes, ForwardPass, Gradients, Part, StepResults
-from jaxpipe.runtime.spmd.buffer_layout import Layout, lay_out
+from jaxpipe.runtime.spmd.buffer_layout import BufferLayout, lay_out
 from jaxpipe.runtime.spmd.compiled_step import evaluation_step, gradient_step, prediction_step, training_step
 from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram
 from jaxpipe.runtime.stages import cut_stages
@@ -119,7 +119,7 @@ class SpmdRuntime:
             [np.stack([held[t] for held in left]) for t in objective.parameters if t in left[0]],
         )
 
-    def _on_hosts(self, layout: Layout, buffers: Sequence[Array], replica: int = 0) -> dict[TensorNumber, Any]:
+    def _on_hosts(self, layout: BufferLayout, buffers: Sequence[Array], replica: int = 0) -> dict[TensorNumber, Any]:
         """Copy the arrays of all places to the host of every process, into memory of their own."""
         held = {}
         for place in self.places:

@@ -12,7 +12,7 @@ from jaxpipe.array_types import AbstractArray, Array, Equation
 from jaxpipe.errors import ModelError
 from jaxpipe.graph.axis_names import TracedIn
 from jaxpipe.graph.graph import Operator, is_differentiable
-from jaxpipe.graph.operator_vjp import Cut, from_rule
+from jaxpipe.graph.operator_vjp import Halves, from_rule
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ def by_rule(
     varied: Sequence[int],
     useful: Sequence[int],
     traced_in: TracedIn,
-) -> Cut:
-    """Return the cut of an operator by a rule; arguments as ``differentiate`` has them."""
+) -> Halves:
+    """Return the halves of an operator's VJP by a rule; arguments as ``differentiate`` has them."""
     equation = _compat.without_scope(op.equation)
     numbers = [atom.val if _compat.is_literal(atom) else None for atom in equation.invars]
 

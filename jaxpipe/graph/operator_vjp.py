@@ -1,6 +1,6 @@
 """The VJP of one operator, cut into what depends on its cotangents and what does not.
 
-A cut is made once for equal operators and then placed into any graph (``Cut`` uses numbers of its own).
+The halves are made once for equal operators and then placed into any graph (``Halves`` uses numbers of its own).
 """
 
 import functools
@@ -30,7 +30,7 @@ from jaxpipe.graph.save_policy import SavePolicy
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
+class Halves:
     """Both halves of an operator's VJP.
 
     Attributes:
@@ -62,7 +62,7 @@ def differentiate(
     shape: Mapping[str, int] | None = None,
     traced_in: TracedIn = NO_AXES,
     ruled: Sequence[int] = (),
-) -> Cut:
+) -> Halves:
     """Trace the VJP that JAX has for ``op`` with respect to the operands at positions ``varied``, and cut it.
 
     The cut lies where ``jax.vjp`` returns: what a derivative rule computes in its backward pass stays backward work,
@@ -152,8 +152,8 @@ def from_rule(
     useful: Sequence[int] = (0,),
     bits: Sequence[int] = (),
     traced_in: TracedIn = NO_AXES,
-) -> Cut:
-    """A cut made of a hand-written pair; arguments as ``differentiate`` has them.
+) -> Halves:
+    """The halves made of a hand-written pair; arguments as ``differentiate`` has them.
 
     Args:
       forward: ``operands -> (results, residuals)``.
@@ -201,7 +201,7 @@ def _split(
     late: Sequence[TensorNumber] = (),
     in_order: bool = False,
     ruled: Sequence[int] = (),
-) -> Cut:
+) -> Halves:
     """Sort the operators of a traced VJP by whether they depend on a cotangent, or on one of the tensors ``late``.
 
     ``gradients`` are pairs of an operand's position and a cotangent for it.
@@ -225,7 +225,7 @@ def _split(
         outputs=tuple(results),
         constants={t: builder.constants[t] for t in read if t in builder.constants},
     )
-    return Cut(
+    return Halves(
         tensors=tuple(builder.tensors),
         constants=dict(builder.constants),
         inputs=tuple(inputs),

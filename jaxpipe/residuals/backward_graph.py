@@ -31,7 +31,7 @@ from jaxpipe.graph.graph import (
     operator_ends,
     ordered,
 )
-from jaxpipe.graph.operator_vjp import Cut, policy_within, writes_zeros
+from jaxpipe.graph.operator_vjp import Halves, policy_within, writes_zeros
 from jaxpipe.graph.program_form import bits_of
 from jaxpipe.graph.reverse_walk import needed
 from jaxpipe.targets.building import current
@@ -103,24 +103,24 @@ def build_backward_graph(
     builder = GraphBuilder(graph.tensors, graph.constants)
     stand_in: dict[TensorNumber, TensorNumber] = {}  # an output that is another tensor unchanged: that tensor
     backward: list[BackwardOp] = []
-    for op, match, varied, cut in _operator_vjps(graph, matches, wrt, seeds):
+    for op, match, varied, halves in _operator_vjps(graph, matches, wrt, seeds):
         inputs, outputs = _operands_and_results(op, match)
         operands = [stand_in.get(t, t) for t in inputs]
         if op.equation is None:
             stand_in.update(zip(outputs, operands, strict=True))
             if varied:
                 backward.append(_pass_through(op, varied, graph))
-        elif cut is None:
+        elif halves is None:
             for part in (op,) if match is None else match.covers:
                 read = tuple(stand_in.get(t, t) for t in part.inputs)
                 builder.operators.append(part if read == part.inputs else replace(part, inputs=read))
         else:
             name, label = (op.name, op.label) if match is None else (match.name, match.name)
-            needs = tuple(_place(cut, builder, op, label, operands, outputs, stand_in))
-            if cut.cotangents_in:
-                received = tuple(outputs[k] for k in cut.cotangents_in)
-                given = tuple(inputs[k] for k in cut.cotangents_out)
-                backward.append(BackwardOp(name, op.path, label, needs, received, given, cut.program))
+            needs = tuple(_place(halves, builder, op, label, operands, outputs, stand_in))
+            if halves.cotangents_in:
+                received = tuple(outputs[k] for k in halves.cotangents_in)
+                given = tuple(inputs[k] for k in halves.cotangents_out)
+                backward.append(BackwardOp(name, op.path, label, needs, received, given, halves.program))
 
     steps = _merge_masks(needed(backward, seeds, step_ends)[0], {*graph.outputs, *wrt}, builder)
     results = tuple(stand_in.get(t, t) for t in graph.outputs)
@@ -136,7 +136,7 @@ def build_backward_graph(
 
 def _operator_vjps(
     graph: Graph, matches: Mapping[Operator, rules.Match], wrt: Iterable[TensorNumber], seeds: Iterable[TensorNumber]
-) -> Iterator[tuple[Operator, rules.Match | None, tuple[int, ...], Cut | None]]:
+) -> Iterator[tuple[Operator, rules.Match | None, tuple[int, ...], Halves | None]]:
     """Trace the VJP of every operator that lies between ``wrt`` and ``seeds``; equal operators are traced once.
 
     Yields:
@@ -153,9 +153,9 @@ def _operator_vjps(
         current(),
         registered(),
     )
-    cuts: dict[Hashable, Cut] = graph.derived.setdefault(context, {})  # by operator, and by what operators compute
+    known: dict[Hashable, Halves] = graph.derived.setdefault(context, {})  # by operator, and by what operators compute
     for op in [op for op in graph.operators if op in matches or op not in covered]:
-        match, cut = matches.get(op), None
+        match, halves = matches.get(op), None
         inputs, outputs = _operands_and_results(op, match)
         avals = [graph.tensors[t].aval for t in inputs]
         varied = tuple(k for k, t in enumerate(inputs) if t in varied_tensors and is_differentiable(avals[k]))
@@ -165,16 +165,16 @@ def _operator_vjps(
         elif varied and useful:
             behind = tuple(k for k in varied if inputs[k] in ruled)
             here = op, None if match is None else match.name, varied, useful, behind
-            if here not in cuts:
+            if here not in known:
                 key = equality_key(op, avals, varied, useful, match), behind, policy_within(op), rule_of(op)
-                if key not in cuts:
+                if key not in known:
                     derived = match is None
                     axes = graph.stage_shape, graph.traced_in, behind
-                    cuts[key] = rules.derive(op, avals, varied, useful, *axes) if derived else match.cut(avals[0])
-                cuts[here] = cuts[key]
-            cut = cuts[here]
-            varied_tensors.update(outputs[k] for k in cut.cotangents_in)
-        yield op, match, varied, cut
+                    known[key] = rules.derive(op, avals, varied, useful, *axes) if derived else match.halves(avals[0])
+                known[here] = known[key]
+            halves = known[here]
+            varied_tensors.update(outputs[k] for k in halves.cotangents_in)
+        yield op, match, varied, halves
 
 
 def _operands_and_results(
@@ -211,7 +211,7 @@ def equality_key(
 
 
 def _place(
-    cut: Cut,
+    halves: Halves,
     builder: GraphBuilder,
     op: Operator,
     label: str,
@@ -219,24 +219,24 @@ def _place(
     outputs: Sequence[TensorNumber],
     stand_in: dict[TensorNumber, TensorNumber],
 ) -> list[TensorNumber]:
-    """Add the first half of a cut to the forward graph; returns the numbers of its needs."""
-    number = dict(zip(cut.inputs, operands, strict=True))
-    produced = {t for part in cut.primal for t in part.outputs}
-    for local, out in zip(cut.outputs, outputs, strict=True):
+    """Add the first half of a VJP to the forward graph; returns the numbers of its needs."""
+    number = dict(zip(halves.inputs, operands, strict=True))
+    produced = {t for part in halves.primal for t in part.outputs}
+    for local, out in zip(halves.outputs, outputs, strict=True):
         if local in produced:
             number.setdefault(local, out)
-    for local, value in cut.constants.items():
+    for local, value in halves.constants.items():
         number[local] = builder.constant(value)
-    for part in cut.primal:
+    for part in halves.primal:
         for t in part.outputs:
             if t not in number:
-                number[t] = builder.tensor(cut.tensors[t].aval, cut.tensors[t].bits)
+                number[t] = builder.tensor(halves.tensors[t].aval, halves.tensors[t].bits)
         read, written = tuple(number[t] for t in part.inputs), tuple(number[t] for t in part.outputs)
         builder.operators.append(Operator(part.equation, read, written, op.path, label, op.policy))
     stand_in.update(
-        (out, number[local]) for local, out in zip(cut.outputs, outputs, strict=True) if number[local] != out
+        (out, number[local]) for local, out in zip(halves.outputs, outputs, strict=True) if number[local] != out
     )
-    return [number[t] for t in cut.needs]
+    return [number[t] for t in halves.needs]
 
 
 def _pass_through(op: Operator, varied: Sequence[int], graph: Graph) -> BackwardOp:

@@ -13,7 +13,7 @@ from jaxpipe.array_types import AbstractArray, TensorNumber
 from jaxpipe.graph.axis_names import NO_AXES, TracedIn
 from jaxpipe.graph.derivative_rule import by_rule, register_rule, rule_of
 from jaxpipe.graph.graph import Graph, Operator
-from jaxpipe.graph.operator_vjp import Cut, differentiate
+from jaxpipe.graph.operator_vjp import Halves, differentiate
 from jaxpipe.graph.rules import max_pool, pick, relu
 
 
@@ -26,7 +26,7 @@ class Match:
     operand: TensorNumber
     result: TensorNumber
     key: Hashable
-    cut: Callable[[AbstractArray], Cut]
+    halves: Callable[[AbstractArray], Halves]
 
 
 def find(graph: Graph, allowed: Callable[[Operator], bool]) -> Mapping[Operator, Match]:
@@ -52,7 +52,7 @@ def find(graph: Graph, allowed: Callable[[Operator], bool]) -> Mapping[Operator,
             operand=covers[0].inputs[0],
             result=op.outputs[0],
             key=tuple(sorted((k, v) for k, v in op.params.items())),
-            cut=max_pool.rule(op, before),
+            halves=max_pool.rule(op, before),
         )
     return matches
 
@@ -65,8 +65,8 @@ def derive(
     shape: Mapping[str, int] | None = None,
     traced_in: TracedIn = NO_AXES,
     ruled: Sequence[int] = (),
-) -> Cut:
-    """The cut of any other operator: by its rule, or else JAX's VJP."""
+) -> Halves:
+    """The halves of any other operator's VJP: by its rule, or else JAX's."""
     rule = rule_of(op)
     if rule is not None:
         return by_rule(rule, op, avals, varied, useful, traced_in)

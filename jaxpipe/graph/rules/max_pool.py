@@ -23,7 +23,7 @@ from jax import lax
 from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, Array
 from jaxpipe.graph.graph import Operator, is_differentiable
-from jaxpipe.graph.operator_vjp import Cut, from_rule
+from jaxpipe.graph.operator_vjp import Halves, from_rule
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ def position_bits(window: Sequence[int]) -> int:
     return next(bits for bits in (1, 2, 4, 8, 16) if math.prod(window) <= 2**bits)
 
 
-def rule(pool: Operator, relu: Operator | None) -> Callable[[AbstractArray], Cut]:
-    """The cut of a max-pool, or of a ReLU and the max-pool that alone reads it."""
+def rule(pool: Operator, relu: Operator | None) -> Callable[[AbstractArray], Halves]:
+    """The halves of the VJP of a max-pool, or of a ReLU and the max-pool that alone reads it."""
     windows = Windows(
         tuple(pool.params["window_dimensions"]),
         tuple(pool.params["window_strides"]),
@@ -76,7 +76,7 @@ def rule(pool: Operator, relu: Operator | None) -> Callable[[AbstractArray], Cut
         tuple(pool.params["base_dilation"]),
     )
 
-    def cut(aval: AbstractArray) -> Cut:
+    def halves(aval: AbstractArray) -> Halves:
         def forward(operand: Array) -> tuple[list[Array], list[Array]]:
             (values,) = (operand,) if relu is None else relu.evaluate(operand)
             result, position, selected = find_maxima(values, windows)
@@ -97,7 +97,7 @@ def rule(pool: Operator, relu: Operator | None) -> Callable[[AbstractArray], Cut
         bits = [position_bits(windows.shape)] + ([] if relu is None else [1])
         return from_rule(forward, backward, [aval], bits=bits)
 
-    return cut
+    return halves
 
 
 def find_maxima(values: Array, windows: Windows) -> tuple[Array, Array, Array]:

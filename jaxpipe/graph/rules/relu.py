@@ -24,17 +24,17 @@ def applies(op: Operator) -> bool:
     """
     if op.name != "custom_jvp_call" or op.literals or not rectifies(op):
         return False
-    cut = differentiate(op, [op.equation.invars[0].aval], (0,), (0,))
-    tests = [part for part in cut.primal if part.name == "gt" and part.inputs == cut.inputs and _is_zero(part)]
-    selects = cut.program.operators
+    halves = differentiate(op, [op.equation.invars[0].aval], (0,), (0,))
+    tests = [part for part in halves.primal if part.name == "gt" and part.inputs == halves.inputs and _is_zero(part)]
+    selects = halves.program.operators
     if len(tests) != 1 or [part.name for part in selects] != ["select_n"]:
         return False
     predicate, otherwise, chosen = selects[0].operands
-    zeros = {t for part in cut.primal if writes_zeros(part) for t in part.outputs}
+    zeros = {t for part in halves.primal if writes_zeros(part) for t in part.outputs}
     return (
         predicate == tests[0].outputs[0]
         and (_is_zero(selects[0]) if otherwise is None else otherwise in zeros)  # of a scalar, a literal
-        and chosen == cut.program.inputs[-1]
+        and chosen == halves.program.inputs[-1]
     )
 
 

@@ -42,7 +42,7 @@ TINY = 2**17
 SEVERAL = -1
 
 
-class Kind(enum.Enum):
+class KernelKind(enum.Enum):
     """Ways to run an operator: inside kernels, as the end of one, as a kernel by itself."""
 
     FUSED = "fused"
@@ -50,13 +50,13 @@ class Kind(enum.Enum):
     ALONE = "alone"
 
 
-class Work(NamedTuple):
+class KernelWork(NamedTuple):
     """Work of an operator: how it runs, its operations and how many run in a second, bytes, and seconds.
 
     ``moved`` are the bytes that it reads and writes by itself, ``other`` are the seconds of all else: a loop's body.
     """
 
-    kind: Kind
+    kind: KernelKind
     flops: float = 0.0
     rate: float = math.inf
     moved: float = 0.0
@@ -76,24 +76,24 @@ def operator_seconds(op: Operator, tensors: Sequence[Tensor], rates: Rates) -> f
     return max(work.arithmetic, work.moved / rates.bytes) + work.other
 
 
-def operator_work(op: Operator, tensors: Sequence[Tensor], rates: Rates) -> Work:
+def operator_work(op: Operator, tensors: Sequence[Tensor], rates: Rates) -> KernelWork:
     """Return the work of an operator."""
     inputs, outputs = [tensors[t] for t in dict.fromkeys(op.inputs)], [tensors[t] for t in op.outputs]
     read, written = _bytes(inputs), _bytes(outputs)
     cost = RANDOM_WORK if op.name in RANDOM else weight(op)
     if cost is not None:
-        return Work(Kind.FUSED, cost * float(sum(t.size for t in outputs)), rates.element_flops, written)
+        return KernelWork(KernelKind.FUSED, cost * float(sum(t.size for t in outputs)), rates.element_flops, written)
     if op.name in REDUCTIONS:
-        return Work(Kind.REDUCTION, float(sum(t.size for t in inputs)), rates.element_flops, read + written)
+        return KernelWork(KernelKind.REDUCTION, float(sum(t.size for t in inputs)), rates.element_flops, read + written)
     if is_product(op):
         turned = [tensors[t].bytes for k, t in enumerate(op.inputs) if _is_turned_around(op, k)]
         moved, copies = read + written + 2 * sum(turned), len(turned) * rates.kernel_seconds
-        return Work(Kind.ALONE, product_flops(op.equation), product_rate(op, rates), moved, copies)
+        return KernelWork(KernelKind.ALONE, product_flops(op.equation), product_rate(op, rates), moved, copies)
     if programs := [] if op.has_effects else _compat.inner_programs(op.equation):
         runs = [program_cost(read_graph(program), rates) for program in programs]
         flops, seconds = map(max if op.name == "cond" else sum, zip(*runs, strict=True))
         times = op.params.get("length", 1) or 1
-        return Work(Kind.ALONE, times * flops, other=times * seconds)
+        return KernelWork(KernelKind.ALONE, times * flops, other=times * seconds)
     rest = _bytes(tensors[t] for t in op.inputs[1:])
     if op.name in LOOKUPS:  # reads what it takes, not all that is there
         moved = 2 * written + rest
@@ -102,7 +102,7 @@ def operator_work(op: Operator, tensors: Sequence[Tensor], rates: Rates) -> Work
     else:
         moved = read + written
     elements = sum(t.size for t in (*inputs, *outputs))
-    return Work(Kind.ALONE, min(elements, moved), rates.element_flops, moved)
+    return KernelWork(KernelKind.ALONE, min(elements, moved), rates.element_flops, moved)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> float:
@@ -150,7 +150,7 @@ class Part:
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    work: Work
+    work: KernelWork
     owner: int
     name: str = ""
     is_product: bool = False
@@ -184,7 +184,7 @@ class Body:
         outputs = tuple(self.value(tensors[t].bytes) for t in op.outputs)
         number.update(zip(op.outputs, outputs, strict=True))
         work = operator_work(op, tensors, self.rates)
-        is_free = work.kind is Kind.FUSED and not work.flops
+        is_free = work.kind is KernelKind.FUSED and not work.flops
         if op.equation is None or (is_free and len(inputs) == 1 and work.moved <= self.sizes[inputs[0]]):
             sources = inputs if len(inputs) == len(outputs) else inputs[:1] * len(outputs)
             for v, source in zip(outputs, sources, strict=True):
@@ -195,13 +195,13 @@ class Body:
     def convert(self, value: int, size: float, owner: int) -> int:
         """Append a change of form inside a kernel, such as packing a mask into bits; return the result."""
         result = self.value(size)
-        self.parts.append(Part((value,), (result,), Work(Kind.FUSED), owner))
+        self.parts.append(Part((value,), (result,), KernelWork(KernelKind.FUSED), owner))
         return result
 
     def join(self, first: int, second: int, owner: int) -> int:
         """Append the sum of two values; return it."""
         result, seconds = self.value(self.sizes[first]), self.sizes[first] / 4 / self.rates.element_flops
-        self.parts.append(Part((first, second), (result,), Work(Kind.FUSED, seconds), owner))
+        self.parts.append(Part((first, second), (result,), KernelWork(KernelKind.FUSED, seconds), owner))
         return result
 
     def known(self, t: TensorNumber, tensors: Sequence[Tensor], number: dict[TensorNumber, int]) -> int:
@@ -246,7 +246,7 @@ class _Cutter:
     def __init__(self, body: Body, results: Iterable[int]):
         self._body, base = body, body.base
         self._readers = Counter(v for part in body.parts for v in {base[v] for v in part.inputs})
-        whole = (v for part in body.parts if part.work.kind is Kind.ALONE for v in part.inputs)
+        whole = (v for part in body.parts if part.work.kind is KernelKind.ALONE for v in part.inputs)
         self._needed = {base[v] for v in (*results, *whole)}
         self._ends = self._find_ends()
         self._kernels: list[_Kernel] = []
@@ -260,7 +260,7 @@ class _Cutter:
         ends: dict[int, int] = {}
         for k, part in reversed([*enumerate(self._body.parts)]):
             below = {ends[v] for v in part.outputs if v in ends}
-            fused = part.work.kind is Kind.FUSED and self._needed.isdisjoint(part.outputs)
+            fused = part.work.kind is KernelKind.FUSED and self._needed.isdisjoint(part.outputs)
             end = k if not fused else min(below) if len(below) == 1 else SEVERAL
             for v in {self._body.base[v] for v in part.inputs}:
                 ends[v] = end if ends.get(v, end) == end else SEVERAL
@@ -270,16 +270,16 @@ class _Cutter:
         """The kernels of the program."""
         for k, part in enumerate(self._body.parts):
             kernel, kind = self._leading_to(k, part), part.work.kind
-            if kind is Kind.FUSED and self._is_added_by_a_product(part, kernel):
+            if kind is KernelKind.FUSED and self._is_added_by_a_product(part, kernel):
                 continue
-            if kind is Kind.FUSED and not self._is_written(part, kernel):
+            if kind is KernelKind.FUSED and not self._is_written(part, kernel):
                 self._inside.update(dict.fromkeys(part.outputs, kernel))
                 continue
             kernel.roots.update(part.outputs)
-            if kind is Kind.FUSED and sum(kernel.reads.values()) <= SMALL * self._body.size(kernel.roots):
+            if kind is KernelKind.FUSED and sum(kernel.reads.values()) <= SMALL * self._body.size(kernel.roots):
                 self._drawn.update(dict.fromkeys(kernel.roots, kernel))
                 continue
-            self._place(kernel, joins=kind is not Kind.ALONE)
+            self._place(kernel, joins=kind is not KernelKind.ALONE)
         return [*dict.fromkeys(self._drawn.values()), *self._kernels]
 
     def _leading_to(self, k: int, part: Part) -> _Kernel:
@@ -359,7 +359,7 @@ def owner_seconds(body: Body, results: Iterable[int], count: int) -> list[float]
         last, rate, stores = parts[-1], body.rates.bytes, kernel.roots & written
         total[last.owner] += body.rates.kernel_seconds + last.work.other
         moved = sum(unread.values()) + body.size(stores)
-        if last.work.kind is Kind.ALONE:
+        if last.work.kind is KernelKind.ALONE:
             stays = sum(kernel.reads.values()) + body.size(kernel.roots) - moved
             total[last.owner] += max(last.work.arithmetic, (last.work.moved - min(stays, last.work.moved)) / rate)
             continue

@@ -29,7 +29,7 @@ Call: TypeAlias = Callable[..., Sequence[Array]]
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class CompileJob:
     """A task to be compiled."""
 
     task: Task
@@ -60,7 +60,7 @@ class Executable:
     writes: tuple[P, ...]  # by result
 
 
-def compile_jobs(jobs: Sequence[Job], platform: str) -> list[Executable | None]:
+def compile_jobs(jobs: Sequence[CompileJob], platform: str) -> list[Executable | None]:
     """Compile this process's work, what is equal once, in as many threads as there are processors.
 
     Takes the jobs of all processes, as equal work has one program in all of them; returns None for those of others.
@@ -75,7 +75,7 @@ def compile_jobs(jobs: Sequence[Job], platform: str) -> list[Executable | None]:
     tell(f"Compiling {len(local_jobs)} programs, {len(local_groups)} of which differ")
     done = 0
 
-    def build(equal: Sequence[Job], lowered: Lowered, rows: Sequence[np.ndarray | None]) -> list[Executable]:
+    def build(equal: Sequence[CompileJob], lowered: Lowered, rows: Sequence[np.ndarray | None]) -> list[Executable]:
         nonlocal done
         built = _compile(equal, lowered, rows)
         done += 1
@@ -97,7 +97,7 @@ def compile_jobs(jobs: Sequence[Job], platform: str) -> list[Executable | None]:
     return compiled
 
 
-def _compile(jobs: Sequence[Job], lowered: Lowered, rows: Sequence[np.ndarray | None]) -> list[Executable]:
+def _compile(jobs: Sequence[CompileJob], lowered: Lowered, rows: Sequence[np.ndarray | None]) -> list[Executable]:
     """Compile equal work once, for the first job's devices, and make it run on those of the others."""
     first, *others = jobs
     if first.is_bound:  # equal work is for the same devices
@@ -122,7 +122,7 @@ def _compile(jobs: Sequence[Job], lowered: Lowered, rows: Sequence[np.ndarray | 
     ]
 
 
-def _elsewhere(program: Compiled, lowered: Lowered, jobs: Sequence[Job]) -> list[Call]:
+def _elsewhere(program: Compiled, lowered: Lowered, jobs: Sequence[CompileJob]) -> list[Call]:
     """Load a compiled program on other devices, or compile it again where that cannot be done."""
     if jobs and all(job.mesh.size == 1 for job in jobs):
         loaded = _compat.loaded_on(program, [job.devices[0] for job in jobs])
@@ -131,7 +131,7 @@ def _elsewhere(program: Compiled, lowered: Lowered, jobs: Sequence[Job]) -> list
     return [_compat.direct_call(lowered.compile(device_assignment=job.devices)) for job in jobs]
 
 
-def _lower(jobs: Sequence[Job], platform: str) -> tuple[Lowered, list[np.ndarray | None]]:
+def _lower(jobs: Sequence[CompileJob], platform: str) -> tuple[Lowered, list[np.ndarray | None]]:
     """Lower equal work; numbers that keys are folded with become an operand where they differ, given by job."""
     first = jobs[0]
     program = shared_program([job.task.program for job in jobs])

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe import agreement, multihost
 from jaxpipe.agreement import Part
 from jaxpipe.array_types import Array
-from jaxpipe.runtime.mpmd.compile_tasks import Executable, Job, compile_jobs
+from jaxpipe.runtime.mpmd.compile_tasks import CompileJob, Executable, compile_jobs
 from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Instruction, Join, Place, Send, Split, Spread, Wait, ends
 from jaxpipe.runtime.mpmd.send_between_processes import Transfer, Transfers, of_member
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
@@ -138,7 +138,7 @@ def _compile_tasks(
         ready = {key: call for key, call in first.items() if open_registers.isdisjoint(call.reads)}
         assert ready, "a program reads what no program before it has written"
         jobs = [
-            Job(
+            CompileJob(
                 graph.tasks[number],
                 graph.donated[number],
                 devices.mesh(place),

@@ -11,7 +11,7 @@ from jaxpipe.planning.storage.integer_program import solve
 from jaxpipe.planning.storage.program_front import Solving
 from jaxpipe.planning.storage.small_items import without_small_items
 from jaxpipe.planning.storage.solver_time import SolverTime
-from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Option, Problem, simulate
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Option, Problem, outcome_of
 
 
 LAYERS, INPUT, INNER, SECONDS = 24, 10, 400, 3.0
@@ -36,7 +36,7 @@ def equal_layers(capacity):
 @pytest.mark.parametrize("spare", [0, INNER - 1])
 def test_equal_layers_store_as_many_as_fit(stored, spare):
     problem = equal_layers(LAYERS * INPUT + stored * INNER + spare)
-    outcome = simulate(problem, give_up(problem))
+    outcome = outcome_of(problem, give_up(problem))
     assert outcome.fits(problem)
     assert outcome.seconds == (LAYERS - stored) * SECONDS
     assert len(outcome.computed) == LAYERS - stored
@@ -46,7 +46,7 @@ def test_the_lowest_peak_of_equal_layers_is_all_inputs_and_one_inner_tensor():
     least = LAYERS * INPUT + INNER
     assert give_up(equal_layers(least - 1)) is None
     problem = equal_layers(0)
-    assert simulate(problem, give_up_all(problem)).peak_bytes == least
+    assert outcome_of(problem, give_up_all(problem)).peak_bytes == least
 
 
 @pytest.mark.parametrize("held", [0, 3])
@@ -63,7 +63,7 @@ def test_choices_without_small_items_fit_the_whole_problem(held):
     small = [k for k, item in enumerate(reduced.items) if whole.items[k].seconds is not None and item.seconds is None]
     assert small and min(small) >= 2 * LAYERS
     answer = solve(reduced)
-    inner, outer = simulate(reduced, answer.choice), simulate(whole, answer.choice)
+    inner, outer = outcome_of(reduced, answer.choice), outcome_of(whole, answer.choice)
     assert outer.fits(whole) and outer.seconds == inner.seconds
     assert all(b <= a for a, b in zip(inner.bytes, outer.bytes, strict=True))
     assert all(answer.choice[k] != NOT_STORED for k in small)
@@ -99,7 +99,7 @@ def test_a_solver_stops_within_the_slack():
     problem = equal_layers(LAYERS * INPUT + 7 * INNER)
     best = (LAYERS - 7) * SECONDS
     solution = solve(problem, slack=4 * SECONDS)
-    assert best <= simulate(problem, solution.choice).seconds <= best + 4 * SECONDS
+    assert best <= outcome_of(problem, solution.choice).seconds <= best + 4 * SECONDS
     assert best - 4 * SECONDS <= solution.bound <= best + 1e-3  # of equals the smallest stash
 
 

@@ -15,7 +15,7 @@ from jaxpipe.planning.storage.fastest_choice import lowest_peak
 from jaxpipe.planning.storage.greedy import give_up
 from jaxpipe.planning.storage.integer_program import solve
 from jaxpipe.planning.storage.storage_items import stage_items
-from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Option, Problem, simulate
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Option, Problem, outcome_of
 from jaxpipe.residuals.vjp_program import build
 from jaxpipe.targets.building import building_for
 
@@ -24,7 +24,7 @@ def all_choices(problem):
     """Every choice with what it leads to."""
     ways = [(NOT_STORED, *range(len(item.options))) for item in problem.items]
     for choice in itertools.product(*ways):
-        outcome = simulate(problem, choice)
+        outcome = outcome_of(problem, choice)
         if outcome is not None:
             yield choice, outcome
 
@@ -35,7 +35,7 @@ def fastest(problem):
 
 
 class AllAtOnce:
-    """The outcomes of all choices of a problem, in arrays: written apart from ``simulate``, for up to a million.
+    """The outcomes of all choices of a problem, in arrays: written apart from ``outcome_of``, for up to a million.
 
     A row for each choice; items are looked at from the last to the first, since they are computed from those before.
     """
@@ -122,7 +122,7 @@ def check_instance(seed):
     if best == math.inf:
         assert answer.choice is None and answer.infeasible, seed
     else:
-        outcome = simulate(problem, answer.choice)
+        outcome = outcome_of(problem, answer.choice)
         assert outcome is not None and outcome.fits(problem), seed
         assert answer.optimal and outcome.seconds == best, seed
     unlimited = Problem(problem.items, problem.base, math.inf, problem.held, problem.frees)
@@ -131,7 +131,7 @@ def check_instance(seed):
     if lowest is None:
         assert least.choice is None, seed
     else:
-        assert simulate(problem, least.choice).peak_bytes == lowest, seed
+        assert outcome_of(problem, least.choice).peak_bytes == lowest, seed
 
 
 @pytest.mark.parametrize("first", range(0, 60, 15))
@@ -160,14 +160,14 @@ def check_large_instance(seed):
     if arrays.fastest() == math.inf:
         assert answer.choice is None and answer.infeasible, seed
     else:
-        outcome = simulate(problem, answer.choice)
+        outcome = outcome_of(problem, answer.choice)
         assert outcome is not None and outcome.fits(problem), seed
         assert answer.optimal and outcome.seconds == arrays.fastest(), seed
     least = solve(problem, least_peak=True)
     if arrays.lowest_peak() is None:
         assert least.choice is None, seed
     else:
-        assert simulate(problem, least.choice).peak_bytes == arrays.lowest_peak(), seed
+        assert outcome_of(problem, least.choice).peak_bytes == arrays.lowest_peak(), seed
 
 
 @pytest.mark.parametrize("seed", range(5000, 5006))
@@ -198,7 +198,7 @@ def test_greedy_keeps_the_limits():
         if best == math.inf:
             assert choice is None, seed
         elif choice is not None:
-            outcome = simulate(problem, choice)
+            outcome = outcome_of(problem, choice)
             assert outcome.fits(problem) and outcome.seconds >= best, seed
             solved += 1
             ratios.append((outcome.seconds + 1) / (best + 1))
@@ -220,7 +220,7 @@ def test_the_lowest_peak_with_and_without_a_solver():
             continue
         assert solved.outcome.peak_bytes == least, seed
         if greedy is not None:
-            assert simulate(problem, greedy.choice).peak_bytes == greedy.outcome.peak_bytes >= least, seed
+            assert outcome_of(problem, greedy.choice).peak_bytes == greedy.outcome.peak_bytes >= least, seed
             met += greedy.outcome.peak_bytes == least
         possible += 1
     assert met >= 0.6 * possible
@@ -274,7 +274,7 @@ def executions_with_any_recomputation(layers, budget):
 def test_known_optima_of_chains(layers, budget, executions):
     answer = solve(chain(layers, budget))
     assert answer.optimal
-    outcome = simulate(chain(layers, budget), answer.choice)
+    outcome = outcome_of(chain(layers, budget), answer.choice)
     assert outcome.peak_bytes <= budget
     assert 2 * layers + 1 + outcome.seconds == executions
 

@@ -10,7 +10,7 @@ from jaxpipe.options import Solver
 from jaxpipe.planning.storage.greedy import give_up, give_up_all
 from jaxpipe.planning.storage.kept_solutions import kept_or_solved
 from jaxpipe.planning.storage.small_items import SHARE, without_small_items
-from jaxpipe.planning.storage.storage_problem import NOT_STORED, Outcome, Problem, Solution, simulate
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, Outcome, Problem, Solution, outcome_of
 
 
 #: A solver's numbers are exact to this fraction; one that is over the limit by so little is solved again.
@@ -58,19 +58,19 @@ def choose(
     candidates = []
     greedy = give_up(problem)
     if greedy is not None:
-        outcome = simulate(problem, greedy)
+        outcome = outcome_of(problem, greedy)
         assert outcome is not None
         if outcome.seconds <= least + slack:
             return Answer(greedy, outcome, "optimal" if outcome.seconds <= least else "gap", least)
         candidates.append((1, greedy))
     solved = _solve(problem, solver, time_limit, gap, slack)
     if solved.choice is not None:
-        outcome = simulate(problem, solved.choice)
+        outcome = outcome_of(problem, solved.choice)
         if outcome is not None and not outcome.fits(problem):
             # Once more, with the capacity lowered by what the solver's arithmetic leaves open.
             strict = replace(problem, capacity=problem.capacity * (1 - ACCURACY))
             solved = _solve(strict, solver, time_limit, gap, slack)
-            outcome = None if solved.choice is None else simulate(problem, solved.choice)
+            outcome = None if solved.choice is None else outcome_of(problem, solved.choice)
         if solved.choice is not None and outcome is not None and outcome.fits(problem):
             candidates.append((0, solved.choice))
     if not candidates:
@@ -152,7 +152,7 @@ def lowest_peak(
     """
     solved = _solve(problem, solver, time_limit, gap, least_peak=True)
     choices = [choice for choice in (solved.choice, give_up_all(problem)) if choice is not None]
-    answers = [_tidy(problem, choice) for choice in choices if simulate(problem, choice) is not None]
+    answers = [_tidy(problem, choice) for choice in choices if outcome_of(problem, choice) is not None]
     if not answers:
         return None
     choice, outcome = min(answers, key=lambda answer: answer[1].peak_bytes)
@@ -161,10 +161,10 @@ def lowest_peak(
 
 def _tidy(problem: Problem, choice: tuple[int, ...]) -> tuple[tuple[int, ...], Outcome]:
     """Return the same choice without what is stored for nobody."""
-    outcome = simulate(problem, choice)
+    outcome = outcome_of(problem, choice)
     assert outcome is not None
     tidy = tuple(option if k in outcome.read else NOT_STORED for k, option in enumerate(choice))
-    outcome = simulate(problem, tidy)
+    outcome = outcome_of(problem, tidy)
     assert outcome is not None
     return tidy, outcome
 

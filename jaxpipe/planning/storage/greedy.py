@@ -7,7 +7,7 @@ only when all of them have given up the same item. Where that is not enough, ite
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Outcome, Problem, simulate
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Outcome, Problem, outcome_of
 
 
 #: How many changes are tried before each is made, where items are given up one by one.
@@ -41,7 +41,7 @@ def give_up(problem: Problem) -> tuple[int, ...] | None:
 def give_up_all(problem: Problem) -> tuple[int, ...] | None:
     """Return the choice with the lowest peak that is found; None if none can be run."""
     choice = _smallest(problem)
-    return None if simulate(problem, choice) is None else tuple(choice)
+    return None if outcome_of(problem, choice) is None else tuple(choice)
 
 
 def _smallest(problem: Problem) -> list[int]:
@@ -52,20 +52,20 @@ def _smallest(problem: Problem) -> list[int]:
     ends = []
     for first, second in ((single, alike), (alike, single)):
         ends.append(_descended(unlimited, _descended(unlimited, fastest, first), second))
-    outcomes = [simulate(problem, choice) for choice in ends]
+    outcomes = [outcome_of(problem, choice) for choice in ends]
     return min(zip(ends, outcomes, strict=True), key=lambda end: (end[1] is None, end[1] and end[1].peak_bytes))[0]
 
 
 def _descended(problem: Problem, choice: Sequence[int], changes: Changes) -> list[int]:
     """Change groups of items until the limits hold, or no single change brings them nearer."""
     choice = list(choice)
-    now = simulate(problem, choice)
+    now = outcome_of(problem, choice)
     while now is None or not now.fits(problem):
         step = _best_step(problem, choice, now, changes)
         if step is None:
             break
         choice = step
-        now = simulate(problem, choice)
+        now = outcome_of(problem, choice)
     return choice
 
 
@@ -79,7 +79,7 @@ def _by_rate(item: Item) -> float:
 
 def _taken_back(problem: Problem, choice: list[int], order: Callable[[Item], float]) -> list[int]:
     """Store what is computed again as far as it fits, in descending order."""
-    now = simulate(problem, choice)
+    now = outcome_of(problem, choice)
     assert now is not None
     before = None
     while before != choice:
@@ -87,7 +87,7 @@ def _taken_back(problem: Problem, choice: list[int], order: Callable[[Item], flo
         for k in sorted(now.computed, key=lambda k: -order(problem.items[k])):
             for option in range(len(problem.items[k].options)):
                 other = [*choice[:k], option, *choice[k + 1 :]]
-                outcome = simulate(problem, other)
+                outcome = outcome_of(problem, other)
                 if outcome is not None and outcome.fits(problem) and outcome.seconds < now.seconds:
                     choice, now = other, outcome
     return choice
@@ -122,12 +122,12 @@ def _fastest(problem: Problem, k: int) -> int:
 
 
 def _fits(problem: Problem, choice: Sequence[int]) -> bool:
-    outcome = simulate(problem, choice)
+    outcome = outcome_of(problem, choice)
     return outcome is not None and outcome.fits(problem)
 
 
 def _seconds(problem: Problem, choice: Sequence[int]) -> float:
-    outcome = simulate(problem, choice)
+    outcome = outcome_of(problem, choice)
     assert outcome is not None
     return outcome.seconds
 
@@ -167,7 +167,7 @@ def _best_step(problem: Problem, choice: Sequence[int], now: Outcome | None, cha
         other = list(choice)
         for k in group:
             other[k] = position
-        outcome = simulate(problem, other)
+        outcome = outcome_of(problem, other)
         if outcome is None:
             continue
         after = _excess(problem, outcome)

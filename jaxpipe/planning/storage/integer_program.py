@@ -30,7 +30,7 @@ from scipy.sparse import csr_array
 
 from jaxpipe.options import Solver
 from jaxpipe.planning.storage.quiet_solver import silence_highs
-from jaxpipe.planning.storage.storage_problem import NOT_STORED, Option, Problem, Solution, simulate
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, Option, Problem, Solution, outcome_of
 
 
 #: What storing as many bytes as there are in all costs beside the costliest item: of equals, the smallest stash.
@@ -117,7 +117,7 @@ def solve(
     """
     if not any(item.options for item in problem.items):  # nothing to choose, and a solver would refuse
         choice = (NOT_STORED,) * len(problem.items)
-        outcome = simulate(problem, choice)
+        outcome = outcome_of(problem, choice)
         fits = outcome is not None and (least_peak or outcome.fits(problem))
         bound = float(outcome.peak_bytes) if least_peak and outcome is not None else None
         return Solution(choice if fits else None, fits, not fits, bound)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxpipe.costs.profile_cache import cache_folder
 from jaxpipe.options import Solver
-from jaxpipe.planning.storage.storage_problem import Problem, Solution, simulate
+from jaxpipe.planning.storage.storage_problem import Problem, Solution, outcome_of
 from jaxpipe.text.kept_files import keep, read_kept
 from jaxpipe.text.stable_text import digest, stable_text
 
@@ -52,7 +52,7 @@ def _better(problem: Problem, kept: Solution | None, new: Solution, least_peak: 
     """Return the better of two solutions, so that more time never makes one worse."""
     rated = []
     for solution in (kept, new):
-        outcome = None if solution is None or solution.choice is None else simulate(problem, solution.choice)
+        outcome = None if solution is None or solution.choice is None else outcome_of(problem, solution.choice)
         if solution is not None and outcome is not None:
             rated.append((outcome.peak_bytes if least_peak else outcome.seconds, len(rated), solution))
     return min(rated)[2] if rated else new

@@ -10,7 +10,7 @@ from jaxpipe.graph.graph import Graph, Operator, is_differentiable
 from jaxpipe.options import Solver
 from jaxpipe.planning.storage.fastest_choice import Answer, check_solver, choose, lowest_peak, raised
 from jaxpipe.planning.storage.storage_items import Items, limited, stage_items, storage_plan
-from jaxpipe.planning.storage.storage_problem import NOT_STORED, simulate
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, outcome_of
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import ResidualPlan
 from jaxpipe.residuals.vjp_program import VJPProgram
@@ -126,7 +126,7 @@ def plan_storage(
     price = functools.partial(_seconds, graph, rates)
     items = stage_items(stage.backward_graph, stage.plan, price, rates.bytes, graph.inputs)
     problem = functools.partial(limited, items, held=in_flight - 1)
-    default = simulate(problem(math.inf), items.default)
+    default = outcome_of(problem(math.inf), items.default)
     asked = budget
     answer = choose(problem(budget), solver=solver, time_limit=time_limit, gap=gap)
     if answer is None:

@@ -20,7 +20,7 @@ from jaxpipe.planning.storage.fastest_choice import Answer, choose, greedy_choic
 from jaxpipe.planning.storage.hand_placed import Placement, hand_placed
 from jaxpipe.planning.storage.solver_time import SolverTime
 from jaxpipe.planning.storage.storage_items import Items, limited, storage_plan
-from jaxpipe.planning.storage.storage_problem import NOT_STORED, Option, Problem, simulate
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, Option, Problem, outcome_of
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import GPU_RERUN_SHARE, ResidualPlan, default_plan
 from jaxpipe.residuals.vjp_program import VJPProgram
@@ -177,7 +177,7 @@ class Front:
         """Checkpoints as people place them."""
         way, points = self.ways[0], {}
         for placement, choice in hand_placed(way.items).items():
-            outcome = simulate(self._problem(way, math.inf), choice)
+            outcome = outcome_of(self._problem(way, math.inf), choice)
             if outcome is not None:
                 points[placement] = self._point(way, Answer(choice, outcome, "checkpoints", outcome.seconds))
         return points
@@ -243,7 +243,7 @@ class Front:
 
     def _by_default(self, way: Way, status: str) -> Point:
         """Return the default storage of a way."""
-        outcome = simulate(self._problem(way, math.inf), way.items.default)
+        outcome = outcome_of(self._problem(way, math.inf), way.items.default)
         assert outcome is not None
         return Point(way, Answer(way.items.default, outcome, status, outcome.seconds), self.held or 0)
 

@@ -153,7 +153,7 @@ class Solution:
     bound: float | None = None
 
 
-def simulate(problem: Problem, choice: Sequence[int]) -> Outcome | None:
+def outcome_of(problem: Problem, choice: Sequence[int]) -> Outcome | None:
     """Walk through the events with one option (its position) or ``NOT_STORED`` for each item.
 
     Nothing here knows of the solvers; their answers are checked by it.

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpipe
 from examples import models
-from jaxpipe.runtime.mpmd.device_bytes import peak_bytes
+from jaxpipe.runtime.mpmd.device_bytes import device_peaks
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
 from jaxpipe.targets.absent import absent_devices
 from jaxpipe.targets.known import target_named
@@ -91,7 +91,7 @@ def measure(pipeline: jaxpipe.Pipeline) -> dict[str, Any]:
     """Compile the programs of a pipeline; what they exchange, and the bytes of a device of each stage."""
     runtime = MpmdRuntime(pipeline._runtime.planned)
     dispatch = runtime.compiled_step
-    peaks = peak_bytes(dispatch, runtime.devices)
+    peaks = device_peaks(dispatch, runtime.devices)
     programs = {}
     for (_, place), run in dispatch.executables.items():
         if place.replica in (-1, 0) and isinstance(run.run, jax.stages.Compiled):

@@ -31,7 +31,7 @@ from examples import models
 from jaxpipe import _compat
 from jaxpipe.costs.count_products import count_products
 from jaxpipe.planning.compile_plan import with_step
-from jaxpipe.runtime.mpmd.device_bytes import peak_bytes
+from jaxpipe.runtime.mpmd.device_bytes import device_peaks
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
 from jaxpipe.schedules.joined_work import program_kinds
@@ -112,7 +112,7 @@ def measure(pipeline: Any) -> list[dict[str, Any]]:
     """Compile the stage programs of a pipeline; a row for each device."""
     plan, runtime = pipeline.plan, MpmdRuntime(with_step(pipeline._planned))
     dispatch = runtime.compiled_step
-    peaks = peak_bytes(dispatch, runtime.devices)
+    peaks = device_peaks(dispatch, runtime.devices)
     rows = []
     for d, device in enumerate(pipeline.mesh.devices.flat):
         here = [s for s in runtime.places if runtime.devices.rows[s][0] == device]

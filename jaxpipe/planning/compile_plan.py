@@ -23,7 +23,7 @@ def with_step(planned: PlannedStep) -> PlannedStep:
     tell(f"Compiling the training step, {bytes_text(planned.plan.predicted_bytes)} predicted")
     runtime = MpmdRuntime(planned)
     step = runtime.build()
-    peaks = device_bytes.peak_bytes(step, runtime.devices)
+    peaks = device_bytes.device_peaks(step, runtime.devices)
     size = max(peak.total for peak in peaks.values())
     tell(f"XLA reserves {bytes_text(size)} on the fullest device")
     return replace(planned, plan=with_compiled_bytes(planned.plan, runtime, peaks), compiled=CompiledStep(step, size))

@@ -77,7 +77,7 @@ class Needs:
 NOTHING = Needs("")
 
 
-def peak_bytes(dispatch: Dispatch, devices: StageDevices) -> dict[Device, Peak]:
+def device_peaks(dispatch: Dispatch, devices: StageDevices) -> dict[Device, Peak]:
     """Return the most bytes that each device of this process holds at once while it follows a graph."""
     needs = {key: Needs(run.label, run.temporary_bytes, run.alias_bytes) for key, run in dispatch.executables.items()}
     return walk(dispatch.graph, devices, needs)

@@ -22,7 +22,7 @@ from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.runtime import check_state
 from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, followed_cuts
 from jaxpipe.runtime.interface import Bytes, ForwardPass, Gradients, Part, StepResults
-from jaxpipe.runtime.mpmd.device_bytes import Peak, peak_bytes, predicted_bytes
+from jaxpipe.runtime.mpmd.device_bytes import Peak, device_peaks, predicted_bytes
 from jaxpipe.runtime.mpmd.dispatch import Dispatch, compile_graph
 from jaxpipe.runtime.mpmd.instructions import Place
 from jaxpipe.runtime.mpmd.other_shapes import check_shapes, shaped_for
@@ -230,7 +230,7 @@ class MpmdRuntime:
 
     def bytes(self) -> Bytes:
         """Return the most bytes that each device needs at once in a step."""
-        peaks = self.in_mesh_order(peak_bytes(self.compiled_step, self.devices)).values()
+        peaks = self.in_mesh_order(device_peaks(self.compiled_step, self.devices)).values()
         rows = zip(*((peak.total, peak.temporary, peak.host) for peak in peaks), strict=True)
         return Bytes(*rows)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import jaxpipe
 from jaxpipe import Network
 from jaxpipe.errors import PartitionError
-from jaxpipe.planning.storage.choose_swaps import Link, choose_targets
+from jaxpipe.planning.storage.choose_swaps import SwapLink, choose_targets
 from jaxpipe.planning.storage.fastest_choice import choose
 from jaxpipe.planning.storage.storage_problem import Item, Option, Problem
 from jaxpipe.runtime.mpmd import device_bytes
@@ -204,13 +204,18 @@ def test_slices_are_all_bytes_in_proportion_to_bandwidth(shapes, shares):
 
 
 def test_targets_with_room_are_chosen_for_their_links():
-    links = {1: Link(1e9, 0.0, 50), 2: Link(4e9, 0.0, 400), 3: Link(4e9, 0.0, 400), HOST: Link(1e9, 0.0, math.inf)}
+    links = {
+        1: SwapLink(1e9, 0.0, 50),
+        2: SwapLink(4e9, 0.0, 400),
+        3: SwapLink(4e9, 0.0, 400),
+        HOST: SwapLink(1e9, 0.0, math.inf),
+    }
     both = choose_targets({t: link for t, link in links.items() if t != HOST}, 2, 300)
     assert [target.stage for target in both.targets] == [2, 3] and both.most_bytes == 400
     assert [target.share for target in both.targets] == [0.5, 0.5]
     # 2,000 bytes are in no peer's room.
     assert [target.stage for target in choose_targets(links, 2, 2000).targets] == [HOST]
-    assert choose_targets({1: Link(0.0, 0.0, 100)}, 1, 1) is None
+    assert choose_targets({1: SwapLink(0.0, 0.0, 100)}, 1, 1) is None
 
 
 def test_the_program_swaps_what_overlaps_and_computes_the_rest_again():

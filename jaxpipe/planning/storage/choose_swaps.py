@@ -33,7 +33,7 @@ class Links:
 
 
 @dataclass(frozen=True)
-class Link:
+class SwapLink:
     """A link from a stage's device to other memory.
 
     Attributes:
@@ -64,7 +64,7 @@ class Targets:
     most_bytes: float
 
 
-def choose_targets(links: Mapping[StageNumber, Link], away: int, needed: float) -> Targets | None:
+def choose_targets(links: Mapping[StageNumber, SwapLink], away: int, needed: float) -> Targets | None:
     """Return the fastest targets with room for the bytes that have to leave, else those with most room.
 
     Args:
@@ -95,7 +95,7 @@ def choose_targets(links: Mapping[StageNumber, Link], away: int, needed: float) 
     return max(candidates, key=lambda targets: (targets.most_bytes, targets.bandwidth))
 
 
-def _together(links: Mapping[StageNumber, Link], away: int) -> Targets:
+def _together(links: Mapping[StageNumber, SwapLink], away: int) -> Targets:
     """Slices in proportion to bandwidth, so that all links take as long."""
     finite = all(math.isfinite(link.bandwidth) for link in links.values())
     total = sum(link.bandwidth for link in links.values()) if finite else len(links)

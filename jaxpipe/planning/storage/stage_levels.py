@@ -18,7 +18,7 @@ from functools import cached_property
 
 from jaxpipe.graph.allowed_codecs import FAST, Policy
 from jaxpipe.graph.sharding_propagation import of_one_device, propagate
-from jaxpipe.planning.storage.choose_swaps import Link, Targets, choose_targets
+from jaxpipe.planning.storage.choose_swaps import SwapLink, Targets, choose_targets
 from jaxpipe.planning.storage.prices import Prices
 from jaxpipe.planning.storage.program_front import GAP, RERUN_LEVELS, Front, Point, Solving, Way
 from jaxpipe.planning.storage.storage_items import Items, stage_items
@@ -221,9 +221,9 @@ class StageLevels:
                 points, held = swap_points(program.schedule, s), self._fronts[s].held
                 if held is None or held <= points.home:
                     continue
-                reach = {t: Link(links.bandwidth[s][t], links.latency[s][t], n) for t, n in rooms.items()}
+                reach = {t: SwapLink(links.bandwidth[s][t], links.latency[s][t], n) for t, n in rooms.items()}
                 if links.host_bytes:
-                    reach[HOST] = Link(links.host_bandwidth[s], links.host_latency[s], links.host_bytes)
+                    reach[HOST] = SwapLink(links.host_bandwidth[s], links.host_latency[s], links.host_bytes)
                 targets = choose_targets(reach, points.away, (needs[d] - room) / (held - points.home))
                 if targets is None:
                     continue

@@ -36,7 +36,7 @@ from jaxpipe.runtime.optimizer_by_stage import partition_update
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.replica_exchange import stage_exchange, warn_of_adam
 from jaxpipe.runtime.select_runtime import bytes_by_component
-from jaxpipe.runtime.stages import Placement, Stage, count_frozen, cut_stages, place, with_backward
+from jaxpipe.runtime.stages import Placement, Stage, count_frozen, cut_stages, place_variables, with_backward
 from jaxpipe.schedules import schedule_makers
 from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.table import Schedule, StageNumber, without_backward
@@ -61,7 +61,7 @@ class Cut:
     @cached_property
     def placement(self) -> Placement[StageNumber]:
         """The stage of every variable."""
-        return place(self.traced.objective, self._places)
+        return place_variables(self.traced.objective, self._places)
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:

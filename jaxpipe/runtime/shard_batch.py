@@ -48,7 +48,7 @@ def whole_shapes(mesh: Mesh, shapes: PyTree, batch: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(whole, shapes, batch)
 
 
-def place(mesh: Mesh, leaves: Sequence[ArrayLike], shapes: Sequence[Shaped], batching: Batching) -> list[Array]:
+def place_batch(mesh: Mesh, leaves: Sequence[ArrayLike], shapes: Sequence[Shaped], batching: Batching) -> list[Array]:
     """A batch's leaves on the devices."""
     return [
         _place(x, shape.shape, NamedSharding(mesh, spec))

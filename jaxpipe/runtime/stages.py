@@ -101,7 +101,7 @@ def places_to_cut(objective: MicrobatchProgram) -> list[bool]:
     return allowed_cuts(objective.graph, itertools.chain.from_iterable(variable_spans(objective).values()))
 
 
-def place(objective: MicrobatchProgram, cuts: Sequence[int]) -> Placement[StageNumber]:
+def place_variables(objective: MicrobatchProgram, cuts: Sequence[int]) -> Placement[StageNumber]:
     """Put every variable into the stage that uses it first; what nothing uses, into the first."""
     first = {t: uses[0][0] for t, uses in variable_spans(objective).items()}
 

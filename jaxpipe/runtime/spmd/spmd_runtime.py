@@ -185,7 +185,7 @@ class SpmdRuntime:
     def _run(
         self, name: str, compiled: Compiled, state: TrainState, batch: PyTree, shapes: PyTree, batching: Batching
     ) -> Any:
-        leaves = shard_batch.place(self.planned.mesh, jax.tree.leaves(batch), jax.tree.leaves(shapes), batching)
+        leaves = shard_batch.place_batch(self.planned.mesh, jax.tree.leaves(batch), jax.tree.leaves(shapes), batching)
         others = frozenset(d.process_index for d in self.planned.mesh.devices.flat) - {jax.process_index()}
         return run_together(compiled, Awaited(f"Pipeline.{name}", "its program", others), state, leaves)
 

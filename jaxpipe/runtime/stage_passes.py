@@ -34,7 +34,7 @@ class Forward(NamedTuple):
     overflows: Array
 
 
-def forward(stage: Stage, known: Values, trains: bool) -> Forward:
+def stage_forward(stage: Stage, known: Values, trains: bool) -> Forward:
     """Run a stage's forward pass; one that trains returns what its backward pass needs besides ``known``."""
     inputs = [known[t] for t in stage.graph.inputs]
     if stage.vjp is None or not trains:
@@ -46,7 +46,7 @@ def forward(stage: Stage, known: Values, trains: bool) -> Forward:
     return Forward(dict(zip(stage.graph.outputs, outputs, strict=True)), stash, vjp_program.overflows(stage.vjp, parts))
 
 
-def backward(
+def stage_backward(
     objective: MicrobatchProgram,
     stage: Stage,
     kind: Kind,

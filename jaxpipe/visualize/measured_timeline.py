@@ -5,9 +5,8 @@ from jax.sharding import Mesh
 
 from jaxpipe.array_types import PyTree
 from jaxpipe.costs.timing import TimedProgram, time_programs
-from jaxpipe.runtime import stage_passes
 from jaxpipe.runtime.program import Program
-from jaxpipe.runtime.stage_passes import Stash, Values
+from jaxpipe.runtime.stage_passes import Stash, Values, stage_backward, stage_forward
 from jaxpipe.runtime.stages import Stage
 from jaxpipe.schedules import Kind, Timeline, simulate
 from jaxpipe.sharding.mesh_axes import stage_devices
@@ -46,7 +45,7 @@ def _pass(program: Program, stage: Stage, following: Stage | None, kind: Kind) -
     if kind is Kind.FORWARD:
 
         def forward(values: Values) -> PyTree:
-            return stage_passes.forward(stage, values, program.schedule.has_backward)
+            return stage_forward(stage, values, program.schedule.has_backward)
 
         return TimedProgram(forward, (inputs,))
     assert stage.vjp is not None
@@ -57,6 +56,6 @@ def _pass(program: Program, stage: Stage, following: Stage | None, kind: Kind) -
     received = dict(zip(waited, program.tangents(waited), strict=True))
 
     def backward(known: Values, stash: Stash, received: Values) -> PyTree:
-        return stage_passes.backward(program.objective, stage, kind, known, stash, received)
+        return stage_backward(program.objective, stage, kind, known, stash, received)
 
     return TimedProgram(backward, (known, stash, received))

@@ -24,10 +24,10 @@ from jaxpipe.array_types import Array, DType, Shaped, TensorNumber
 from jaxpipe.gradients.squared_norm import norm_dtype
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.residuals.codecs.keep import KEEP
-from jaxpipe.runtime import stage_passes
 from jaxpipe.runtime.gradient_precision import add_gradient, larger_gradient, sum_dtype, widened
 from jaxpipe.runtime.mpmd.step_graph import Form, Path
 from jaxpipe.runtime.mpmd.trace_task import OF_MICROBATCH, Arrays, Work
+from jaxpipe.runtime.stage_passes import stage_backward, stage_forward
 from jaxpipe.runtime.stages import Stage
 from jaxpipe.schedules.joined_work import Kinds
 from jaxpipe.schedules.table import Kind, StageNumber
@@ -277,7 +277,7 @@ def _rows(leaf: Array, j: Array, num_microbatches: int, replicas: int) -> Array:
 def _forward(context: Context, s: StageNumber, arrays: Arrays) -> Arrays:
     stage = context.stages[s]
     known = _available(context, stage, arrays) | arrays["state"] | arrays["arriving"]
-    outputs, stash, overflows = stage_passes.forward(stage, known, context.trains)
+    outputs, stash, overflows = stage_forward(stage, known, context.trains)
     computed = known | outputs
     values = {k: computed[context.objective.results[k]] for k in stage.results}
     results: Arrays = {
@@ -297,7 +297,7 @@ def _backward(context: Context, s: StageNumber, kind: Kind, arrays: Arrays) -> A
     stage = context.stages[s]
     known, sums = _available(context, stage, arrays), _adding_to_sums(context, s, arrays)
     received = arrays["saved" if kind is Kind.BACKWARD_WEIGHT else "cotangents"]
-    gradients, saved = stage_passes.backward(context.objective, stage, kind, known, arrays["stash"], received, sums)
+    gradients, saved = stage_backward(context.objective, stage, kind, known, arrays["stash"], received, sums)
     results = _hand_out(context, s, arrays, gradients)
     return results | ({"saved": {t: saved[t] for t in stage.saved}} if kind is Kind.BACKWARD_INPUT else {})
 

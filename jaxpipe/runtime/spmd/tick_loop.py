@@ -35,11 +35,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.array_types import Array, TensorNumber
-from jaxpipe.runtime import stage_passes
 from jaxpipe.runtime.gradient_precision import add_gradient
 from jaxpipe.runtime.spmd.lockstep_program import PAGE, LockstepProgram
 from jaxpipe.runtime.spmd.stage_switch import switch
 from jaxpipe.runtime.spmd.tick_table import ARRIVED, RETURNED, SAVED, STASH
+from jaxpipe.runtime.stage_passes import stage_backward, stage_forward
 from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.runtime.uint32_words import from_words, pack_given, pack_words, to_words, unpack_words, word_count
 from jaxpipe.schedules.table import Kind, StageNumber
@@ -173,7 +173,7 @@ def _forward(program: LockstepProgram, s: StageNumber, known: dict[TensorNumber,
     stage, device = program.stages[s], program.device(s)
     state = program.variables.read(device, given.state)
     known |= state | dict(zip(stage.arriving, _kept(program, s, ARRIVED, given), strict=True))
-    values, stash, overflows = stage_passes.forward(stage, known, program.trains(s))
+    values, stash, overflows = stage_forward(stage, known, program.trains(s))
     state |= {t: values[new] for t, new in zip(stage.state, stage.new_state, strict=True)}
     results = {k: values[t] for k, t in enumerate(program.objective.results) if k in stage.results}
     results[len(program.objective.results)] = overflows
@@ -195,7 +195,7 @@ def _backward(
     stored = iter(_kept(program, s, STASH, given))
     parts = zip(stage.vjp.plan.stored, stage.vjp.stash_avals, strict=True)
     stash = {t: tuple(next(stored) for _ in avals) for t, avals in parts if t in stage.stashed}
-    gradients, saved = stage_passes.backward(program.objective, stage, kind, known, stash, received)
+    gradients, saved = stage_backward(program.objective, stage, kind, known, stash, received)
     added = program.with_borrowed(program.gradients).write(program.device(s), gradients)
     if is_weight:
         return Made([], _pages([], 0), _pages([], 0), added)

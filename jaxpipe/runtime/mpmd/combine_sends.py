@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from jaxpipe.array_types import Device
 from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Instruction, Send, ends
-from jaxpipe.runtime.mpmd.stage_devices import Layout, StageDevices
+from jaxpipe.runtime.mpmd.stage_devices import StageDevices, StageLayout
 from jaxpipe.runtime.mpmd.step_graph import StepGraph
 
 
-def combine_sends(graph: StepGraph, layout: Layout) -> StepGraph:
+def combine_sends(graph: StepGraph, layout: StageLayout) -> StepGraph:
     """Return a graph with as few messages between processes as the order of its instructions allows."""
     return replace(graph, instructions=tuple(join_messages(graph.instructions, layout.devices)))
 

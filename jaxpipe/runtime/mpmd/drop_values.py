@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from jaxpipe.runtime.mpmd.stage_devices import Layout
+from jaxpipe.runtime.mpmd.stage_devices import StageLayout
 from jaxpipe.runtime.mpmd.step_graph import StepGraph
 
 
-def drop_values(graph: StepGraph, layout: Layout) -> StepGraph:
+def drop_values(graph: StepGraph, layout: StageLayout) -> StepGraph:
     """Return the graph with ``drops``: the values that an instruction is the last one to read or to write."""
     last: dict[int, int] = {}
     for k, instruction in enumerate(graph.instructions):

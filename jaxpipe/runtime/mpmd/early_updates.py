@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.runtime.mpmd.microbatch_graph import put
-from jaxpipe.runtime.mpmd.stage_devices import Layout
+from jaxpipe.runtime.mpmd.stage_devices import StageLayout
 from jaxpipe.runtime.mpmd.stage_tasks import zeros_work
 from jaxpipe.runtime.mpmd.step_end_graph import StepEndWriter
 from jaxpipe.runtime.mpmd.trace_task import Arrays, Work
@@ -20,7 +20,7 @@ from jaxpipe.schedules.table import Kind, StageNumber
 class EarlyUpdateWriter(StepEndWriter):
     """A graph in which stages are updated after every group of micro-batches."""
 
-    def __init__(self, layout: Layout, update: UpdateContext):
+    def __init__(self, layout: StageLayout, update: UpdateContext):
         super().__init__(layout, update)
         assert layout.schedule.versions is not None
         self._used, self._group = layout.schedule.versions, layout.schedule.group

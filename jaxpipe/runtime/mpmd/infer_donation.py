@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from jaxpipe.runtime.mpmd.instructions import Call, Join, Split
-from jaxpipe.runtime.mpmd.stage_devices import Layout
+from jaxpipe.runtime.mpmd.stage_devices import StageLayout
 from jaxpipe.runtime.mpmd.step_graph import StepGraph
 
 
-def infer_donation(graph: StepGraph, layout: Layout) -> StepGraph:
+def infer_donation(graph: StepGraph, layout: StageLayout) -> StepGraph:
     """Return the graph with ``donated``: what every call of a task may write over.
 
     Parts of an array share its memory, and nobody may write over them. What exists before the step is written over by

@@ -18,7 +18,7 @@ from jaxpipe.runtime.mpmd.graph_writer import GraphWriter
 from jaxpipe.runtime.mpmd.instructions import Place
 from jaxpipe.runtime.mpmd.passes import apply_passes
 from jaxpipe.runtime.mpmd.report_tasks import results_work
-from jaxpipe.runtime.mpmd.stage_devices import Layout
+from jaxpipe.runtime.mpmd.stage_devices import StageLayout
 from jaxpipe.runtime.mpmd.stage_tasks import leaves_used, shape_of, stage_work, zeros_work
 from jaxpipe.runtime.mpmd.step_graph import Form, Port, StepGraph, Value
 from jaxpipe.runtime.mpmd.trace_task import Arrays, Work
@@ -42,7 +42,7 @@ _OF_MEMBERS = {"state", "sums", "packs", "totals", "overflows"}
 class MicrobatchWriter(GraphWriter):
     """A graph of the passes over the micro-batches, for a layout."""
 
-    def __init__(self, layout: Layout):
+    def __init__(self, layout: StageLayout):
         super().__init__(layout.devices, layout.traces)
         self.layout, self.context = layout, layout.context
         self.place, self.members_of = layout.devices.place, layout.devices.members

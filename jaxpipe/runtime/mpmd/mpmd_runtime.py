@@ -26,7 +26,7 @@ from jaxpipe.runtime.mpmd.device_bytes import Peak, device_peaks, predicted_byte
 from jaxpipe.runtime.mpmd.dispatch import Dispatch, compile_graph
 from jaxpipe.runtime.mpmd.instructions import Place
 from jaxpipe.runtime.mpmd.other_shapes import check_shapes, shaped_for
-from jaxpipe.runtime.mpmd.stage_devices import Layout, StageDevices
+from jaxpipe.runtime.mpmd.stage_devices import StageDevices, StageLayout
 from jaxpipe.runtime.mpmd.stage_state import Loader, StateLayout, adopt
 from jaxpipe.runtime.mpmd.stage_tasks import Context
 from jaxpipe.runtime.mpmd.step_graph import Port, StepGraph
@@ -47,7 +47,7 @@ from jaxpipe.text.progress import progress, tell
 class LoadedGraph:
     """A compiled graph, and what it needs to be run."""
 
-    layout: Layout
+    layout: StageLayout
     dispatch: Dispatch
     loader: Loader
 
@@ -235,10 +235,10 @@ class MpmdRuntime:
         return Bytes(*rows)
 
     @cached_property
-    def _layout(self) -> Layout:
+    def _layout(self) -> StageLayout:
         return dataclasses.replace(self._layout_of(self.planned), traces=self.planned.traces)
 
-    def _layout_of(self, planned: ExecutablePlan, collects: bool = False) -> Layout:
+    def _layout_of(self, planned: ExecutablePlan, collects: bool = False) -> StageLayout:
         program, batching = planned.program, planned.batching
         leaves = zip(jax.tree.leaves(planned.batch), batching.shared, strict=True)
         local = [
@@ -260,7 +260,7 @@ class MpmdRuntime:
             specs=planned.shardings.specs(program.objective),
         )
         homes = dict(zip(program.objective.parameters, planned.stage_placement.parameters, strict=True))
-        return Layout(context, program.schedule, self.devices, homes)
+        return StageLayout(context, program.schedule, self.devices, homes)
 
     @cached_property
     def _update(self) -> UpdateContext:
@@ -306,7 +306,9 @@ class MpmdRuntime:
         """Return the bytes of devices in the order of the mesh."""
         return {d: peaks[d] for d in self._where.all_devices.devices.flat}
 
-    def _for_shapes(self, shapes: PyTree, make: Callable[[Layout, UpdateContext], StepGraph], text: str) -> LoadedGraph:
+    def _for_shapes(
+        self, shapes: PyTree, make: Callable[[StageLayout, UpdateContext], StepGraph], text: str
+    ) -> LoadedGraph:
         key = make, shape_key(shapes)
 
         def compiled() -> LoadedGraph:
@@ -321,7 +323,7 @@ class MpmdRuntime:
 
         return recent(self._compiled_steps, key, compiled)
 
-    def _layout_for(self, shapes: PyTree) -> Layout:
+    def _layout_for(self, shapes: PyTree) -> StageLayout:
         sizes = ", ".join(str(list(x.shape)) for x in jax.tree.leaves(shapes))
         tell(f"A batch of other shapes than were planned for: {sizes}")
         multihost.meet(f"a first batch of shapes {sizes}")
@@ -330,13 +332,13 @@ class MpmdRuntime:
     def _building(self) -> AbstractContextManager[None]:
         return building_for(self.planned.mesh.devices.flat[0])
 
-    def _compile(self, layout: Layout, graph: StepGraph, call: str) -> LoadedGraph:
+    def _compile(self, layout: StageLayout, graph: StepGraph, call: str) -> LoadedGraph:
         return self._loaded(layout, compile_graph(graph, self.devices, call))
 
-    def _loaded(self, layout: Layout, dispatch: Dispatch) -> LoadedGraph:
+    def _loaded(self, layout: StageLayout, dispatch: Dispatch) -> LoadedGraph:
         return LoadedGraph(layout, dispatch, Loader(dataclasses.replace(self._where, layout=layout), dispatch.graph))
 
-    def _by_replica_rows(self, layout: Layout, parts: Sequence[Array | None]) -> Array | None:
+    def _by_replica_rows(self, layout: StageLayout, parts: Sequence[Array | None]) -> Array | None:
         """Put the rows of all replicas together, on the last stage or where they have been spread."""
         if len(parts) == 1:
             return parts[0]

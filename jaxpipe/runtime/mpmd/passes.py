@@ -6,13 +6,13 @@ from jaxpipe.runtime.mpmd.combine_sends import combine_sends
 from jaxpipe.runtime.mpmd.drop_values import drop_values
 from jaxpipe.runtime.mpmd.infer_donation import infer_donation
 from jaxpipe.runtime.mpmd.remove_unread import remove_unread
-from jaxpipe.runtime.mpmd.stage_devices import Layout
+from jaxpipe.runtime.mpmd.stage_devices import StageLayout
 from jaxpipe.runtime.mpmd.step_graph import StepGraph
 from jaxpipe.runtime.mpmd.swap_stashes import swap_stashes
 
 
 #: In this order.
-PASSES: tuple[Callable[[StepGraph, Layout], StepGraph], ...] = (
+PASSES: tuple[Callable[[StepGraph, StageLayout], StepGraph], ...] = (
     remove_unread,
     swap_stashes,
     combine_sends,
@@ -21,7 +21,7 @@ PASSES: tuple[Callable[[StepGraph, Layout], StepGraph], ...] = (
 )
 
 
-def apply_passes(graph: StepGraph, layout: Layout) -> StepGraph:
+def apply_passes(graph: StepGraph, layout: StageLayout) -> StepGraph:
     """Return the graph after all passes."""
     for apply in PASSES:
         graph = apply(graph, layout)

@@ -4,12 +4,12 @@ from collections import defaultdict
 from dataclasses import replace
 
 from jaxpipe.runtime.mpmd.instructions import Call, Instruction, Send
-from jaxpipe.runtime.mpmd.stage_devices import Layout
+from jaxpipe.runtime.mpmd.stage_devices import StageLayout
 from jaxpipe.runtime.mpmd.step_graph import StepGraph, Task
 from jaxpipe.runtime.mpmd.trace_task import Traces, trim_task
 
 
-def remove_unread(graph: StepGraph, layout: Layout) -> StepGraph:
+def remove_unread(graph: StepGraph, layout: StageLayout) -> StepGraph:
     """Return a graph of tasks that write what is read.
 
     Calls of one task write the same results: those that are read after any of them.

@@ -111,7 +111,7 @@ class StageDevices:
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class StageLayout:
     """Stages, their schedule and their devices."""
 
     context: Context

@@ -27,7 +27,7 @@ from jaxpipe.runtime import check_state, shard_batch
 from jaxpipe.runtime.executable_plan import ExecutablePlan
 from jaxpipe.runtime.mpmd.instructions import Place
 from jaxpipe.runtime.mpmd.send_between_processes import of_member
-from jaxpipe.runtime.mpmd.stage_devices import Layout
+from jaxpipe.runtime.mpmd.stage_devices import StageLayout
 from jaxpipe.runtime.mpmd.step_graph import Path, Port, StepGraph
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate
 from jaxpipe.runtime.state_arrays import of_replicas
@@ -49,7 +49,7 @@ class StateArray(NamedTuple):
 class StateLayout:
     """The arrays of a training state at the ports of a graph."""
 
-    layout: Layout
+    layout: StageLayout
     planned: ExecutablePlan
 
     @property

@@ -15,7 +15,7 @@ from jaxpipe.array_types import TensorNumber
 from jaxpipe.runtime.mpmd.instructions import Place
 from jaxpipe.runtime.mpmd.microbatch_graph import MicrobatchWriter, put
 from jaxpipe.runtime.mpmd.report_tasks import counters_work, weight_work
-from jaxpipe.runtime.mpmd.stage_devices import Layout
+from jaxpipe.runtime.mpmd.stage_devices import StageLayout
 from jaxpipe.runtime.mpmd.step_graph import Form, Port
 from jaxpipe.runtime.mpmd.trace_task import Arrays, Work
 from jaxpipe.runtime.mpmd.update_tasks import StageUpdate, UpdateContext, fold_work
@@ -25,7 +25,7 @@ from jaxpipe.schedules.table import StageNumber
 class StepEndWriter(MicrobatchWriter):
     """A graph with the passes over the micro-batches, and what the optimizer does then."""
 
-    def __init__(self, layout: Layout, update: UpdateContext):
+    def __init__(self, layout: StageLayout, update: UpdateContext):
         super().__init__(layout)
         self.update = update
         self.ends = {s: StageUpdate(update, s) for s in layout.stages}

@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxpipe.runtime.mpmd.device_bytes import HOST_PURPOSE, PEER_PURPOSE, array_bytes
 from jaxpipe.runtime.mpmd.instructions import Call, Instruction, Place, Send, Wait
-from jaxpipe.runtime.mpmd.stage_devices import Layout
+from jaxpipe.runtime.mpmd.stage_devices import StageLayout
 from jaxpipe.runtime.mpmd.step_graph import Form, StepGraph, Task, Value
 from jaxpipe.runtime.mpmd.trace_task import Arrays, Work, trace_task
 from jaxpipe.runtime.stash_swap import StashSwap, SwapTarget
@@ -52,7 +52,7 @@ def cut_arrays(avals: Sequence[jax.ShapeDtypeStruct], targets: Sequence[SwapTarg
     return pieces
 
 
-def swap_stashes(graph: StepGraph, layout: Layout) -> StepGraph:
+def swap_stashes(graph: StepGraph, layout: StageLayout) -> StepGraph:
     """Return a graph in which stages with a ``StashSwap`` send stashes away and, in time, back."""
     swapped = [s for s, stage in zip(layout.stages, layout.context.stages, strict=True) if stage.swap is not None]
     if not swapped or not layout.context.trains:
@@ -66,7 +66,7 @@ def swap_stashes(graph: StepGraph, layout: Layout) -> StepGraph:
 class _Mover:
     """A graph into which swaps are written."""
 
-    def __init__(self, graph: StepGraph, layout: Layout):
+    def __init__(self, graph: StepGraph, layout: StageLayout):
         self._graph, self._layout = graph, layout
         self._values, self._tasks = list(graph.values), list(graph.tasks)
         self._calls: dict[tuple[Place, int], list[int]] = defaultdict(list)  # by place and micro-batch, positions

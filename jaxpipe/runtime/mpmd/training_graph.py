@@ -4,13 +4,13 @@ from jaxpipe.runtime.mpmd.early_updates import EarlyUpdateWriter
 from jaxpipe.runtime.mpmd.microbatch_graph import MicrobatchWriter
 from jaxpipe.runtime.mpmd.report_tasks import stack_work
 from jaxpipe.runtime.mpmd.sparse_exchange import exchange_gradients
-from jaxpipe.runtime.mpmd.stage_devices import Layout
+from jaxpipe.runtime.mpmd.stage_devices import StageLayout
 from jaxpipe.runtime.mpmd.step_end_graph import StepEndWriter
 from jaxpipe.runtime.mpmd.step_graph import Port, StepGraph
 from jaxpipe.runtime.mpmd.update_tasks import UpdateContext
 
 
-def training_graph(layout: Layout, update: UpdateContext) -> StepGraph:
+def training_graph(layout: StageLayout, update: UpdateContext) -> StepGraph:
     """Return the graph of a training step.
 
     Its outputs are the state after it, in the fields of ``TrainState``, and reports at ``layout.home``.
@@ -28,7 +28,7 @@ def training_graph(layout: Layout, update: UpdateContext) -> StepGraph:
     return writer.finish(writer.state())
 
 
-def gradient_graph(layout: Layout, update: UpdateContext) -> StepGraph:
+def gradient_graph(layout: StageLayout, update: UpdateContext) -> StepGraph:
     """Return the graph for loss, metrics and gradients, which are in the field ``gradients`` of their stages."""
     writer, outputs = StepEndWriter(layout, update), {}
     writer.run_table()
@@ -40,7 +40,7 @@ def gradient_graph(layout: Layout, update: UpdateContext) -> StepGraph:
     return writer.finish(outputs)
 
 
-def evaluation_graph(layout: Layout) -> StepGraph:
+def evaluation_graph(layout: StageLayout) -> StepGraph:
     """Return the graph for loss and metrics of a forward pass."""
     writer = MicrobatchWriter(layout)
     writer.run_table()
@@ -48,7 +48,7 @@ def evaluation_graph(layout: Layout) -> StepGraph:
     return writer.finish({})
 
 
-def prediction_graph(layout: Layout) -> StepGraph:
+def prediction_graph(layout: StageLayout) -> StepGraph:
     """Return the graph for predictions, in the field ``predictions`` of a member of the last stage for each replica."""
     writer, outputs = MicrobatchWriter(layout), {}
     writer.run_table()

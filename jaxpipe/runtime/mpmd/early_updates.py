@@ -11,7 +11,7 @@ from jaxpipe.runtime.mpmd.microbatch_graph import put
 from jaxpipe.runtime.mpmd.stage_devices import StageLayout
 from jaxpipe.runtime.mpmd.stage_tasks import zeros_work
 from jaxpipe.runtime.mpmd.step_end_graph import StepEndWriter
-from jaxpipe.runtime.mpmd.trace_task import Arrays, Work
+from jaxpipe.runtime.mpmd.trace_task import Arrays, TaskWork
 from jaxpipe.runtime.mpmd.update_tasks import StageUpdate, UpdateContext, chosen, in_groups, value_at
 from jaxpipe.schedules.joined_work import Kinds
 from jaxpipe.schedules.table import Kind, StageNumber
@@ -46,7 +46,7 @@ class EarlyUpdateWriter(StepEndWriter):
             member.arrays |= {"sums": {}, "packs": {}}
             member.started.clear()
 
-    def look(self, s: StageNumber) -> Work:
+    def look(self, s: StageNumber) -> TaskWork:
         """Return whether any gradient was not finite: the sum of their squares is not, either."""
         what = "look for a norm that is not finite"
         return self.ends[s].work(what, lambda x: {"nonfinite": (~jnp.isfinite(x["squares"])).astype(jnp.int32)})
@@ -58,7 +58,7 @@ class EarlyUpdateWriter(StepEndWriter):
         self.count(self.context.num_microbatches // self._group)
 
 
-def _early_update(end: StageUpdate, count: int) -> Work:
+def _early_update(end: StageUpdate, count: int) -> TaskWork:
     """Return the update by the mean gradient of so many micro-batches; adds up its squared norm."""
 
     def function(arrays: Arrays) -> Arrays:
@@ -68,7 +68,7 @@ def _early_update(end: StageUpdate, count: int) -> Work:
     return end.work("early update", function)
 
 
-def _end(end: StageUpdate, guarded: bool) -> Work:
+def _end(end: StageUpdate, guarded: bool) -> TaskWork:
     """Return the end of a step: state of all replicas, numbers of steps if the stage counts.
 
     Under a guard it also writes parameters and optimizer state, those from before the step if it is stopped.

@@ -9,7 +9,7 @@ from jaxpipe.array_types import PyTree
 from jaxpipe.runtime.mpmd.instructions import Call, Instruction, Join, Place, Send, Split, Spread
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.step_graph import Port, StepGraph, Task, Value
-from jaxpipe.runtime.mpmd.trace_task import Arrays, Traced, Traces, Work, trace_task
+from jaxpipe.runtime.mpmd.trace_task import Arrays, TaskWork, Traced, Traces, trace_task
 from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.mesh_axes import DATA
 from jaxpipe.sharding.partition_specs import side_by_side
@@ -49,7 +49,7 @@ class GraphWriter:
     def run(
         self,
         key: Hashable,
-        work: Work,
+        work: TaskWork,
         place: Place,
         operands: Arrays,
         consumes: bool = False,

@@ -21,7 +21,7 @@ from jaxpipe.runtime.mpmd.report_tasks import results_work
 from jaxpipe.runtime.mpmd.stage_devices import StageLayout
 from jaxpipe.runtime.mpmd.stage_tasks import leaves_used, shape_of, stage_work, zeros_work
 from jaxpipe.runtime.mpmd.step_graph import Form, Port, StepGraph, Value
-from jaxpipe.runtime.mpmd.trace_task import Arrays, Work
+from jaxpipe.runtime.mpmd.trace_task import Arrays, TaskWork
 from jaxpipe.schedules.joined_work import Kinds, program_kinds
 from jaxpipe.schedules.table import Kind, StageNumber
 
@@ -203,7 +203,7 @@ class MicrobatchWriter(GraphWriter):
         return self._shapes[s, kinds]
 
     def run_as(
-        self, what: Hashable, s: StageNumber, work: Work, place: Place, arrays: Arrays, consumes: bool = False
+        self, what: Hashable, s: StageNumber, work: TaskWork, place: Place, arrays: Arrays, consumes: bool = False
     ) -> Arrays:
         """Run work of a stage; ``what`` it is decides all but the shapes of its operands."""
         key = what, id(self.context.stages[s]), shapes_of(self.avals(arrays))

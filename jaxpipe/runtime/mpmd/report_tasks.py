@@ -12,19 +12,19 @@ from jaxpipe.models.combine_metrics import combine
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.runtime.mpmd.stage_tasks import Context
 from jaxpipe.runtime.mpmd.step_graph import Form, Path
-from jaxpipe.runtime.mpmd.trace_task import Arrays, Work
+from jaxpipe.runtime.mpmd.trace_task import Arrays, TaskWork
 
 
 def _small(_: Path) -> Form:
     return Form("state")
 
 
-def weight_work() -> Work:
+def weight_work() -> TaskWork:
     """Return the work that adds up the weights of the batch's micro-batches in all members of their stage."""
-    return Work("the total weight", lambda x: {"weight": _add_up(x["totals"])}, _small)
+    return TaskWork("the total weight", lambda x: {"weight": _add_up(x["totals"])}, _small)
 
 
-def results_work(objective: MicrobatchProgram) -> Work:
+def results_work(objective: MicrobatchProgram) -> TaskWork:
     """Return the work that makes a batch's loss and metrics of the totals of all members of their stages.
 
     Under a guard, where stages say whether a gradient of theirs is not finite, it says whether the step is stopped.
@@ -39,10 +39,10 @@ def results_work(objective: MicrobatchProgram) -> Work:
             results |= {"nonfinite_stages": stages, "stopped": jnp.any(stages) | ~jnp.isfinite(mean)}
         return results
 
-    return Work("loss and metrics", function, _small)
+    return TaskWork("loss and metrics", function, _small)
 
 
-def counters_work(updates: int = 1) -> Work:
+def counters_work(updates: int = 1) -> TaskWork:
     """Return the work that makes a step's counters of what all stages report, in the order of the stages.
 
     The norm of the gradient is the root of the mean square over the updates. What stands in the state is copied, as
@@ -57,17 +57,17 @@ def counters_work(updates: int = 1) -> Work:
         counters["overflows"] = sum(arrays["overflows"], start=jnp.int32(0))
         return {"counters": counters | arrays["copied"]}
 
-    return Work("counters", function, _small)
+    return TaskWork("counters", function, _small)
 
 
-def stack_work(context: Context) -> Work:
+def stack_work(context: Context) -> TaskWork:
     """Return the work that puts the predictions of a replica's micro-batches together."""
     replicas = context.objective.joined
 
     def function(arrays: Arrays) -> Arrays:
         return {"predictions": [_in_order(rows, replicas) for rows in arrays["results"]]}
 
-    return Work("predictions", function, _small)
+    return TaskWork("predictions", function, _small)
 
 
 def _in_order(rows: Sequence[Array], replicas: int) -> Array:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.array_types import Array
 from jaxpipe.runtime.mpmd.microbatch_graph import put
 from jaxpipe.runtime.mpmd.step_end_graph import StepEndWriter
-from jaxpipe.runtime.mpmd.trace_task import Arrays, Work
+from jaxpipe.runtime.mpmd.trace_task import Arrays, TaskWork
 from jaxpipe.runtime.replica_exchange import StageExchange
 from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.mesh_axes import DATA
@@ -41,7 +41,7 @@ def exchange_gradients(writer: StepEndWriter, plan: StageExchange) -> None:
         put(writer.held[s], writer.run_whole(s, _averages(writer, plan, s), writer.arrays_of(s)))
 
 
-def _exchange(writer: StepEndWriter, plan: StageExchange, s: StageNumber) -> Work:
+def _exchange(writer: StepEndWriter, plan: StageExchange, s: StageNumber) -> TaskWork:
     """Return the work by which residuals and gradients become messages and new residuals."""
     context, end, guarded = writer.context, writer.ends[s], writer.update.guarded
     held, members = context.held(s), context.members[s]
@@ -74,7 +74,7 @@ def _exchange(writer: StepEndWriter, plan: StageExchange, s: StageNumber) -> Wor
     return end.work("exchange", function)
 
 
-def _averages(writer: StepEndWriter, plan: StageExchange, s: StageNumber) -> Work:
+def _averages(writer: StepEndWriter, plan: StageExchange, s: StageNumber) -> TaskWork:
     """Return the averages of the gradients, of the messages of their exchange."""
     tree, held = jax.tree.structure(plan.messages(s)), writer.context.held(s)
 

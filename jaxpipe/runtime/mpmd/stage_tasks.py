@@ -26,7 +26,7 @@ from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.residuals.codecs.keep import KEEP
 from jaxpipe.runtime.gradient_precision import add_gradient, larger_gradient, sum_dtype, widened
 from jaxpipe.runtime.mpmd.step_graph import Form, Path
-from jaxpipe.runtime.mpmd.trace_task import OF_MICROBATCH, Arrays, Work
+from jaxpipe.runtime.mpmd.trace_task import OF_MICROBATCH, Arrays, TaskWork
 from jaxpipe.runtime.stage_passes import stage_backward, stage_forward
 from jaxpipe.runtime.stages import Stage
 from jaxpipe.schedules.joined_work import Kinds
@@ -216,7 +216,7 @@ def _packs(context: Context, s: StageNumber) -> dict[TensorNumber, Pack]:
     return packs
 
 
-def stage_work(context: Context, s: StageNumber, kinds: Kinds) -> Work:
+def stage_work(context: Context, s: StageNumber, kinds: Kinds) -> TaskWork:
     """Return the work of a stage on a micro-batch, several kinds in one, in their order."""
 
     def function(arrays: Arrays) -> Arrays:
@@ -229,7 +229,7 @@ def stage_work(context: Context, s: StageNumber, kinds: Kinds) -> Work:
         return results
 
     label = f"stage {s}: " + " and ".join(_LABELS[kind] for kind in kinds)
-    return Work(label, function, functools.partial(context.form, s))
+    return TaskWork(label, function, functools.partial(context.form, s))
 
 
 _LABELS = {
@@ -337,7 +337,7 @@ def _hand_out(context: Context, s: StageNumber, arrays: Arrays, gradients: Mappi
     return results | {"sums": sums, "packs": packed}
 
 
-def zeros_work(context: Context, s: StageNumber, what: str, avals: Arrays) -> Work:
+def zeros_work(context: Context, s: StageNumber, what: str, avals: Arrays) -> TaskWork:
     """Return the work that makes zeros, and what is below all gradients of parameters that become their gradient."""
     low = context.objective.overwritten
 
@@ -347,4 +347,4 @@ def zeros_work(context: Context, s: StageNumber, what: str, avals: Arrays) -> Wo
         lowest = {t: jnp.full(aval.shape, -jnp.inf, aval.dtype) for t, aval in sums.items() if t in low}
         return zeros | ({"sums": zeros["sums"] | lowest} if lowest else {})
 
-    return Work(f"stage {s}: {what}", function, functools.partial(context.form, s))
+    return TaskWork(f"stage {s}: {what}", function, functools.partial(context.form, s))

@@ -17,7 +17,7 @@ from jaxpipe.runtime.mpmd.microbatch_graph import MicrobatchWriter, put
 from jaxpipe.runtime.mpmd.report_tasks import counters_work, weight_work
 from jaxpipe.runtime.mpmd.stage_devices import StageLayout
 from jaxpipe.runtime.mpmd.step_graph import Form, Port
-from jaxpipe.runtime.mpmd.trace_task import Arrays, Work
+from jaxpipe.runtime.mpmd.trace_task import Arrays, TaskWork
 from jaxpipe.runtime.mpmd.update_tasks import StageUpdate, UpdateContext, fold_work
 from jaxpipe.schedules.table import StageNumber
 
@@ -49,11 +49,11 @@ class StepEndWriter(MicrobatchWriter):
             arrays[name] = self.given(place, name, 0, count, Form("state"))
         return arrays
 
-    def run_whole(self, s: StageNumber, work: Work, arrays: Arrays, consumes: bool = False) -> Arrays:
+    def run_whole(self, s: StageNumber, work: TaskWork, arrays: Arrays, consumes: bool = False) -> Arrays:
         """Run work on all members of a stage together."""
         return self.run_as(work.label, s, work, self.place(s), arrays, consumes)
 
-    def renew(self, s: StageNumber, work: Work) -> None:
+    def renew(self, s: StageNumber, work: TaskWork) -> None:
         """Run work on all members of a stage that writes over what the stage holds."""
         put(self.held[s], self.run_whole(s, work, self.arrays_of(s), consumes=True))
 
@@ -127,7 +127,7 @@ class StepEndWriter(MicrobatchWriter):
         self.reports |= {Port(home, "counters", name): results[name] for name in ("nonfinite_stages", "stopped")}
         self._stopped = self.to_everyone(home, results["stopped"])
 
-    def look(self, s: StageNumber) -> Work:
+    def look(self, s: StageNumber) -> TaskWork:
         """Return the search of a stage for what is not finite."""
         return self.ends[s].look()
 

@@ -22,7 +22,7 @@ from jaxpipe.runtime.mpmd.device_bytes import HOST_PURPOSE, PEER_PURPOSE, array_
 from jaxpipe.runtime.mpmd.instructions import Call, Instruction, Place, Send, Wait
 from jaxpipe.runtime.mpmd.stage_devices import StageLayout
 from jaxpipe.runtime.mpmd.step_graph import Form, StepGraph, Task, Value
-from jaxpipe.runtime.mpmd.trace_task import Arrays, Work, trace_task
+from jaxpipe.runtime.mpmd.trace_task import Arrays, TaskWork, trace_task
 from jaxpipe.runtime.stash_swap import StashSwap, SwapTarget
 from jaxpipe.schedules.swap_points import HOST, swap_points
 from jaxpipe.schedules.table import StageNumber
@@ -205,7 +205,7 @@ class _Cutting:
 
 def _cutting_work(
     s: StageNumber, cut: Sequence[Sequence[Piece]], forms: Sequence[Form], is_free: bool
-) -> tuple[Work, Work]:
+) -> tuple[TaskWork, TaskWork]:
     """The work that cuts arrays into pieces, and that which puts them together again."""
 
     def slices(values: Arrays) -> Arrays:
@@ -217,6 +217,6 @@ def _cutting_work(
         return {"arrays": [jnp.concatenate([next(remaining) for _ in parts]) for parts in cut]}
 
     return (
-        Work(f"stage {s}: slices of a stash", slices, lambda _: Form("stash", is_free=is_free)),
-        Work(f"stage {s}: stash of its slices", join, lambda path: forms[path[1]]),
+        TaskWork(f"stage {s}: slices of a stash", slices, lambda _: Form("stash", is_free=is_free)),
+        TaskWork(f"stage {s}: stash of its slices", join, lambda path: forms[path[1]]),
     )

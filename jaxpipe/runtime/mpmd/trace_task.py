@@ -23,7 +23,7 @@ _ORDER = ("leaving", "state", "totals", "overflows", "statistics", "results", "s
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
+class TaskWork:
     """A function of arrays by group that returns arrays by group, and the forms of its results."""
 
     label: str
@@ -35,7 +35,7 @@ class Traced(NamedTuple):
     """A task, and how its operands and its results stand in trees."""
 
     task: Task
-    work: Work  # with what its function reads, whose identity may decide that this is its task
+    work: TaskWork  # with what its function reads, whose identity may decide that this is its task
     operands: PyTreeDef
     reads: tuple[int, ...]  # positions among all operands
     tree: PyTreeDef  # of the results
@@ -46,7 +46,7 @@ class Traced(NamedTuple):
 Traces: TypeAlias = dict[Hashable, Any]
 
 
-def trace_task(work: Work, operands: Arrays, consumes: bool = False) -> Traced:
+def trace_task(work: TaskWork, operands: Arrays, consumes: bool = False) -> Traced:
     """Trace some work on operands of some shapes.
 
     A result that is an operand of the same path, or an array of one micro-batch, is not written anew.

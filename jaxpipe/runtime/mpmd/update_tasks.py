@@ -25,7 +25,7 @@ from jaxpipe.graph.graph import operator_ends, run
 from jaxpipe.graph.reverse_walk import needed
 from jaxpipe.runtime.mpmd.stage_tasks import Context
 from jaxpipe.runtime.mpmd.step_graph import Form, Path
-from jaxpipe.runtime.mpmd.trace_task import Arrays, Work
+from jaxpipe.runtime.mpmd.trace_task import Arrays, TaskWork
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate, held_by
 from jaxpipe.runtime.overwrite_state import renewals
 from jaxpipe.runtime.replica_exchange import StageExchange
@@ -86,7 +86,7 @@ class UpdateContext:
         return {t: ("parameters", self.tensor_of[t]) for t in parameters} | self.state_paths(s)
 
 
-def fold_work(context: Context, s: StageNumber) -> Work:
+def fold_work(context: Context, s: StageNumber) -> TaskWork:
     """Return the state of a stage after all micro-batches, of what each of them adds, in their order."""
     fold, m = context.stages[s].fold, context.num_microbatches
     assert fold is not None
@@ -100,7 +100,7 @@ def fold_work(context: Context, s: StageNumber) -> Work:
         folded = lax.scan(step, [arrays["state"][t] for t in fold.state], statistics, m)[0]
         return {"state": dict(zip(fold.state, folded, strict=True))}
 
-    return Work(f"stage {s}: state", function, functools.partial(context.form, s))
+    return TaskWork(f"stage {s}: state", function, functools.partial(context.form, s))
 
 
 class StageUpdate:
@@ -117,20 +117,20 @@ class StageUpdate:
         self.state = self._pipeline.renewed_state(s) if context.guarded or not alike else []
         self.renewed = context.renewed(s)
 
-    def work(self, what: str, function: Callable[[Arrays], Arrays]) -> Work:
+    def work(self, what: str, function: Callable[[Arrays], Arrays]) -> TaskWork:
         """Return some work of the stage."""
-        return Work(f"stage {self._s}: {what}", function, self.form)
+        return TaskWork(f"stage {self._s}: {what}", function, self.form)
 
     def form(self, path: Path) -> Form:
         """Return the purpose of an array, and its sharding over all members of the stage."""
         form = self._pipeline.form(self._s, path)
         return form._replace(spec=P(DATA)) if path[0] == "residual" and not self._is_alone else form
 
-    def returned_sum(self, t: TensorNumber) -> Work:
+    def returned_sum(self, t: TensorNumber) -> TaskWork:
         """Return the sum over the members of this stage, which borrows a parameter of another one, of its gradients."""
         return self.work("sum of gradients", lambda x: {"mean": {t: self._over_members(x["sums"][t])}})
 
-    def look(self) -> Work:
+    def look(self) -> TaskWork:
         """Return the search of the gradients for what is not finite."""
 
         def function(arrays: Arrays) -> Arrays:
@@ -143,7 +143,7 @@ class StageUpdate:
 
         return self.work("look for what is not finite", function)
 
-    def share(self, number: int) -> Work:
+    def share(self, number: int) -> TaskWork:
         """Return the work for what the stage tells the others before a round of the optimizer."""
         told = [t for t in self._by_stage.exchanged[number] if self._by_stage.stage_of[t] == self._s]
 
@@ -154,7 +154,7 @@ class StageUpdate:
 
         return self.work(f"optimizer, round {number}", function)
 
-    def update(self) -> Work:
+    def update(self) -> TaskWork:
         """Return the last round of the optimizer; if the stage counts, with what every device has."""
 
         def function(arrays: Arrays) -> Arrays:
@@ -163,7 +163,7 @@ class StageUpdate:
 
         return self.work("update", function)
 
-    def mean_gradient(self) -> Work:
+    def mean_gradient(self) -> TaskWork:
         """Return the work for the mean gradients."""
 
         def function(arrays: Arrays) -> Arrays:

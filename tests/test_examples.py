@@ -1,7 +1,10 @@
 import io
 import json
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -188,3 +191,43 @@ def test_plans_that_others_measured_take_on_paper_what_they_took():
     # The cut of jaxpipe is as fast or faster on paper.
     rows = re.findall(r"([\d.]+) s +│ +[+-][\d.]+% +│ +([\d.]+) s", console.file.getvalue())
     assert len(rows) == 9 and all(float(chosen) <= float(theirs) for theirs, chosen in rows)
+
+
+def notebook_cells():
+    return json.loads((EXAMPLES / "own_step.ipynb").read_text())["cells"]
+
+
+#: Claims of the notebook, checked by its own names; XLA states the bytes.
+NOTEBOOK_CHECKS = """
+import numpy as np
+
+sizes = budgeted.lower(params, state, batch).compile().memory_analysis()
+reserved = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
+assert reserved - sizes.alias_size_in_bytes == plan.needed_bytes <= budget == explanation.total_bytes // 2
+plain, kept = np.asarray(plain_losses), np.asarray(budgeted_losses)
+assert plain.tobytes() == kept.tobytes() and (np.diff(plain) < 0).all() and len(plain) == 5
+assert len(pipeline.plan.stages) == 2 and abs(metrics["loss"] - plain[0]) < 1e-5  # micro-batches add up in another order
+"""
+
+
+@pytest.mark.slow  # 30 s, most of them compilation
+def test_notebook_halves_the_bytes_of_a_step_and_keeps_its_losses(tmp_path):
+    sources = ["".join(cell["source"]) for cell in notebook_cells() if cell["cell_type"] == "code"]
+    install, *codes = sources
+    assert re.fullmatch(r"%pip install [^\n]*", install)
+    (tmp_path / "notebook.py").write_text("\n".join([*codes, NOTEBOOK_CHECKS]))
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "notebook.py"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "at the peak on cpu" in done.stdout and "equal: True" in done.stdout and "2 stages, " in done.stdout
+
+
+def test_notebook_has_nothing_of_the_machine_that_wrote_it():
+    cells = notebook_cells()
+    assert len({cell["id"] for cell in cells}) == len(cells)
+    assert all(
+        (cell["execution_count"], cell["outputs"]) == (None, []) for cell in cells if cell["cell_type"] == "code"
+    )
+    assert all(cell["metadata"] == {} for cell in cells)

@@ -206,7 +206,7 @@ reserved = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.tem
 assert reserved - sizes.alias_size_in_bytes == plan.needed_bytes <= budget == explanation.total_bytes // 2
 plain, kept = np.asarray(plain_losses), np.asarray(budgeted_losses)
 assert plain.tobytes() == kept.tobytes() and (np.diff(plain) < 0).all() and len(plain) == 5
-assert len(pipeline.plan.stages) == 2 and abs(metrics["loss"] - plain[0]) < 1e-5  # micro-batches add up in another order
+assert len(pipeline.plan.stages) == 2 and abs(metrics["loss"] - plain[0]) < 1e-5  # added up in another order
 """
 
 

@@ -101,10 +101,9 @@ def partition(
       schedule: ``(num_devices, num_microbatches) -> Schedule``, or the name of one in ``jaxpipe.schedules``, in any
         common spelling (``"1f1b"``, ``"GPipe"``, ``"zbv"``). ``"auto"``: the one whose step is predicted to be the
         shortest within the budget. With a program for each stage these are the textbook's 1F1B, interleaved,
-        zero-bubble, GPipe, and, where over 1 % shorter, an order that is searched for with the seconds of the stages
-        (``jaxpipe.schedules.list_schedule``); of those within 2 %, the one that keeps the fewest bytes of stashes. In
-        one program they are 1F1B, zero-bubble and interleaved. It never chooses an asynchronous schedule, or stages in
-        a V.
+        zero-bubble, zero-bubble V, GPipe, and, where over 1 % shorter, an order that is searched for with the seconds
+        of the stages (``jaxpipe.schedules.list_schedule``); of those within 2 %, the one that keeps the fewest bytes of
+        stashes. In one program they are 1F1B, zero-bubble and interleaved. It never chooses an asynchronous schedule.
       profile: ``"measured"`` (the default) runs operators on one device, once for a program (see
         ``profile_model``); ``"analytic"`` estimates them; or a ``Profile``; or a function of an operator
         (``jaxpipe.Work``) that gives its seconds, forward and backward.

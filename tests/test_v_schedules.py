@@ -5,6 +5,7 @@ import itertools
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -375,3 +376,58 @@ def test_a_map_may_be_of_numpy_and_has_to_be_of_whole_numbers():
     for wrong in (5, (0, 1, 2, 3), [[0.0, 3.0], [1.0, 2.0]], lambda device: device):
         with pytest.raises(ScheduleError, match="rows of whole numbers"):
             from_orders("drawn", orders, 3, 2, wrong)
+
+
+# "auto"
+
+
+def products_alone(work: jaxpipe.Work) -> tuple[float, float]:
+    """A second for each product forward, two backward, and nothing for other operators."""
+    return (1.0, 2.0) if work.primitive == "dot_general" else (0.0, 0.0)
+
+
+def chain_plan(layers: int, p: int, m: int, **options):
+    """The plan of equal products, which have three passes of a second each."""
+    model = jax.tree_util.Partial(
+        lambda weights, x: functools.reduce(jnp.matmul, weights, x),
+        [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * layers,
+    )
+    batch = jax.ShapeDtypeStruct((m * 512, 512), jnp.float32)
+    options = {"optimizer": optax.sgd(0.1), "num_microbatches": m, "profile": products_alone} | options
+    return jaxpipe.partition(model, mesh_of(p), batch, loss=lambda f, x: f(x).mean(), **options).plan
+
+
+@pytest.mark.core
+def test_auto_takes_zero_bubble_v_where_its_step_is_shorter():
+    p, m, each = 4, 8, 2  # products in a stage of the V
+    plan, other = (chain_plan(2 * p * each, p, m, schedule=name) for name in ("auto", "zero_bubble"))
+    assert plan.schedule == "zero-bubble-v"
+    assert [stage.devices for stage in plan.stages] == [(d,) for d in (0, 1, 2, 3, 3, 2, 1, 0)]
+    # Published, in passes of such a stage: 6 m + p - 1, and 6 m + 2 (p - 1) for zero-bubble H1.
+    assert plan.step_seconds == pytest.approx(each * (6 * m + p - 1), rel=0.01)
+    assert other.step_seconds == pytest.approx(each * (6 * m + 2 * (p - 1)), rel=0.01)
+
+
+def test_one_program_does_not_consider_a_v():
+    plan = chain_plan(16, 4, 8, runtime="spmd")
+    assert len(plan.search) > 1 and not any("-v" in line for line in plan.search)
+
+
+def test_a_v_follows_the_devices_of_a_network_and_keeps_a_budget():
+    bandwidth = np.full((4, 4), 1e8)
+    for a, b in ((2, 0), (0, 3), (3, 1)):  # links between neighbors in the only fast chain
+        bandwidth[a, b] = bandwidth[b, a] = 1e11
+    options = {"network": jaxpipe.Network(bandwidth), "options": jaxpipe.PlanOptions(compile=False)}
+    plan = chain_plan(16, 4, 8, **options)
+    devices = [stage.devices[0] for stage in plan.stages]
+    assert plan.schedule == "zero-bubble-v" and devices in ([2, 0, 3, 1, 1, 3, 0, 2], [1, 3, 0, 2, 2, 0, 3, 1])
+    budget = plan.predicted_bytes
+    within, below = (chain_plan(16, 4, 8, memory=size, **options) for size in (budget, int(0.7 * budget)))
+    assert (within.schedule, within.step_seconds) == (plan.schedule, plan.step_seconds)
+    assert below.predicted_bytes <= 0.7 * budget and below.step_seconds > plan.step_seconds
+
+
+@pytest.mark.core
+def test_a_v_that_auto_takes_has_the_bits_of_plain_jax_grad(key):
+    pipeline, _ = check_bits("NNX", key, "auto", 2, profile=products_alone)
+    assert pipeline.plan.schedule == "zero-bubble-v"

@@ -21,7 +21,7 @@ from jaxpipe.models.trained_parameters import without_frozen
 from jaxpipe.plan import Plan
 from jaxpipe.planning.arrange_devices import arrange
 from jaxpipe.planning.cuts.device_mapping import best_mapping
-from jaxpipe.planning.cuts.placed_stages import Partition
+from jaxpipe.planning.cuts.placed_stages import Partition, on_devices
 from jaxpipe.planning.describe_plan import describe, program_timeline, stage_seconds, step_seconds
 from jaxpipe.planning.price_storage import longest_microbatch
 from jaxpipe.planning.step_graphs import StepGraphs
@@ -45,7 +45,11 @@ from jaxpipe.sharding.mesh_axes import DATA
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """A traced program, cut; the programs of its stages are built when they are first needed, and traced once."""
+    """A traced program, cut; the programs of its stages are built when they are first needed, and traced once.
+
+    Schedules with this number of stages share it. In its partition devices take turns; ``on_devices`` follows the map
+    of a schedule.
+    """
 
     traced: Traced
     partition: Partition
@@ -57,6 +61,14 @@ class Cut:
         """The number of devices along the stage axis of each stage."""
         replicas = self.traced.request.replicas
         return StageReplicas(tuple(len(stage.devices) // replicas for stage in self.partition.stages))
+
+    def on_devices(self, schedule: Schedule) -> Partition:
+        """Return the partition with each stage on the device on which a schedule has it."""
+        if schedule.num_chunks == 1:  # its map says how devices are called
+            return self.partition
+        stages = self.partition.stages
+        groups = [stages[schedule.device(StageNumber(s))].devices for s in range(len(stages))]
+        return on_devices(self.partition, groups, self.partition.network)
 
     @cached_property
     def placement(self) -> Placement[StageNumber]:
@@ -85,9 +97,9 @@ class Cut:
 class Candidate:
     """Cuts and a schedule. What a plan has besides is made when it is first needed, for candidates that come so far.
 
-    Its partition is that of the cut, or has other devices to which peers can swap more; ``program`` has default
-    storage, ``schedule`` is its table as if all stages were trained, ``maker`` what made that for the seconds of these
-    stages.
+    Its partition is that of the cut on the devices of its schedule, or has others to which peers can swap more;
+    ``program`` has default storage, ``schedule`` is its table as if all stages were trained, ``maker`` what made that
+    for the seconds of these stages.
     """
 
     cut: Cut
@@ -248,7 +260,7 @@ class PlannedStep(ExecutablePlan):
 
 def build_candidate(cut: Cut, schedule: Schedule, maker: schedule_makers.ScheduleMaker | None = None) -> Candidate:
     """Return the program of a cut and a schedule in which all stages are trained; ``maker`` as ``Candidate`` has it."""
-    request, partition = cut.traced.request, cut.partition
+    request, partition = cut.traced.request, cut.on_devices(schedule)
     program = make_program(cut, schedule)
     if request.budget is not None and request.network is not None and program.stage_replicas.is_single:
         stashes = [_stash_bytes(program, stage) for stage in program.stages]

@@ -91,7 +91,8 @@ def least_seconds(schedule: Schedule, partition: Partition, stage_replicas: Stag
     if not schedule.splits_backward:
         return simulate(schedule, forward=forward, backward=backward).makespan
     # However it is split, no device does more in a step than this.
-    return schedule.num_microbatches * max(f + b for f, b in zip(forward, backward, strict=True))
+    busy = (sum(forward[s] + backward[s] for s in stages) for stages in schedule.stage_of)
+    return schedule.num_microbatches * max(busy)
 
 
 def step_seconds(program: Program, partition: Partition, timeline: Timeline) -> float:

@@ -21,7 +21,6 @@ from jaxpipe.planning.place_stages import best_placed, place_stages
 from jaxpipe.planning.trace_request import Traced, without_collection
 from jaxpipe.schedules import Schedule, list_schedule, makespan_bound, schedule_makers
 from jaxpipe.schedules.replicas import StageReplicas
-from jaxpipe.schedules.stage_map import StageMap
 from jaxpipe.schedules.table import without_backward
 from jaxpipe.sharding.mesh_axes import STAGE
 from jaxpipe.sharding.submesh import Submesh
@@ -117,7 +116,7 @@ def cut_again(candidate: Candidate, charged: Profile) -> Candidate:
     """Return a candidate with the same schedule and another cut, for a profile with what storage adds."""
     counts, traced = candidate.program.stage_replicas, candidate.traced
     replicate = False if counts.is_single else counts.per_stage
-    partitions = place_stages(traced, charged, replicate, candidate.schedule.stage_of)
+    partitions = place_stages(traced, charged, replicate, candidate.schedule.num_chunks)
     partition = partitions[best_placed(candidate.schedule, partitions)]
     bound = candidate.partition.lower_bound_seconds
     partition = replace(partition, profile=traced.profile, lower_bound_seconds=bound)
@@ -129,31 +128,31 @@ def _candidates(traced: Traced, replicate: bool | tuple[int, ...]) -> list[Candi
     request, m = traced.request, traced.batching.num_microbatches
 
     @functools.cache
-    def cuts(stage_of: StageMap = ()) -> tuple[Cut, ...]:
-        straight = cuts()[0].partition if stage_of and not traced.cuts else None
-        partitions = place_stages(traced, traced.profile, replicate, stage_of, straight)
+    def cuts(num_chunks: int) -> tuple[Cut, ...]:
+        straight = cuts(1)[0].partition if num_chunks > 1 and not traced.cuts else None
+        partitions = place_stages(traced, traced.profile, replicate, num_chunks, straight)
         return tuple(Cut(traced, partition) for partition in partitions)
 
     def cut(schedule: Schedule) -> Cut:
-        ways = cuts(schedule.stage_of if schedule.num_chunks > 1 else ())
+        ways = cuts(schedule.num_chunks)
         return ways[best_placed(schedule, [way.partition for way in ways])]
 
     made: list[Schedule] = []
     if not replicate:
         schedules = schedule_makers.make_schedules(request.schedules, request.num_devices, m)
-    elif cuts()[0].replicas.is_single:
+    elif cuts(1)[0].replicas.is_single:
         return []
     else:
-        schedules = iter(schedule_makers.make_replicated_schedules(request.schedules, cuts()[0].replicas, m))
+        schedules = iter(schedule_makers.make_replicated_schedules(request.schedules, cuts(1)[0].replicas, m))
     candidates = _of_schedules(traced, _noted(schedules, made), cut)
     if request.schedules is not schedule_makers.AUTO or request.num_devices == 1 or replicate:
         return candidates
     sources = list(candidates)
-    # Interleaved 1F1B may lose to zero-bubble where an order with a split backward pass, on its cuts, does not.
-    if all(candidate.schedule.num_chunks == 1 for candidate in candidates):
-        more = [schedule for schedule in made if schedule.num_chunks > 1]
-        with contextlib.suppress(PartitionError):  # too few operators for so many stages
-            sources += _of_schedules(traced, [x for x in more if not _is_longer(traced, x, candidates)], cut)
+    # A table of several stages on each device may lose where an order of the seconds of its stages does not.
+    maps = {candidate.schedule.stage_of for candidate in candidates}
+    more = [schedule for schedule in made if schedule.stage_of not in maps]
+    with contextlib.suppress(PartitionError):  # too few operators for so many stages
+        sources += _of_schedules(traced, [x for x in more if not _is_longer(traced, x, candidates)], cut)
     return candidates + searched_candidates(candidates, sources)
 
 
@@ -191,7 +190,7 @@ def _of_schedules(traced: Traced, schedules: Iterable[Schedule], cut: Callable[[
             chosen = cut(schedule)
             if candidates:
                 trimmed = without_backward(schedule, chosen.num_frozen)
-                least = least_seconds(trimmed, chosen.partition, chosen.replicas)
+                least = least_seconds(trimmed, chosen.on_devices(schedule), chosen.replicas)
         except PartitionError as error:  # too few operators for so many stages, or too many given cuts; others will do
             errors.append(error)
             continue

@@ -15,13 +15,12 @@ from jaxpipe.graph.operator_order import allowed_cuts
 from jaxpipe.planning.arrange_devices import stay
 from jaxpipe.planning.cuts.balance_chain import balanced
 from jaxpipe.planning.cuts.partition_layers import partition_layers
-from jaxpipe.planning.cuts.placed_stages import Partition, stage_speeds, stage_work
+from jaxpipe.planning.cuts.placed_stages import Partition, on_devices, stage_work
 from jaxpipe.planning.dispatch_timeline import Dispatching, dispatched_timeline
 from jaxpipe.planning.trace_request import Traced
 from jaxpipe.runtime.stages import variable_spans
 from jaxpipe.schedules import Schedule
 from jaxpipe.schedules.replicas import StageReplicas
-from jaxpipe.schedules.stage_map import StageMap
 from jaxpipe.text.progress import phase
 
 
@@ -40,10 +39,10 @@ def place_stages(
     traced: Traced,
     profile: Profile,
     replicate: bool | tuple[int, ...],
-    stage_of: StageMap = (),
+    num_chunks: int = 1,
     straight: Partition | None = None,
 ) -> tuple[Partition, ...]:
-    """Return stages, those of ``stage_of`` on each device, and their devices: several if ``replicate`` says so.
+    """Return stages, ``num_chunks`` on each device in turn, and their devices: several if ``replicate`` says so.
 
     With one device for each stage there may be a second answer, balanced whatever the step's beginning and end take.
     For one program, whose devices walk in step, it is the only one. Several stages on a device follow the devices of
@@ -54,7 +53,6 @@ def place_stages(
     spans = tuple(itertools.chain.from_iterable(variable_spans(objective).values()))
     profile = replace(profile, together=tuple(dict.fromkeys((*profile.together, *spans))))
     places = sum(allowed_cuts(objective.graph, spans)[1:-1])
-    num_chunks = len(stage_of[0]) if stage_of else 1
     stages = len(replicate) if isinstance(replicate, tuple) else 1 if replicate else request.num_devices * num_chunks
     if stages > places + 1:
         raise PartitionError(
@@ -85,7 +83,7 @@ def place_stages(
         if request.network is None:
             straight = replace(stay(straight, request.mesh), network=traced.links)
     if num_chunks > 1:
-        return (_several_on_each(straight, stage_of, **asked),)
+        return (_several_on_each(straight, num_chunks, **asked),)
     even = balanced(straight)
     return (even,) if request.runtime == "spmd" else tuple(dict.fromkeys((straight, even)))
 
@@ -107,23 +105,17 @@ def best_placed(schedule: Schedule, partitions: Sequence[Partition]) -> int:
     return int(second < (1 - SHORTER) * first)
 
 
-def _several_on_each(whole: Partition, stage_of: StageMap, **asked: Any) -> Partition:
-    """Return stages as ``stage_of`` puts them on the devices of a partition, several on each.
+def _several_on_each(whole: Partition, num_chunks: int, **asked: Any) -> Partition:
+    """Return stages that take turns on the devices of a partition, several on each.
 
     Cuts are those for devices that are all alike, as every device has stages from each part of the program.
     """
     network = whole.network
-    device_of = {s: d for d, row in enumerate(stage_of) for s in row}
-    count = len(device_of)
+    groups = num_chunks * [stage.devices for stage in whole.stages]
     rates = network.bandwidth[np.isfinite(network.bandwidth) & (network.bandwidth > 0)]
-    copies = Network.uniform(count * len(whole.stages[0].devices), float(rates.min()) if rates.size else NO_LINK)
-    chunks = partition_layers(whole.profile, copies, num_stages=count, **asked)
-    speeds = stage_speeds(whole)
-    stages = [
-        replace(stage, devices=whole.stages[d].devices, compute_seconds=stage.compute_seconds / speeds[d])
-        for stage, d in zip(chunks.stages, map(device_of.__getitem__, range(count)), strict=True)
-    ]
-    return replace(chunks, stages=tuple(stages), network=network)
+    copies = Network.uniform(len(groups) * len(groups[0]), float(rates.min()) if rates.size else NO_LINK)
+    chunks = partition_layers(whole.profile, copies, num_stages=len(groups), **asked)
+    return on_devices(chunks, groups, network)
 
 
 def _obstacle(traced: Traced) -> str:

@@ -35,7 +35,7 @@ BUILT_IN: dict[str, BuiltIn] = {
     "zero_bubble": BuiltIn(zero_bubble, ("zb", "zb-h1", "zero-bubble-h1"), in_auto=True),
     "interleaved": BuiltIn(interleaved, ("interleaved-1f1b",), in_auto=True),
     "gpipe": BuiltIn(gpipe, in_auto=True),
-    "zero_bubble_v": BuiltIn(zero_bubble_v, ("zbv", "zb-v", "zbv-zero-bubble")),
+    "zero_bubble_v": BuiltIn(zero_bubble_v, ("zbv", "zb-v", "zbv-zero-bubble"), in_auto=True),
     "dual_pipe_v": BuiltIn(dual_pipe_v),
     "v_half": BuiltIn(v_half),
     "pipedream": BuiltIn(pipedream),

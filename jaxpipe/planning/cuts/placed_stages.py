@@ -2,7 +2,8 @@
 
 import itertools
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -152,6 +153,15 @@ class Partition(Printed):
 def stage_speeds(partition: Partition) -> list[float]:
     """Return the speed of the slowest device of each stage."""
     return [min(partition.network.speed[d] for d in stage.devices) for stage in partition.stages]
+
+
+def on_devices(partition: Partition, groups: Sequence[tuple[int, ...]], network: Network) -> Partition:
+    """Return the stages on other devices, those of a network, with what they send as it was."""
+    stages = (replace(stage, devices=group) for stage, group in zip(partition.stages, groups, strict=True))
+    placed = replace(partition, stages=tuple(stages), network=network)
+    speeds = zip(placed.stages, stage_speeds(partition), stage_speeds(placed), strict=True)
+    stages = (replace(stage, compute_seconds=stage.compute_seconds * old / new) for stage, old, new in speeds)
+    return replace(placed, stages=tuple(stages))
 
 
 def stage_work(partition: Partition) -> list[list[float]]:

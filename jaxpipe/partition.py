@@ -14,6 +14,7 @@ from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.profile_model import EstimateFor, Source
 from jaxpipe.gradients.block_sparse import BlockSparse
+from jaxpipe.gradients.outer_loop import OuterLoop
 from jaxpipe.graph.allowed_codecs import Codecs
 from jaxpipe.graph.sharding_annotations import outside_mesh
 from jaxpipe.models import check_batch
@@ -47,7 +48,7 @@ def partition(
     profile: Profile | EstimateFor | Source | SecondsOf | None = None,
     network: Network | None = None,
     storage: Codecs | Literal["auto"] = "auto",
-    gradient_exchange: BlockSparse | Literal["dense"] = "dense",
+    gradient_exchange: BlockSparse | OuterLoop | Literal["dense"] = "dense",
     runtime: Literal["auto", "mpmd", "spmd"] = "auto",
     cuts: Sequence[str | tuple[str, int]] | None = None,
     plan: Plan | str | Mapping[str, Any] | None = None,
@@ -114,7 +115,10 @@ def partition(
       storage: the codecs that may be used where a module is not decorated, as ``memory_encoded(codecs=...)`` takes
         them; ``"auto"`` is ``"fast"``, ``()`` stores what ``jax.grad`` does.
       gradient_exchange: ``jaxpipe.gradients.block_sparse(...)``: replicas of a stage send each other only the best
-        blocks of their gradients. Without replicas, nothing is sent and nothing left out.
+        blocks of their gradients. Without replicas, nothing is sent and nothing left out. Or
+        ``jaxpipe.gradients.outer_loop(...)``, with ``runtime="spmd"``: replicas train apart and exchange what they have
+        moved by, once in many steps. Metrics are then those of the replicas of a process, or of those connected to it
+        by their stages; ``parameters``, ``evaluate``, ``predict`` and ``value_and_grad`` take the outer parameters.
       runtime: ``"mpmd"``: a compiled program for each stage, which the host dispatches; a device needs the memory of
         its own stage. ``"spmd"``: one program for all devices, each of which needs the memory of the largest stage.
         Asynchronous schedules, several devices in a stage, ``memory``, the host's memory and batches of several

@@ -131,6 +131,21 @@ class HostPlan:
 
 
 @dataclass(frozen=True)
+class ExchangePlan:
+    """An exchange between replicas, as it would be on the network.
+
+    Attributes:
+      name: of the exchange.
+      bytes: that a device hands to the collectives in a step, on average.
+      seconds: by which a step is longer, on average.
+    """
+
+    name: str
+    bytes: Amount
+    seconds: Amount
+
+
+@dataclass(frozen=True)
 class FrozenPlan:
     """Parameters whose gradients the optimizer does not read, and what that saves.
 
@@ -174,7 +189,9 @@ class Plan(Printed):
       fingerprint: of the program that the plan is for.
       rounds: how cuts and storage were found together, if there is a budget.
       exchange_bytes: what each device hands to the collectives of a block-sparse gradient exchange in a step after
-        its warm-up; None if gradients are exchanged whole.
+        its warm-up, or of an outer loop in a step on average; None if gradients are exchanged whole.
+      inner_steps: of an outer loop; 0 without one.
+      exchanges: if a network was given, what this exchange between replicas costs on it, and others.
       staleness: by stage, how many updates its weights lack at most when a gradient is computed with them, if they
         change while micro-batches are in flight; a step then makes one update for each group of micro-batches.
       per_stage: whether the optimizer looks at the gradients of each stage apart (``jaxpipe.gradients.per_stage``), so
@@ -218,6 +235,8 @@ class Plan(Printed):
     rounds: tuple[BalanceRound, ...] = ()
     raised_from: Count | None = None
     exchange_bytes: Count | None = None
+    inner_steps: Count = 0
+    exchanges: tuple[ExchangePlan, ...] = ()
     staleness: tuple[Count, ...] = ()
     per_stage: bool = False
     host: HostPlan | None = None
@@ -304,6 +323,7 @@ class Plan(Printed):
             _memory_text(self),
             _memory_table(self),
             _stored_table(self, prefix),
+            exchange_table(self.exchanges) if self.exchanges else "",
             *_remarks(self),
         ]
         return [part for part in parts if part]
@@ -438,6 +458,17 @@ def _stored_table(plan: Plan, prefix: str, most: int = 6) -> PlainTable | None:
     return table
 
 
+def exchange_table(rows: Sequence[ExchangePlan]) -> PlainTable:
+    """Return what exchanges between replicas cost in a step, and what they save beside the first of them."""
+    table = PlainTable("exchange")
+    table.add_numbers("sent in a step", "seconds", "saved", "fewer bytes")
+    for row in rows:
+        saved = "" if row is rows[0] else seconds_text(rows[0].seconds - row.seconds)
+        fewer = "" if row is rows[0] or not row.bytes else f"{rows[0].bytes / row.bytes:,.0f} x"
+        table.add_row(row.name, bytes_text(round(row.bytes)), seconds_text(row.seconds), saved, fewer)
+    return table
+
+
 #: A stage has no work to speak of below this share of the longest stage's.
 IDLE = 0.01
 
@@ -476,7 +507,8 @@ def _remarks(plan: Plan) -> list[str]:
         lines.append(_frozen_text(plan.frozen))
     if plan.exchange_bytes is not None:
         dense = bytes_text(max(plan.memory.get(name, 0) for name in ("parameters", "gradients")))
-        lines.append(f"block-sparse exchange: {bytes_text(plan.exchange_bytes)} of {dense} sent in a step")
+        what = f"outer loop of {plan.inner_steps} steps" if plan.inner_steps else "block-sparse exchange"
+        lines.append(f"{what}: {bytes_text(plan.exchange_bytes)} of {dense} sent in a step")
     if plan.staleness:
         behind = ", ".join(map(str, plan.staleness))
         lines.append(f"asynchronous updates: each stage is at most {behind} updates behind")

@@ -33,7 +33,14 @@ import optax
 
 import jaxpipe
 from jaxpipe.array_types import Array, PyTree
-from jaxpipe.gradients import BlockSparse, block_sparse, delay_error_feedback
+from jaxpipe.gradients import (
+    BlockSparse,
+    OuterLoop,
+    OuterLoopState,
+    block_sparse,
+    delay_error_feedback,
+    outer_loop,
+)
 from jaxpipe.schedules import local_accumulation
 from scripts.measuring import header
 
@@ -42,6 +49,9 @@ REPLICAS = 4
 
 #: The blocks of an embedding are its rows.
 BLOCKS = {"*embedding": 0}
+
+#: What differs between replicas in the states of an optimizer and of its outer loop.
+APART = 0, OuterLoopState(step=None, outer=0, optimizer=0, residual=0)
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,7 @@ class Variant:
     late: bool = False  # gradients at the weights before the last
     corrected: bool = False  # by error feedback
     exchange: Mapping[str, Any] | None = None  # arguments of block_sparse
+    outer: Mapping[str, Any] | None = None  # arguments of outer_loop; ``exchange`` is that of its pseudo-gradients
     stages: int = 0  # of a pipeline with local accumulation
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of the optimizer
 
@@ -82,6 +93,12 @@ VARIANTS = {
     "adamw residual": Variant(exchange={"k": 0.1, "bits": 2}),
     "adamw moment, 32 bits": Variant(exchange={"k": 0.008, "decay": 0.95}, arguments={"b1": 0.0}),
     "adamw moment, all blocks": Variant(exchange={"k": 1.0, "bits": 2, "decay": 0.95}, arguments={"b1": 0.0}),
+    # Replicas apart for 16 steps: dense, by fragments late by two steps, and in blocks with residuals for momentum.
+    "adamw outer": Variant(outer={}),
+    "adamw outer, fragments": Variant(outer={"fragments": 4, "delay": 2, "keep": 0.5}),
+    "adamw outer, blocks": Variant(
+        outer={"optimizer": optax.sgd(1.0)}, exchange={"k": 0.1, "bits": 2, "decay": 0.95, "dense_1d": False}
+    ),
 }
 
 
@@ -155,6 +172,10 @@ def make_optimizer(variant: Variant, rate: float, steps: int) -> optax.GradientT
 
 def start(variant: Variant, optimizer: optax.GradientTransformation, params: PyTree) -> PyTree:
     """Weights, those before the last, the state of the optimizer and that of each replica's exchange."""
+    if variant.outer is not None:
+        params = jax.tree.map(lambda x: jnp.stack([x] * REPLICAS), params)
+        whole = optax.chain(optimizer, _outer(variant))
+        return params, (), jax.vmap(whole.init, out_axes=APART)(params), ()
     exchange = () if variant.exchange is None else _exchange(variant).init
     residuals = jax.vmap(exchange, in_axes=None, axis_size=REPLICAS)(params) if exchange else ()
     return params, jax.tree.map(jnp.copy, params) if variant.late else (), optimizer.init(params), residuals
@@ -166,10 +187,16 @@ def advance(
     """One step: ``gradient(params, rows)`` gives loss and gradient; the batch is that of all replicas."""
     params, before, state, residuals = carry
     point = before if variant.late else params
+    rows = batch.reshape(REPLICAS, -1, *batch.shape[1:])
+    if variant.outer is not None:
+        values, grads = jax.vmap(gradient)(params, rows)
+        update = jax.vmap(optax.chain(optimizer, _outer(variant)).update, (0, APART, 0), (0, APART), axis_name="data")
+        updates, state = update(grads, state, params)
+        return (optax.apply_updates(params, updates), (), state, ()), values.mean()
     if variant.exchange is None:
         value, grads = gradient(point, batch)
     else:
-        values, grads = jax.vmap(gradient, (None, 0))(point, batch.reshape(REPLICAS, -1, *batch.shape[1:]))
+        values, grads = jax.vmap(gradient, (None, 0))(point, rows)
         averages, residuals = jax.vmap(_exchange(variant).update, axis_name="data")(grads, residuals)
         value, grads = values.mean(), jax.tree.map(lambda x: x[0], averages)
     updates, state = optimizer.update(grads, state, params)
@@ -177,7 +204,12 @@ def advance(
 
 
 def _exchange(variant: Variant) -> BlockSparse:
-    return block_sparse("data", blocks=BLOCKS, **(variant.exchange or {}))
+    return block_sparse(None if variant.outer is not None else "data", blocks=BLOCKS, **(variant.exchange or {}))
+
+
+def _outer(variant: Variant) -> OuterLoop:
+    exchange = "dense" if variant.exchange is None else _exchange(variant)
+    return outer_loop("data", exchange=exchange, **(variant.outer or {}))
 
 
 def train(variant: Variant, rate: float, seed: int, size: Size, texts: tuple[np.ndarray, np.ndarray]) -> dict[str, Any]:
@@ -193,7 +225,10 @@ def train(variant: Variant, rate: float, seed: int, size: Size, texts: tuple[np.
         return train_in_stages(variant, model, params, optimizer, value, rate, seed, texts)
     step = jax.jit(functools.partial(advance, variant, optimizer, jax.value_and_grad(value)), donate_argnums=0)
     sent = dense = 0
-    if variant.exchange is not None:
+    if variant.outer is not None:
+        dense = size.steps * sum(part.dense_bytes for part in _outer(variant).traffic(params))
+        sent = round(size.steps * _outer(variant).bytes_per_step(params))
+    elif variant.exchange is not None:
         traffic = [_exchange(variant).traffic(params, k) for k in range(size.steps)]
         sent, dense = sum(t.bytes for t in traffic), sum(t.dense_bytes for t in traffic)
     carry, rng, curve = start(variant, optimizer, params), np.random.default_rng(seed), []
@@ -202,7 +237,10 @@ def train(variant: Variant, rate: float, seed: int, size: Size, texts: tuple[np.
         starts = rng.integers(0, len(texts[0]) - size.context - 1, size.rows)
         carry, told = step(carry, examples(texts[0], starts, size.context))
         curve.append(told)
-    seconds, test = time.perf_counter() - begin, test_loss(value, carry[0], size, texts[1])
+    seconds, weights = time.perf_counter() - begin, carry[0]
+    if variant.outer is not None:
+        weights = jax.tree.map(lambda x: x[0], carry[2][1].outer)
+    test = test_loss(value, weights, size, texts[1])
     every = max(1, size.steps // 30)
     smooth = np.asarray(curve)[: len(curve) // every * every].reshape(-1, every).mean(1).round(4).tolist()
     bytes_sent = {"sent_bytes": sent, "dense_bytes": dense} if dense else {}

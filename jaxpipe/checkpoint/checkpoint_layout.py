@@ -36,6 +36,12 @@ def take(runtime: Runtime, state: TrainState, data: object = None) -> Contents |
     """
     data = multihost.from_first(lambda: _as_json(data))
     planned = runtime.planned
+    if planned.update.outer is not None:
+        raise CheckpointError(
+            "save: in an outer loop each replica has parameters and optimizer state of its own, of which checkpoints "
+            "have one. Pickle the state, which goes on with the same bits on the same mesh; or keep "
+            "pipeline.parameters(state), the outer parameters, for init(key, variables=...)."
+        )
     arrays = runtime.to_host(state, multihost.is_first())
     if not multihost.is_first():
         return None

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxpipe.costs.assumed_links import slowest_used
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import PartitionError
+from jaxpipe.gradients.outer_loop import OuterLoop
 from jaxpipe.models import check_batch
 from jaxpipe.models.microbatch_program import trace_loss
 from jaxpipe.models.traced_update import trace_update
@@ -36,6 +37,7 @@ from jaxpipe.runtime.optimizer_by_stage import partition_update
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.replica_exchange import stage_exchange, warn_of_adam
 from jaxpipe.runtime.select_runtime import bytes_by_component
+from jaxpipe.runtime.stage_outer_loop import stage_outer_loop
 from jaxpipe.runtime.stages import Placement, Stage, count_frozen, cut_stages, place_variables, with_backward
 from jaxpipe.schedules import schedule_makers
 from jaxpipe.schedules.replicas import StageReplicas
@@ -175,12 +177,14 @@ class Candidate:
         by_stage = partition_update(update, traced.model, placement.parameters)
         exchange = request.exchange if request.replicas > 1 else None
         check_asynchronous(program, by_stage, exchange is not None, request.options.zero)
-        sent = None
-        if exchange is not None:
+        sent = outer = None
+        num_places = len(program.stages) if request.runtime == "mpmd" else program.num_devices
+        if isinstance(exchange, OuterLoop):
+            outer = stage_outer_loop(exchange, traced.model, placement, num_places, request.replicas, by_stage)
+        elif exchange is not None:
             warn_of_adam(exchange, by_stage.state_shape)
-            num_places = len(program.stages) if request.runtime == "mpmd" else program.num_devices
             sent = stage_exchange(exchange, traced.model, placement, num_places, request.replicas)
-        return Update(by_stage, sent, request.options.on_nonfinite)
+        return Update(by_stage, sent, request.options.on_nonfinite, outer)
 
     @cached_property
     def graphs(self) -> StepGraphs:

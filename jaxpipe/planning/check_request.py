@@ -18,6 +18,7 @@ from jaxpipe.costs.profile_model import EstimateFor, Source
 from jaxpipe.costs.sharded_profile import groups_of
 from jaxpipe.errors import BatchError, FewExamplesWarning, MemoryBudgetError, PartitionError, warn
 from jaxpipe.gradients.block_sparse import BlockSparse
+from jaxpipe.gradients.outer_loop import OuterLoop
 from jaxpipe.graph.allowed_codecs import FAST, Codecs, Policy, parse
 from jaxpipe.models.batch_statistics import FEW_EXAMPLES
 from jaxpipe.models.bind import check_model
@@ -64,7 +65,7 @@ class Request:
     profile: Profile | Source | EstimateFor | SecondsOf = "measured"
     network: Network | None = None
     storage: Codecs | Literal["auto"] = "auto"
-    gradient_exchange: BlockSparse | Literal["dense"] = "dense"
+    gradient_exchange: BlockSparse | OuterLoop | Literal["dense"] = "dense"
     runtime: RuntimeName = "mpmd"
     cuts: Any = ()
     plan: Plan | None = None
@@ -105,8 +106,8 @@ class Request:
         return FAST if isinstance(self.storage, str) and self.storage == "auto" else parse(self.storage, "storage")
 
     @cached_property
-    def exchange(self) -> BlockSparse | None:
-        """The exchange of gradient blocks; None if gradients are exchanged whole."""
+    def exchange(self) -> BlockSparse | OuterLoop | None:
+        """The exchange of gradient blocks, or an outer loop; None if gradients are exchanged whole."""
         return check_exchange(self.gradient_exchange, DATA)
 
     @cached_property
@@ -149,6 +150,7 @@ def check_request(given: Request) -> Request:
             "devices) or 'auto'."
         )
     check_network(given.network, mesh)
+    _check_outer_loop(given, replicas)
     exchanged = given.exchange is not None
     replica_axis = _check_axis_name(options.axis_name, replicas, exchanged)
     mesh, submesh = split_mesh(mesh if replica_axis is None else with_joined_replicas(mesh))
@@ -166,6 +168,27 @@ def check_request(given: Request) -> Request:
     check_exchanged(exchanged, submesh, options)
     _ = request.schedules, request.policy, request.unroll_scans, request.host, request.gradient_dtype  # they may raise
     return request
+
+
+def _check_outer_loop(given: Request, replicas: int) -> None:
+    """Raise ``PartitionError`` if an outer loop has no replicas, or comes with what needs the same step in all."""
+    if not isinstance(given.exchange, OuterLoop):
+        return
+    if given.runtime != "spmd":
+        raise PartitionError(
+            "gradient_exchange=outer_loop(...) with runtime='mpmd', the default: replicas with parameters of their own "
+            "are built for one program only. Pass runtime='spmd'."
+        )
+    if replicas == 1:
+        raise PartitionError(
+            f"gradient_exchange=outer_loop(...) on a mesh without replicas; there must be 2 or more along {DATA!r}. "
+            "Add that axis to the mesh, or use gradient_exchange='dense'."
+        )
+    if given.options.on_nonfinite is not None:
+        raise PartitionError(
+            f"PlanOptions(on_nonfinite={given.options.on_nonfinite!r}) with gradient_exchange=outer_loop(...): between "
+            "exchanges no replica knows whether a step of another one is finite. Leave out one of the two."
+        )
 
 
 def settings_of(request: Request) -> dict[str, str]:

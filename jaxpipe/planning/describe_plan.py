@@ -22,6 +22,7 @@ from jaxpipe.planning.check_request import Request
 from jaxpipe.planning.cuts.cost_models import Synchronous
 from jaxpipe.planning.cuts.placed_stages import Partition, plan_bound, stage_speeds, stage_work
 from jaxpipe.planning.dispatch_timeline import Dispatching, dispatched_timeline, search_arguments
+from jaxpipe.planning.exchange_costs import are_linked, planned_exchanges
 from jaxpipe.planning.plan_timeline import StageSeconds, seconds_on_devices
 from jaxpipe.planning.storage.choose_swaps import Links
 from jaxpipe.planning.storage.stage_levels import Fitted
@@ -161,6 +162,11 @@ def describe(
     if runtime == "mpmd":
         arguments = stage_search_arguments(program, partition, added)
         bound = makespan_bound(program.schedule.num_devices, program.schedule.num_microbatches, **arguments)
+    sent, exchanges = update.exchange or update.outer, ()
+    rings = [stage.devices for stage in partition.stages]
+    if request.network is not None and request.replicas > 1 and are_linked(request.network, rings):
+        dense = max(program.sum_bytes(program.trained(d)) for d in program.device_numbers)
+        exchanges = planned_exchanges(update, dense, request.network, rings, timeline.makespan)
     described = f"{program.objective.graph}{program.placement}"
     annotations = program.objective.annotations.notes((*request.mesh.axis_names, *shape), shape)
     return Plan(
@@ -189,7 +195,9 @@ def describe(
         axes=dict(shape),
         per_stage=update.by_stage.per_stage,
         frozen=_describe_frozen(program, traced.model),
-        exchange_bytes=None if update.exchange is None else update.exchange.sent_bytes,
+        exchange_bytes=None if sent is None else sent.sent_bytes,
+        inner_steps=0 if update.outer is None else update.outer.settings.inner_steps,
+        exchanges=exchanges,
     )
 
 

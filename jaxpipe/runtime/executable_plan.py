@@ -24,6 +24,7 @@ from jaxpipe.runtime.mpmd.trace_task import Traces
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.replica_exchange import StageExchange
+from jaxpipe.runtime.stage_outer_loop import StageOuterLoop
 from jaxpipe.runtime.stages import Placement, follow
 from jaxpipe.schedules.schedule_makers import ScheduleMaker
 from jaxpipe.schedules.table import StageNumber
@@ -62,6 +63,7 @@ class Update:
     by_stage: PartitionedUpdate
     exchange: StageExchange | None = None  # None: gradients are exchanged whole
     on_nonfinite: OnNonFinite = None
+    outer: StageOuterLoop | None = None  # replicas have parameters of their own
 
 
 @dataclass(frozen=True, eq=False)

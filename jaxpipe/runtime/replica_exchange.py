@@ -18,6 +18,7 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.gradients.block_exchange import Messages, averages, leave, message_shapes, send, wire_bytes
 from jaxpipe.gradients.block_sparse import BlockSparse, Settings
 from jaxpipe.gradients.blocks import Blocks
+from jaxpipe.gradients.outer_loop import OuterLoop
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.runtime.stages import Placement
 from jaxpipe.sharding.mesh_axes import DATA, own_name
@@ -82,13 +83,14 @@ def stage_exchange(
     return StageExchange(transformation.settings, tuple(phases), replicas)
 
 
-def check_exchange(gradient_exchange: object, axis_name: str) -> BlockSparse | None:
-    """Return the requested block-sparse transformation, or None for a dense exchange."""
+def check_exchange(gradient_exchange: object, axis_name: str) -> BlockSparse | OuterLoop | None:
+    """Return the requested transformation, or None for a dense exchange."""
     if isinstance(gradient_exchange, str) and gradient_exchange == "dense":
         return None
-    if not isinstance(gradient_exchange, BlockSparse):
+    if not isinstance(gradient_exchange, BlockSparse | OuterLoop):
         raise PartitionError(
-            f"gradient_exchange={gradient_exchange!r}; it must be 'dense' or jaxpipe.gradients.block_sparse(...)."
+            f"gradient_exchange={gradient_exchange!r}; it must be 'dense', jaxpipe.gradients.block_sparse(...) or "
+            "jaxpipe.gradients.outer_loop(...)."
         )
     if own_name(gradient_exchange.settings.axis_name) not in (None, axis_name):
         raise PartitionError(

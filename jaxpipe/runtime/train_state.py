@@ -35,6 +35,8 @@ class TrainState:
     Attributes:
       parameters, variables, optimizer: arrays of the stages; of one program vectors, a part of each on every device.
       residual: the same of what each replica has not sent of its gradients; none if gradients are exchanged whole.
+      outer: in an outer loop, its parameters and the state of its optimizer; replicas then have parameters, variables
+        and optimizer state of their own.
       shared: optimizer state that every device has (step counts, schedules).
       key: the random key of the run.
       step: steps taken.
@@ -51,6 +53,7 @@ class TrainState:
     step: Array
     skipped: Array
     plan: str = field(metadata={"static": True})
+    outer: tuple[Array, ...] = ()
 
     #: The token of the runtime whose programs take these arrays as they are; None where nothing has checked them.
     fits: ClassVar[object] = None
@@ -70,7 +73,7 @@ class TrainState:
     @property
     def is_donated(self) -> bool:
         """Return whether a step has taken its arrays for the state that it returned."""
-        buffers = (self.parameters, self.variables, self.optimizer, self.residual, self.shared)
+        buffers = (self.parameters, self.variables, self.optimizer, self.residual, self.outer, self.shared)
         leaves = (*(x for group in buffers for x in group), self.key, self.step, self.skipped)
         arrays = [x for x in leaves if isinstance(x, jax.Array) and not isinstance(x, core.Tracer)]
         return any(x.is_deleted() for x in arrays)

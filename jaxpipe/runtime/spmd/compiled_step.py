@@ -18,6 +18,7 @@ from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.replica_exchange import StageExchange
 from jaxpipe.runtime.spmd.buffer_layout import BufferLayout
 from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram
+from jaxpipe.runtime.spmd.outer_step import OuterBuffers
 from jaxpipe.runtime.spmd.tick_loop import run_ticks
 from jaxpipe.runtime.spmd.update_in_place import run_update
 from jaxpipe.runtime.train_state import TrainState
@@ -29,16 +30,23 @@ T = TypeVar("T")
 
 
 def training_step(
-    update: Update, program: LockstepProgram, state: TrainState, batch: Sequence[Array]
+    update: Update,
+    outer: OuterBuffers | None,
+    program: LockstepProgram,
+    state: TrainState,
+    batch: Sequence[Array],
 ) -> tuple[TrainState, Array, dict[str, Array], list[Array]]:
     """Return the new state, the loss, counters, and metrics.
 
     Counters are the gradient's norm and the overflows; and, of a sparse exchange, the share of the gradients' squared
-    norm that was sent, and the norm of the residuals.
+    norm that was sent, and the norm of the residuals. In an outer loop all are those of the replicas of a site.
     """
-    loss, metrics, weight, overflows, variables, sums = _train(program, state, batch)
-    residual, counters = [], {"overflows": overflows}
-    if update.exchange is None:
+    loss, metrics, weight, overflows, variables, sums = _train(program, state, batch, outer)
+    residual, counters = list(state.residual), {"overflows": overflows}
+    if outer is not None:
+        checked = [x / weight.astype(x.dtype) for x in sums]
+        gradients = [x.astype(b.dtype) for x, b in zip(checked, program.taken(update).buffers, strict=True)]
+    elif update.exchange is None:
         gradients = checked = _mean(program, program.taken(update), sums, weight)
     else:
         share = weight / lax.axis_size(DATA)
@@ -50,8 +58,9 @@ def training_step(
     if update.on_nonfinite is not None:
         counters["nonfinite_stages"] = _nonfinite(program, checked)
         stopped = counters["stopped"] = jnp.any(counters["nonfinite_stages"]) | ~jnp.isfinite(loss)
-    # Counts are the same on all replicas.
-    variables = [lax.pmean(x, program.replica_axes) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in variables]
+    if outer is None:  # counts are the same on all replicas
+        is_mean = [jnp.issubdtype(x.dtype, jnp.inexact) for x in variables]
+        variables = [lax.pmean(x, program.replica_axes) if m else x for x, m in zip(variables, is_mean, strict=True)]
     new = run_update(update, program, state, gradients, stopped)
     new = replace(new, variables=tuple(variables), residual=tuple(residual), step=state.step + 1)
     if stopped is not None:
@@ -63,8 +72,11 @@ def training_step(
         if skips:
             counters["skipped"] = state.skipped + stopped.astype(jnp.int32)
             new = replace(new, skipped=counters["skipped"])
-    norm = squared_norm(gradients, norm_dtype(g.dtype for g in gradients))
-    counters["gradient_norm"] = jnp.sqrt(_in_order([norm], STAGE)[0])
+    (squares,) = _in_order([squared_norm(gradients, norm_dtype(g.dtype for g in gradients))], STAGE)
+    if outer is not None:
+        new = outer.advance(new)
+        squares = lax.pmean(squares, DATA, axis_index_groups=outer.sites)
+    counters["gradient_norm"] = jnp.sqrt(squares)
     if (rate := update.by_stage.learning_rate) is not None:
         counters["learning_rate"] = new.shared[update.by_stage.state_stage[:rate].count(None)]
     return new, loss, counters, metrics
@@ -90,7 +102,7 @@ def prediction_step(program: LockstepProgram, state: TrainState, batch: Sequence
 
 
 def _train(
-    program: LockstepProgram, state: TrainState, batch: Sequence[Array]
+    program: LockstepProgram, state: TrainState, batch: Sequence[Array], outer: OuterBuffers | None = None
 ) -> tuple[Array, list[Array], Array, Array, Sequence[Array], list[Array]]:
     """Run all micro-batches, and add up their results and those of the replicas.
 
@@ -100,9 +112,12 @@ def _train(
     variables, sums, rows = run_ticks(program, state, batch)
     zeros = [jnp.zeros(x.shape[1:], x.dtype) for x in rows]
     totals = lax.scan(lambda totals, row: (list(map(operator.add, totals, row)), None), zeros, rows)[0]
-    loss, weight, *metrics, overflows = _in_order(totals, DATA) if program.replicated else totals
+    own_weight = totals[1]
+    sites = None if outer is None else outer.sites
+    loss, weight, *metrics, overflows = _in_order(totals, DATA, sites) if program.replicated else totals
     metrics = combine(metrics, weight, program.objective.summed)
-    return loss / weight.astype(loss.dtype), metrics, weight, overflows, variables, sums
+    loss = loss / weight.astype(loss.dtype)
+    return loss, metrics, weight if outer is None else own_weight, overflows, variables, sums
 
 
 def _mean(program: LockstepProgram, layout: BufferLayout, sums: Sequence[Array], weight: Array) -> list[Array]:
@@ -142,11 +157,13 @@ def _exchanged(
     return lax.switch(plan.settings.phase(step), phases)
 
 
-def _in_order(values: Sequence[Array], axes: str | tuple[str, ...]) -> list[Array]:
+def _in_order(
+    values: Sequence[Array], axes: str | tuple[str, ...], groups: list[list[int]] | None = None
+) -> list[Array]:
     """The sums of small values over devices, with the same bits whatever connects them: ``psum`` has no fixed order.
 
     They cross the network in one message, of which the time is latency.
     """
-    rows = lax.all_gather(pack_words(values, sum(map(word_count, values))), axes)
+    rows = lax.all_gather(pack_words(values, sum(map(word_count, values))), axes, axis_index_groups=groups)
     parts = [unpack_words(row, values) for row in rows]
     return [reduce(operator.add, column) for column in zip(*parts, strict=True)]

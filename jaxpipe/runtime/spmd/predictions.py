@@ -14,6 +14,7 @@ from jaxpipe.graph.liveness import peak_bytes
 from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.spmd.lockstep_program import PAGE, LockstepProgram
+from jaxpipe.runtime.spmd.outer_step import OuterBuffers
 from jaxpipe.runtime.spmd.tick_loop import Given, Made, stage_work
 from jaxpipe.runtime.spmd.tick_table import ARRIVED, KEPT, RETURNED, SAVED, STASH
 from jaxpipe.schedules.simulate import Timeline, simulate
@@ -79,6 +80,14 @@ def predict(planned: Program, update: Update, batch: Sequence[Shaped]) -> dict[s
         needed = max((1 + exchange.replicas) * gathered + 2 * reduced for gathered, reduced in messages)
         residuals = program.residuals.bytes if program.num_devices > 1 else 0
         at_the_end = max(at_the_end, program.sums.bytes + program.gradients.bytes + residuals + needed)
+    if update.outer is not None:
+        buffers = OuterBuffers(program, update.outer)
+        held |= {"outer": buffers.outer.bytes, "residual": buffers.residual.bytes}
+        # Messages both ways, and new values beside the old ones, where gradients were: a conditional does not write
+        # over what it reads.
+        messages = ((1 + update.outer.replicas) * gathered + 2 * reduced for gathered, reduced in update.outer.traffic)
+        new = buffers.outer.bytes + buffers.residual.bytes + program.parameters.bytes
+        at_the_end = max(at_the_end, max(messages) + new - program.sums.bytes)
     mail, stash = (4 * PAGE * pages for pages in program.table.pages)
     sent = 4 * PAGE * (program.windows[ARRIVED] + program.windows[RETURNED])
     computing = max(working_bytes(program, s) for s in program.stage_numbers)

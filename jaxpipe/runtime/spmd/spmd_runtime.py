@@ -26,6 +26,8 @@ from jaxpipe.runtime.interface import Bytes, ForwardPass, Gradients, Part, StepR
 from jaxpipe.runtime.spmd.buffer_layout import BufferLayout, lay_out
 from jaxpipe.runtime.spmd.compiled_step import evaluation_step, gradient_step, prediction_step, training_step
 from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram
+from jaxpipe.runtime.spmd.outer_step import OuterBuffers
+from jaxpipe.runtime.stage_outer_loop import sites_of
 from jaxpipe.runtime.stages import cut_stages
 from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays, on_host
 from jaxpipe.runtime.train_state import TrainState, made_for
@@ -42,14 +44,19 @@ class SpmdRuntime:
 
     def __init__(self, planned: ExecutablePlan):
         self.planned, self.program = planned, LockstepProgram.of(planned.program)
-        self._token, exchanges = object(), planned.update.exchange is not None
+        self._token, exchanges, loop = object(), planned.update.exchange is not None, planned.update.outer
+        self._outer = None if loop is None else OuterBuffers(self.program, loop, sites_of(planned.mesh))
+        nothing = lay_out([{}] * self.program.num_devices)
         #: The layout of each part of a state.
         self._layouts = {
             "parameters": self.program.parameters,
             "variables": self.program.variables,
             "optimizer": self.program.optimizer(planned.update),
-            "residual": self.program.residuals if exchanges else lay_out([{}] * self.program.num_devices),
+            "residual": self.program.residuals if exchanges else nothing,
+            "outer": nothing,
         }
+        if self._outer is not None:
+            self._layouts |= {"residual": self._outer.residual, "outer": self._outer.outer}
 
     @property
     def places(self) -> range:
@@ -65,7 +72,8 @@ class SpmdRuntime:
         """The shapes of a training state, where its devices have them: of buffers, one after the other."""
         mesh, by_stage, groups = self.planned.mesh, self.planned.update.by_stage, dict[str, PyTree]()
         for field, layout in self._layouts.items():
-            count, spec = (mesh.size, P((STAGE, DATA))) if field == "residual" else (mesh.shape[STAGE], P(STAGE))
+            apart = field == "residual" or (self._outer is not None and field != "outer")
+            count, spec = (mesh.size, P((STAGE, DATA))) if apart else (mesh.shape[STAGE], P(STAGE))
             groups[field] = tuple(self._shaped((count * x.size,), x, spec) for x in layout.buffers)
         owned = zip(by_stage.state_avals, by_stage.state_stage, strict=True)
         groups["shared"] = tuple(self._shaped(a.shape, a, P()) for a, owner in owned if owner is None)
@@ -81,13 +89,16 @@ class SpmdRuntime:
         part = {}
         for r, device in enumerate(self.devices_of(place)):
             if multihost.mine([device]):
-                groups = arrays.parameters, arrays.variables, arrays.optimizer, [x[r] for x in arrays.residuals]
+                groups = arrays.parameters, arrays.variables, arrays.optimizer, [x[r] for x in arrays.residuals], ()
                 pairs = zip(self._layouts.items(), groups, strict=True)
                 # Residuals that are not given are zero.
                 buffers = {
                     field: tuple(layout.write(place, dict(zip(layout.places[place], values, strict=bool(values))), np))
                     for (field, layout), values in pairs
                 }
+                if self._outer is not None:
+                    first = self._outer.first(place, arrays.parameters)
+                    buffers["outer"] = tuple(self._outer.outer.write(place, first, np))
                 part[device] = jax.device_put(buffers, device)
         return part
 
@@ -109,6 +120,11 @@ class SpmdRuntime:
         parts = {field: (layout, getattr(state, field)) for field, layout in self._layouts.items()}
         left = [self._on_hosts(*parts["residual"], replica) for replica in range(self.planned.batching.replicas)]
         parameters, variables, optimizer = (self._on_hosts(*parts[k]) for k in ("parameters", "variables", "optimizer"))
+        if self._outer is not None:
+            held = self._on_hosts(*parts["outer"])
+            parameters = self._outer.parameters_of(held)
+            every = [self._on_hosts(*parts["variables"], r) for r in range(self.planned.batching.replicas)]
+            variables = {t: _mean([row[t] for row in every]) for t in variables}
         if not keep:
             return HostArrays([], [], [], [])
         objective, shared = self.program.objective, map(on_host, state.shared)
@@ -213,7 +229,7 @@ class SpmdRuntime:
         planned = self.planned
         with building_for(planned.mesh.devices.flat[0]):
             return self._lower(
-                partial(training_step, planned.update), None, self.program, planned.batch, planned.batching
+                partial(training_step, planned.update, self._outer), None, self.program, planned.batch, planned.batching
             )
 
     @cached_property
@@ -230,7 +246,11 @@ class SpmdRuntime:
         That returns a new state first, in the place of the old one.
         """
 
+        trains = outputs is None
+
         def device_step(state: TrainState, batch: Sequence[Array]) -> PyTree:
+            if self._outer is not None and not trains:
+                state = self._outer.at_outer(state)
             return step(program, state, batching.rows(batch))
 
         mesh, abstract, specs = self.planned.mesh, self._abstract_state, batching.specs()
@@ -239,3 +259,8 @@ class SpmdRuntime:
         mapped = jax.shard_map(device_step, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
         leaves = [self._shaped(x.shape, x, spec) for x, spec in zip(jax.tree.leaves(batch), specs, strict=True)]
         return jax.jit(mapped, donate_argnums=donated).lower(abstract, leaves)
+
+
+def _mean(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the mean of a state variable over the replicas; counts are the same on all of them."""
+    return np.mean(rows, 0, rows[0].dtype) if jnp.issubdtype(rows[0].dtype, jnp.inexact) else rows[0]

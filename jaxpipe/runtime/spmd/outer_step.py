@@ -1,0 +1,136 @@
+"""The end of a step in an outer loop, inside ``shard_map``: a fragment is exchanged, and replicas go on from it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpipe.array_types import Array, ArrayLike, TensorNumber
+from jaxpipe.gradients.block_exchange import Averaged, exchange
+from jaxpipe.runtime.spmd.buffer_layout import lay_out
+from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram
+from jaxpipe.runtime.stage_outer_loop import StageOuterLoop
+from jaxpipe.runtime.train_state import TrainState
+from jaxpipe.sharding.mesh_axes import DATA, STAGE
+
+
+T = TypeVar("T")
+
+
+class OuterBuffers:
+    """The layouts of outer parameters with the states of their optimizer, and of residuals."""
+
+    def __init__(self, program: LockstepProgram, loop: StageOuterLoop, sites: list[list[int]] | None = None):
+        self._program, self.loop, self.sites = program, loop, sites
+        avals = [{t: loop.avals(place.aval) for t, place in held.items()} for held in program.parameters.places]
+        self._count = max((len(shapes) for held in avals for shapes in held.values()), default=1)
+        self.outer = lay_out(
+            [
+                {n: x for t, shapes in held.items() for n, x in zip(self._numbers(t), shapes, strict=False)}
+                for held in avals
+            ]
+        )
+        self.residual = program.residuals if loop.has_residuals else lay_out([{}] * program.num_devices)
+
+    def _numbers(self, t: TensorNumber) -> list[TensorNumber]:
+        """The numbers in the layout of an outer parameter and of its optimizer's state."""
+        return [TensorNumber(self._count * t + i) for i in range(self._count)]
+
+    def first(self, device: int, parameters: Sequence[ArrayLike]) -> dict[TensorNumber, ArrayLike]:
+        """Return the arrays of a device with which a run begins."""
+        arrays: dict[TensorNumber, ArrayLike] = {}
+        for (t, place), x in zip(self._program.parameters.places[device].items(), parameters, strict=True):
+            outer = jnp.asarray(x).astype(self.loop.avals(place.aval)[0].dtype)
+            arrays |= dict(zip(self._numbers(t), [outer, *jax.tree.leaves(self.loop.slots(outer))], strict=False))
+        return arrays
+
+    def parameters_of(self, held: Mapping[TensorNumber, Any]) -> dict[TensorNumber, Any]:
+        """Return the outer parameters among the arrays of some devices, in the types of the model's."""
+        places = {t: place for row in self._program.parameters.places for t, place in row.items()}
+        numbers = {t: self._numbers(t)[0] for t in places}
+        return {t: held[n].astype(places[t].aval.dtype) for t, n in numbers.items() if n in held}
+
+    def _get(self, device: int, t: TensorNumber, buffers: Sequence[Array]) -> list[Array]:
+        held = self.outer.places[device]
+        return [self.outer.get(device, n, buffers) for n in self._numbers(t) if n in held]
+
+    def at_outer(self, state: TrainState) -> TrainState:
+        """Return a state whose replicas all have the outer parameters, and the mean of the model's variables."""
+        program = self._program
+        parameters = _by_stage(
+            program, lambda s: program.parameters.write(s, self.parameters_of(self.outer.read(s, state.outer)))
+        )
+        return replace(state, parameters=tuple(parameters), variables=tuple(_means(state.variables)))
+
+    def advance(self, state: TrainState) -> TrainState:
+        """Return the state after the exchange and the restart that are due when an inner step has been made."""
+        settings, step = self.loop.settings, state.step
+        fragments = range(settings.fragments)
+        held = list(state.outer), list(state.residual)
+        turns = [partial(self._exchange, state, f) for f in fragments]
+        outer, residual = lax.switch(settings.due(step), [lambda: held, *turns])
+        starts = [partial(self._restart, state.parameters, outer, f) for f in fragments]
+        parameters = lax.switch(settings.due(step - settings.delay), [lambda: list(state.parameters), *starts])
+        variables = lax.cond(
+            step % settings.inner_steps == 0, lambda: _means(state.variables), lambda: list(state.variables)
+        )
+        groups = {"parameters": parameters, "outer": outer, "residual": residual, "variables": variables}
+        return replace(state, **{field: tuple(buffers) for field, buffers in groups.items()})
+
+    def _tensors(self, f: int, s: int) -> list[TensorNumber]:
+        """The parameters of a fragment in a stage."""
+        return [self._program.objective.parameters[k] for k in self.loop.parameters[f][s]]
+
+    def _exchange(self, state: TrainState, f: int) -> tuple[list[Array], list[Array]]:
+        """Return outer parameters and residuals after the exchange of a fragment."""
+        program, settings = self._program, self.loop.settings
+
+        def read(s: int) -> list[Array]:
+            sent = []
+            for t in self._tensors(f, s):
+                moved = settings.difference(
+                    self._get(s, t, state.outer)[0], program.parameters.get(s, t, state.parameters)
+                )
+                sent.append(moved + self.residual.get(s, t, state.residual) if self.loop.has_residuals else moved)
+            return sent
+
+        def write(s: int, averaged: Averaged) -> tuple[list[Array], list[Array]]:
+            outer, residual = list(state.outer), list(state.residual)
+            for t, average, left in zip(self._tensors(f, s), averaged.gradients, averaged.residuals, strict=True):
+                before, *slots = self._get(s, t, state.outer)
+                tree = jax.tree.structure(self.loop.slots(before))
+                new, moments = settings.advance(average, before, jax.tree.unflatten(tree, slots))
+                for n, x in zip(self._numbers(t), [new, *jax.tree.leaves(moments)], strict=False):
+                    outer = self.outer.put(s, n, outer, x)
+                if self.loop.has_residuals:
+                    residual = self.residual.put(s, t, residual, left)
+            return outer, residual
+
+        by_stage = partial(_by_stage, program)
+        return exchange(self.loop.plans[f], settings.exchange.rule, DATA, by_stage, read, write)
+
+    def _restart(self, parameters: Sequence[Array], outer: Sequence[Array], f: int) -> list[Array]:
+        """Return the parameters with which replicas go on, those of a fragment from the outer ones."""
+        layout = self._program.parameters
+
+        def write(s: int) -> list[Array]:
+            buffers = list(parameters)
+            for t in self._tensors(f, s):
+                now = layout.get(s, t, parameters)
+                buffers = layout.put(s, t, buffers, self.loop.settings.restart(self._get(s, t, outer)[0], now))
+            return buffers
+
+        return _by_stage(self._program, write)
+
+
+def _by_stage(program: LockstepProgram, function: Callable[[int], T]) -> T:
+    return lax.switch(lax.axis_index(STAGE), [partial(function, s) for s in program.device_numbers])
+
+
+def _means(variables: Sequence[Array]) -> list[Array]:
+    """The means of state variables over the replicas; counts are the same on all of them."""
+    return [lax.pmean(x, DATA) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in variables]

@@ -161,14 +161,14 @@ def test_it_runs_inside_shard_map(checks):
 
 @pytest.mark.core
 def test_bytes_that_are_sent():
-    """By hand: 240 bytes of parameters; two columns of 6 and two of 4 elements with their numbers, and the bias."""
+    """By hand: 240 bytes; two columns of 6 and two of 4 elements, a map of bits for each, and the bias."""
     params = drawn(0)
     assert [part.bytes for part in outer_loop(inner_steps=16).traffic(params)] == [240]
     assert outer_loop(inner_steps=16).bytes_per_step(params) == 15
     assert [part.bytes for part in outer_loop(inner_steps=4, fragments=2).traffic(params)] == [112, 128]
     loop = outer_loop(inner_steps=4, fragments=2, exchange=block_sparse(k=2))
-    assert [part.bytes for part in loop.traffic(params)] == [2 * (24 + 4) + 16, 2 * (16 + 4)]
-    assert loop.bytes_per_step(params) == 28
+    assert [part.bytes for part in loop.traffic(params)] == [2 * 24 + 1 + 16, 2 * 16 + 1]
+    assert loop.bytes_per_step(params) == 24.5
 
 
 @pytest.mark.core

@@ -116,7 +116,7 @@ def compare_exchanges(
       ────────────────────────────────────────────────────────
       dense            47.68 MiB   400 ms
       outer loop        2.98 MiB    25 ms  375 ms         16 x
-      blocks           30.53 KiB   250 us  400 ms      1,599 x
+      blocks           30.52 KiB   250 us  400 ms      1,600 x
     """
     if network.num_devices < 2 or not step_seconds >= 0:
         raise PartitionError(

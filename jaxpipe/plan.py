@@ -262,6 +262,11 @@ class Plan(Printed):
         return max(0.0, self.step_seconds / bound - 1) if bound else None  # no less, for their sums round apart
 
     @property
+    def exchange_name(self) -> str:
+        """Return the exchange between replicas that is not dense, in words."""
+        return f"outer loop of {self.inner_steps} steps" if self.inner_steps else "block-sparse exchange"
+
+    @property
     def predicted_bytes(self) -> int:
         """Bytes on each device; where devices differ, on the fullest."""
         return sum(self.memory.values())
@@ -507,8 +512,7 @@ def _remarks(plan: Plan) -> list[str]:
         lines.append(_frozen_text(plan.frozen))
     if plan.exchange_bytes is not None:
         dense = bytes_text(max(plan.memory.get(name, 0) for name in ("parameters", "gradients")))
-        what = f"outer loop of {plan.inner_steps} steps" if plan.inner_steps else "block-sparse exchange"
-        lines.append(f"{what}: {bytes_text(plan.exchange_bytes)} of {dense} sent in a step")
+        lines.append(f"{plan.exchange_name}: {bytes_text(plan.exchange_bytes)} of {dense} sent in a step")
     if plan.staleness:
         behind = ", ".join(map(str, plan.staleness))
         lines.append(f"asynchronous updates: each stage is at most {behind} updates behind")

@@ -30,7 +30,7 @@ _ROUNDS = 3
 
 @dataclass(frozen=True)
 class Turns:
-    """What a device hands to the collectives in a round of some steps.
+    """Bytes that a device hands to the collectives in a round of some steps.
 
     Attributes:
       steps: of a round.
@@ -73,7 +73,7 @@ def _ring_seconds(network: Network, ring: Sequence[int], gathered: int, reduced:
 
 @dataclass(frozen=True)
 class ExchangeCosts(Printed):
-    """What exchanges between replicas cost in a step, and save beside the first of them.
+    """Costs of exchanges between replicas in a step, and savings beside the first of them.
 
     Attributes:
       rows: one for each.

@@ -191,7 +191,7 @@ def _methods(plan: Plan, plain_bytes: Sequence[int], uniform: bool) -> PlainTabl
     if plan.exchange_bytes is not None:
         dense = plan.memory.get("parameters", 0)  # gradients are as large
         text = f"{bytes_text(plan.exchange_bytes)} of {bytes_text(dense)} sent in a step"
-    table.add_row(f"outer loop of {plan.inner_steps} steps" if plan.inner_steps else "block-sparse exchange", text)
+    table.add_row(plan.exchange_name, text)
     text = "first cuts kept"
     if len(plan.rounds) > 1:
         first, last = plan.rounds[0].step_seconds, plan.step_seconds

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.errors import PartitionError
@@ -142,7 +143,7 @@ def test_narrow_parameters_have_wide_outer_ones():
 def test_it_runs_inside_shard_map(checks):
     """All steps in one program over devices, as under ``vmap``."""
     loop = outer_loop("data", inner_steps=2, fragments=2, exchange=block_sparse(k=2))
-    optimizer, mesh = optax.chain(optax.sgd(RATE), loop), jax.make_mesh((REPLICAS,), ("data",))
+    optimizer, mesh = optax.chain(optax.sgd(RATE), loop), Mesh(np.array(jax.devices()[:REPLICAS]), ("data",))
     goals = [drawn(step, (REPLICAS,)) for step in range(1, 6)]
 
     def run(params, goals):

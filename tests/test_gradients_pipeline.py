@@ -281,8 +281,8 @@ def test_adam_with_first_moments_for_residuals_in_two_bits(runtime, replica_grad
 @pytest.mark.parametrize(
     ("gradient_exchange", "error", "message"),
     [
-        ("sparse", PartitionError, "gradient_exchange='sparse'; it must be 'dense' or"),
-        (optax.sgd(0.1), PartitionError, "must be 'dense' or"),
+        ("sparse", PartitionError, "gradient_exchange='sparse'; it must be 'dense', "),
+        (optax.sgd(0.1), PartitionError, "must be 'dense', "),
         (block_sparse("model"), PartitionError, "axis_name='model', but replicas are along the mesh axis 'data'"),
         (block_sparse(k={"conv": 2}), PartitionError, "'conv' fits no parameter"),
     ],

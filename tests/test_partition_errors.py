@@ -387,7 +387,7 @@ def test_an_evaluation_that_calls_layers_in_another_order():
         return two_layers(f.args[0], x + late).mean()
 
     # Product, tanh, product, sum, division: one weight in each stage.
-    pipeline = partition(evaluate=backwards, profile=timed((5, 1, 5, 1, 1)))
+    pipeline = partition(evaluate=backwards, profile=timed((5, 1, 5, 1, 1)), schedule="1f1b")
     with pytest.raises(
         PartitionError, match=r"evaluate uses .*a, which is placed in stage 0, after variables of stage 1"
     ):

@@ -163,7 +163,11 @@ def send(
         return wide if axis_name is None else lax.psum(wide, axis_name)
 
     def gathered(x: Array) -> Array:
-        return x[None] if axis_name is None else lax.all_gather(x, axis_name, to="invarying")
+        if axis_name is None:
+            return x[None]
+        if not x.size:
+            return jnp.zeros((lax.axis_size(axis_name), 0), x.dtype)
+        return lax.all_gather(x, axis_name, to="invarying")
 
     def scores(s: int) -> Array:
         block_scores = [_scores(b, x, rule.norm) for b, x in zip(plans[s], read(s), strict=True) if not b.is_whole]

@@ -76,7 +76,7 @@ def choose_targets(links: Mapping[StageNumber, SwapLink], away: int, needed: flo
 
     Example:
       >>> from jaxpipe.schedules.swap_points import HOST
-      >>> links = {2: Link(2e9, 0.0, 100), 3: Link(1e9, 0.0, 100), HOST: Link(5e8, 0.0, math.inf)}
+      >>> links = {2: SwapLink(2e9, 0.0, 100), 3: SwapLink(1e9, 0.0, 100), HOST: SwapLink(5e8, 0.0, math.inf)}
       >>> [target.stage for target in choose_targets(links, 2, 60).targets]
       [2, 3, -1]
       >>> [target.stage for target in choose_targets(links, 2, 1000).targets]

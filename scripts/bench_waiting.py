@@ -9,7 +9,7 @@ measured step has the order of the work, the overlap of messages and swaps, and 
 arithmetic to speak of, and its links are copies in memory. The wait is compiled here (a C++ compiler is needed), for
 XLA:CPU runs programs with Python callbacks one after the other, on all devices.
 
-  swaps      four stages whose first is over its budget: stashes go to a peer and come back
+  swaps      four stages, all forward passes first, of which one is over its budget: stashes go to a peer and come back
   replicas   a layer as heavy as all others: a device for each of four stages, and three for one stage and one for the
              other (``devices_per_stage=(3, 1)``), with the cuts that the plan chooses
 
@@ -133,14 +133,14 @@ def pipeline(heavy: tuple[int, ...], **options: Any) -> jaxpipe.Pipeline:
 
 
 def swapping() -> jaxpipe.Pipeline:
-    """Four equal stages of which the first may keep one stash less than it has in flight."""
+    """Four equal stages with all forward passes first, too many stashes of the last one among them."""
     options = {
-        "schedule": "1f1b",
+        "schedule": "gpipe",
         "network": jaxpipe.Network.uniform(DEVICES, BANDWIDTH),
         "options": jaxpipe.PlanOptions(compile=False),
     }
     plan = pipeline(LIGHT, **options).plan
-    return pipeline(LIGHT, memory=plan.predicted_bytes - plan.stages[0].stash_bytes, **options)
+    return pipeline(LIGHT, memory=plan.predicted_bytes - MICROBATCHES // 2 * plan.stages[0].stash_bytes, **options)
 
 
 def replicated(replicate: tuple[int, ...]) -> jaxpipe.Pipeline:

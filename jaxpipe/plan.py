@@ -13,6 +13,7 @@ from typing import Annotated
 import msgspec
 
 from jaxpipe.errors import PartitionError
+from jaxpipe.exchange_plan import ExchangePlan, exchange_table
 from jaxpipe.recipe import Recipe
 from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.swap_points import HOST
@@ -128,21 +129,6 @@ class HostPlan:
     budget: Count
     bytes: Count
     refused: str = ""
-
-
-@dataclass(frozen=True)
-class ExchangePlan:
-    """An exchange between replicas, as it would be on the network.
-
-    Attributes:
-      name: of the exchange.
-      bytes: that a device hands to the collectives in a step, on average.
-      seconds: by which a step is longer, on average.
-    """
-
-    name: str
-    bytes: Amount
-    seconds: Amount
 
 
 @dataclass(frozen=True)
@@ -460,17 +446,6 @@ def _stored_table(plan: Plan, prefix: str, most: int = 6) -> PlainTable | None:
     table.add_numbers("modules", "bytes")
     for path, sizes in [*rows[:most], *([("others", rest)] if rest else [])]:
         table.add_row(cut_middle(path), str(len(sizes)), bytes_text(sum(sizes)))
-    return table
-
-
-def exchange_table(rows: Sequence[ExchangePlan]) -> PlainTable:
-    """Return what exchanges between replicas cost in a step, and what they save beside the first of them."""
-    table = PlainTable("exchange")
-    table.add_numbers("sent in a step", "seconds", "saved", "fewer bytes")
-    for row in rows:
-        saved = "" if row is rows[0] else seconds_text(rows[0].seconds - row.seconds)
-        fewer = "" if row is rows[0] or not row.bytes else f"{rows[0].bytes / row.bytes:,.0f} x"
-        table.add_row(row.name, bytes_text(round(row.bytes)), seconds_text(row.seconds), saved, fewer)
     return table
 
 

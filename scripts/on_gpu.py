@@ -377,7 +377,7 @@ def waves(small: bool) -> list[Wave]:
             budgets(mlp, (1.5,), small=True),  # most of its bytes are parameters, which a budget leaves alone
             steps(mlp, ("plain",), small=True, kind="jit"),
             budgets(mlp, (0.99,), small=True, kind="jit"),
-            listed(Job("stages", "", "default", small=True), Job("stages", "chain", "host", share=0.9, small=True)),
+            listed(Job("stages", "", "default", small=True), Job("stages", "", "host", share=0.9, small=True)),
         ]
     best = [case.name for case in GPU_CASES if case.name.startswith(("GPT-2", "ResNet50", "ViT-B"))]
     own = [CASES_BY_NAME[name] for name in ("ViT-B 16x224", "ResNet50 32x224", "Llama bf16 8x512", "Mixer 32x224")]
@@ -489,8 +489,8 @@ def table(rows: Sequence[Row]) -> Table:
     for column in ("step ms", "of plain", "peak MiB", "of plain", "temporaries MiB", "products", "operations of plain"):
         result.add_column(column, justify="right")
     plain_of = {kind: plain_rows(rows, "jit" if kind == "jit" else "step") for kind in COMPILED_BEFORE}
-    listed = (row for row in rows if row["kind"] in COMPILED_BEFORE)
-    for row in sorted(listed, key=lambda row: (row["kind"] == "jit", row["case"])):
+    steps_and_budgets = (row for row in rows if row["kind"] in COMPILED_BEFORE)
+    for row in sorted(steps_and_budgets, key=lambda row: (row["kind"] == "jit", row["case"])):
         if "seconds" not in row:
             why = next(row[key] for key in ("refused", "skipped", "error") if key in row)
             result.add_row(row["case"], row["variant"], why.splitlines()[-1][:60])

@@ -25,6 +25,7 @@ ROOMS = (
     "runtime",
     "plan",
     "recipe",
+    "exchange_plan",
     "costs",
     "residuals",
     "models",

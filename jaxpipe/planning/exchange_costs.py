@@ -14,11 +14,11 @@ import numpy as np
 from jaxpipe.array_types import PyTree
 from jaxpipe.costs.network import Network
 from jaxpipe.errors import PartitionError
+from jaxpipe.exchange_plan import ExchangePlan, exchange_table
 from jaxpipe.gradients.block_exchange import wire_bytes
 from jaxpipe.gradients.block_sparse import BlockSparse
 from jaxpipe.gradients.blocks import reduced_itemsize
 from jaxpipe.gradients.outer_loop import OuterLoop
-from jaxpipe.plan import ExchangePlan, exchange_table
 from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.text.plain_table import PlainTable
 from jaxpipe.text.printed import Printed

@@ -3,11 +3,7 @@
 socket_bytes_run.py <folder>
 """
 
-import contextlib
 import json
-import os
-import socket
-import struct
 import sys
 from pathlib import Path
 
@@ -17,10 +13,8 @@ import optax
 
 import jaxpipe
 from jaxpipe import gradients
+from tests.support.outer_loop_run import sent_bytes
 
-
-#: Of Linux's ``struct tcp_info``, where ``tcpi_bytes_acked`` is.
-ACKED = slice(120, 128)
 
 STEPS = 8
 WIDTH = 512
@@ -34,13 +28,7 @@ EXCHANGES = {
 
 def sent() -> int:
     """Return the bytes that the TCP connections of this process have delivered."""
-    total = 0
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                total += struct.unpack("Q", info[ACKED])[0]
-    return total
+    return sum(sent_bytes().values())
 
 
 def loss(model, x):

@@ -1,0 +1,34 @@
+"""``ExchangePlan``: what an exchange between replicas sends and costs, and the table of several."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxpipe.text.checked_json import Amount
+from jaxpipe.text.plain_table import PlainTable
+from jaxpipe.text.units import bytes_text, seconds_text
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """An exchange between replicas, as it would be on the network.
+
+    Attributes:
+      name: of the exchange.
+      bytes: that a device hands to the collectives in a step, on average.
+      seconds: by which a step is longer, on average.
+    """
+
+    name: str
+    bytes: Amount
+    seconds: Amount
+
+
+def exchange_table(rows: Sequence[ExchangePlan]) -> PlainTable:
+    """Return what exchanges between replicas cost in a step, and what they save beside the first of them."""
+    table = PlainTable("exchange")
+    table.add_numbers("sent in a step", "seconds", "saved", "fewer bytes")
+    for row in rows:
+        saved = "" if row is rows[0] else seconds_text(rows[0].seconds - row.seconds)
+        fewer = "" if row is rows[0] or not row.bytes else f"{rows[0].bytes / row.bytes:,.0f} x"
+        table.add_row(row.name, bytes_text(round(row.bytes)), seconds_text(row.seconds), saved, fewer)
+    return table

@@ -180,14 +180,16 @@ def test_bits_of_counts_by_hand():
 def test_plans_that_others_measured_take_on_paper_what_they_took():
     example = runpy.run_path(str(EXAMPLES / "sailor_plans.py"))
     data = Path(__file__).parent / "data" / "sailor" / "opt350.json"
-    console = Console(file=io.StringIO(), width=120)
+    console = Console(file=io.StringIO(), width=150)
     priced = example["main"](data, console=console)
     again = {Path(name).stem: text["again"] for name, text in json.loads(data.read_text())["plans"].items()}
     assert len(priced) == len(again) == 9
-    for plan, seconds in priced:
-        # The two measurements of the same plans are up to 9 % apart.
-        assert seconds == pytest.approx(plan.seconds, rel=0.1)
-        assert seconds == pytest.approx(again[plan.name], rel=0.03)
+    for plan, seconds, peak_bytes in priced:
+        # The two measurements of the same plans are up to 8 % apart.
+        assert seconds == pytest.approx(plan.seconds, rel=0.03)
+        assert seconds == pytest.approx(again[f"plan_config_{plan.name}"], rel=0.07)
+        # nvidia-smi also counts what the allocator holds and does not use.
+        assert 0.9 * plan.peak_bytes <= peak_bytes <= plan.peak_bytes
     # The cut of jaxpipe is as fast or faster on paper.
     rows = re.findall(r"([\d.]+) s +│ +[+-][\d.]+% +│ +([\d.]+) s", console.file.getvalue())
     assert len(rows) == 9 and all(float(chosen) <= float(theirs) for theirs, chosen in rows)

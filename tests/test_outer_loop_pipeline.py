@@ -1,7 +1,6 @@
 """The outer loop between the replicas of a pipeline: against plain training, and between processes."""
 
 import json
-import pickle
 
 import flax.linen as nn
 import jax
@@ -121,11 +120,10 @@ def dense():
     return pipeline(outer_loop(inner_steps=3))
 
 
-def copies(state):
-    """By buffer and stage, the parameters of each replica."""
-    for buffer in state.parameters:
-        rows = np.asarray(buffer).reshape(STAGES, REPLICAS, -1)
-        yield from rows
+def copies(state, field="parameters", replicas=REPLICAS):
+    """By buffer and stage, what each replica has."""
+    for buffer in getattr(state, field):
+        yield from np.asarray(buffer).reshape(STAGES, replicas, -1)
 
 
 def test_parameters_differ_between_exchanges_and_are_the_outer_ones_after(dense):
@@ -149,20 +147,37 @@ def test_evaluation_and_gradients_are_those_of_the_outer_parameters(dense):
     assert relative_l2(jax.tree.leaves(actual), jax.tree.leaves(gradient)) < 1e-6
 
 
-def test_a_pickled_state_goes_on_with_the_same_bits(dense):
-    expected, _ = trained(dense, 5)
-    state, _ = trained(dense, 2)
-    arrays, structure = jax.tree.flatten(state)
-    is_key = [jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in arrays]
-    plain = [jax.random.key_data(x) if key else x for x, key in zip(arrays, is_key, strict=True)]
-    read = pickle.loads(pickle.dumps([np.asarray(x) for x in plain]))
-    like = jax.tree.leaves(dense.init(jax.random.key(0)))
-    placed = [
-        jax.device_put(jax.random.wrap_key_data(jnp.asarray(x)) if key else x, y.sharding)
-        for x, key, y in zip(read, is_key, like, strict=True)
-    ]
-    again, _ = trained(dense, 3, jax.tree.unflatten(structure, placed), 2)
-    assert_same_bits(jax.tree.leaves(dense.parameters(again)), jax.tree.leaves(dense.parameters(expected)))
+@pytest.mark.parametrize("case", CASES)
+def test_a_restored_run_has_the_bits_of_one_that_was_not_interrupted(case, tmp_path):
+    """Between exchanges, with momentum inside and outside, residuals, and a restart that is still to come."""
+    options, blocks = CASES[case]
+    pipe = pipeline(outer_loop(exchange=block_sparse(**blocks) if blocks else "dense", **options))
+    state, _ = trained(pipe, 3)
+    pipe.save(state, tmp_path)
+    expected, _ = trained(pipe, 4, state, 3)
+    assert_same_bits(trained(pipe, 4, pipe.restore(tmp_path), 3)[0], expected)
+
+
+def test_other_replicas_begin_at_the_outer_parameters_of_a_checkpoint(dense, tmp_path):
+    state, _ = trained(dense, 5)
+    outer, momentum = dense.parameters(state), [np.asarray(x) for x in copies(state, "optimizer")]
+    dense.save(state, tmp_path)
+    more = pipeline(outer_loop(inner_steps=3), replicas=4)
+    restored = more.restore(tmp_path)
+    assert_same_bits(more.parameters(restored), outer)
+    for first, *others in copies(restored, "parameters", 4):
+        assert all((x == first).all() for x in others)
+    for rows, before in zip(copies(restored, "optimizer", 4), momentum, strict=True):
+        assert_same_bits(rows, np.stack([(before[0] + before[1]) / 2] * 4))
+    # Without an outer loop training goes on from there, too; and a loop begins at what had none.
+    plain = pipeline("dense", runtime="mpmd")
+    restored = plain.restore(tmp_path)
+    assert_same_bits(plain.parameters(restored), outer)
+    plain.save(restored, tmp_path / "plain")
+    assert_same_bits(dense.parameters(dense.restore(tmp_path / "plain")), outer)
+    other = pipeline(outer_loop(inner_steps=3, optimizer=optax.sgd(1.0)))
+    with pytest.raises(CheckpointError, match=r"does not fit the outer optimizer: .* is only in the checkpoint"):
+        other.restore(tmp_path)
 
 
 class Normalized(nn.Module):
@@ -245,11 +260,6 @@ def test_what_is_refused(options, message):
 def test_a_state_of_gradients_that_all_stages_share_is_refused():
     with pytest.raises(PartitionError, match="all stages share and which depends on gradients"):
         pipeline(outer_loop(), optimizer=optax.chain(optax.apply_if_finite(optax.sgd(0.1), 3)))
-
-
-def test_checkpoints_are_refused(dense, tmp_path):
-    with pytest.raises(CheckpointError, match="each replica has parameters and optimizer state of its own"):
-        dense.save(dense.init(jax.random.key(0)), tmp_path)
 
 
 RUN = str(ROOT / "tests" / "support" / "outer_loop_run.py")

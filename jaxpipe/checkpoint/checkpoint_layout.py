@@ -6,7 +6,8 @@ rows of their own stage, and a host reads one stage at a time. Of several proces
 
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,17 @@ import numpy as np
 
 from jaxpipe import multihost
 from jaxpipe.array_types import ArrayLike, DType
-from jaxpipe.checkpoint.contents import OPTIMIZER, RESIDUALS, VARIABLES, Contents, check, contents, leaf_paths
+from jaxpipe.checkpoint.contents import (
+    OPTIMIZER,
+    OUTER,
+    REPLICAS,
+    RESIDUALS,
+    VARIABLES,
+    Contents,
+    check,
+    contents,
+    leaf_paths,
+)
 from jaxpipe.checkpoint.orbax_files import Saved, read
 from jaxpipe.errors import CheckpointError
 from jaxpipe.graph.stacked_layers import Stacks, side_by_side
@@ -22,6 +33,7 @@ from jaxpipe.models.variable_trees import Path
 from jaxpipe.runtime.executable_plan import ExecutablePlan
 from jaxpipe.runtime.initialize_state import Sources, Values, place_state
 from jaxpipe.runtime.select_runtime import Runtime
+from jaxpipe.runtime.state_arrays import StageArrays, mean_of_replicas
 from jaxpipe.runtime.train_state import TrainState
 
 
@@ -36,24 +48,44 @@ def take(runtime: Runtime, state: TrainState, data: object = None) -> Contents |
     """
     data = multihost.from_first(lambda: _as_json(data))
     planned = runtime.planned
-    if planned.update.outer is not None:
-        raise CheckpointError(
-            "save: in an outer loop each replica has parameters and optimizer state of its own, of which checkpoints "
-            "have one. Pickle the state, which goes on with the same bits on the same mesh; or keep "
-            "pipeline.parameters(state), the outer parameters, for init(key, variables=...)."
-        )
-    arrays = runtime.to_host(state, multihost.is_first())
+    arrays = runtime.to_host(state, multihost.is_first(), apart=True)
     if not multihost.is_first():
         return None
-    model, stacks = planned.model.original, side_by_side(planned.model.stacks)
-    variables = stacks.join([*arrays.parameters, *arrays.variables])
-    optimizer = planned.update.by_stage.state_stacks.join(arrays.optimizer)
-    groups = {
-        VARIABLES: dict(zip(model.paths, variables, strict=True)),
-        OPTIMIZER: dict(zip(_optimizer_paths(planned), optimizer, strict=True)),
-        RESIDUALS: dict(zip(model.paths[: len(model.parameters)], arrays.residuals, strict=False)),
-    }
+    model, each = planned.model.original, [_leaves(planned, x) for x in arrays.replicas]
+    groups = _leaves(planned, arrays)
+    groups[RESIDUALS] = dict(zip(model.paths[: len(model.parameters)], arrays.residuals, strict=False))
+    if each:
+        for path in groups[OPTIMIZER]:
+            groups[OPTIMIZER][path] = mean_of_replicas([leaves[OPTIMIZER][path] for leaves in each])
+        groups[OUTER] = _outer_leaves(planned, arrays.outer)
+        groups[REPLICAS] = {
+            (str(r), group, *path): x
+            for r, leaves in enumerate(each)
+            for group, by_path in leaves.items()
+            for path, x in by_path.items()
+        }
     return contents(groups, int(state.step), int(state.skipped), state.key, data)
+
+
+def _leaves(planned: ExecutablePlan, arrays: StageArrays) -> dict[str, dict[Path, ArrayLike]]:
+    """Return variables and optimizer state by path, in the model's own layout."""
+    variables = side_by_side(planned.model.stacks).join([*arrays.parameters, *arrays.variables])
+    optimizer = planned.update.by_stage.state_stacks.join(arrays.optimizer)
+    return {
+        VARIABLES: dict(zip(planned.model.original.paths, variables, strict=True)),
+        OPTIMIZER: dict(zip(_optimizer_paths(planned), optimizer, strict=True)),
+    }
+
+
+def _outer_leaves(planned: ExecutablePlan, rows: Sequence[Sequence[ArrayLike]]) -> dict[Path, ArrayLike]:
+    """Return by number and path the outer parameters, 0, and the leaves of their optimizer's states."""
+    stacks, paths = planned.model.stacks[0], planned.model.original.paths
+    leaves = {}
+    for i, column in enumerate(zip(*rows, strict=True)):
+        # A count is the same for all pieces of a leaf.
+        joined = stacks.join(column) if column[0].ndim else [group[0] for group in stacks.groups(column)]
+        leaves |= {(str(i), *path): x for path, x in zip(paths, joined, strict=False)}
+    return leaves
 
 
 def _as_json(data: object) -> object:
@@ -69,31 +101,59 @@ def put(runtime: Runtime, saved: Saved) -> TrainState:
     """A training state from a checkpoint, stage by stage; every process reads what its own devices hold.
 
     With another number of replicas, each gets the mean of the residuals that there were: the average over the
-    replicas, which is what is still to be added to the parameters, stays the same.
+    replicas, which is what is still to be added to the parameters, stays the same. In an outer loop each begins at the
+    outer parameters then, with the mean of the optimizers' states.
     """
     planned = runtime.planned
-    model, by_stage, exchange = planned.model.original, planned.update.by_stage, planned.update.exchange
-    paths, slots = _optimizer_paths(planned), jax.tree.leaves(by_stage.state_shape)
+    model, update, loop = planned.model.original, planned.update, planned.update.outer
     avals = [v.aval for v in (*model.parameters, *model.state)]
+    slots = jax.tree.leaves(update.by_stage.state_shape)
     check(saved.folder, saved.leaves[VARIABLES], model.paths, avals, "the model")
-    check(saved.folder, saved.leaves[OPTIMIZER], paths, slots, "the optimizer")
-    has_residuals = bool(saved.leaves[RESIDUALS])
-    if has_residuals and exchange is None:
+    check(saved.folder, saved.leaves[OPTIMIZER], _optimizer_paths(planned), slots, "the optimizer")
+    keeps_residuals = update.exchange is not None or (loop is not None and loop.has_residuals)
+    sources = _sources(planned, saved)
+    if saved.leaves[RESIDUALS] and keeps_residuals:
+        sources = replace(sources, residuals=lambda numbers: read(saved, RESIDUALS, [model.paths[k] for k in numbers]))
+    elif saved.leaves[RESIDUALS]:
         warnings.warn(
             f"The checkpoint {saved.folder} has residuals of a block-sparse gradient exchange, and this pipeline "
             "exchanges gradients whole: what had not been sent is lost.",
             stacklevel=4,
         )
-
-    def residuals(positions: Sequence[int]) -> list[np.ndarray]:
-        return read(saved, RESIDUALS, [model.paths[k] for k in positions])
-
-    sources = Sources(
-        variables=_values(saved, VARIABLES, model.paths, side_by_side(planned.model.stacks)),
-        optimizer=_values(saved, OPTIMIZER, paths, by_stage.state_stacks, [x.dtype for x in slots]),
-        residuals=None if exchange is None or not has_residuals else residuals,
-    )
+    if loop is not None and OUTER in saved.leaves:
+        pairs = zip(model.paths, model.parameters, strict=False)
+        wanted = {(str(i), *path): x for path, v in pairs for i, x in enumerate(loop.avals(v.aval))}
+        check(saved.folder, saved.leaves[OUTER], list(wanted), list(wanted.values()), "the outer optimizer")
+        numbers = sorted({int(path[0]) for path in saved.leaves[REPLICAS]})
+        replicas = [_sources(planned, saved, r) for r in numbers if len(numbers) == planned.batching.replicas]
+        sources = replace(sources, outer=_outer_values(planned, saved), replicas=replicas)
     return place_state(runtime, sources, saved.key, saved.about.step, saved.about.skipped)
+
+
+def _sources(planned: ExecutablePlan, saved: Saved, replica: int | None = None) -> Sources:
+    """Return the sources of variables and optimizer state, those of a replica or those of all."""
+    by_stage = planned.update.by_stage
+
+    def values(group: str, paths: Sequence[Path], stacks: Stacks, types: Sequence[DType] | None = None) -> Values:
+        if replica is None:
+            return _values(saved, group, paths, stacks, types)
+        return _values(saved, REPLICAS, [(str(replica), group, *path) for path in paths], stacks, types)
+
+    types = [x.dtype for x in jax.tree.leaves(by_stage.state_shape)]
+    return Sources(
+        variables=values(VARIABLES, planned.model.original.paths, side_by_side(planned.model.stacks)),
+        optimizer=values(OPTIMIZER, _optimizer_paths(planned), by_stage.state_stacks, types),
+    )
+
+
+def _outer_values(planned: ExecutablePlan, saved: Saved) -> Callable[[Sequence[int]], list[tuple[ArrayLike, ...]]]:
+    """Return a function that reads outer parameters and the states of their optimizer."""
+    model, stacks = planned.model.original, planned.model.stacks[0]
+    columns = [
+        _values(saved, OUTER, [(number, *path) for path in model.paths], stacks)
+        for number in sorted({path[0] for path in saved.leaves[OUTER]}, key=int)
+    ]
+    return lambda positions: list(zip(*(column(positions) for column in columns), strict=True))
 
 
 def _values(
@@ -102,9 +162,10 @@ def _values(
     """Return a function that reads pieces of a group of arrays."""
 
     def values(positions: Sequence[int]) -> list[ArrayLike]:
-        leaves = list(dict.fromkeys(stacks.leaf_of[k] for k in positions))
+        pairs = [(k, stacks.leaf_of[k]) for k in positions]
+        leaves = list(dict.fromkeys(n for _, n in pairs))
         arrays = dict(zip(leaves, read(saved, group, [names[n] for n in leaves]), strict=True))
-        pieces = [(stacks.leaf_of[k], stacks.cut(k, arrays[stacks.leaf_of[k]])) for k in positions]
+        pieces = [(n, arrays[n] if not arrays[n].ndim else stacks.cut(k, arrays[n])) for k, n in pairs]
         return [x if types is None else typed(x, types[n]) for n, x in pieces]
 
     return values

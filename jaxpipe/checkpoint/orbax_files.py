@@ -263,7 +263,7 @@ def open_checkpoint(directory: Directory, step: int | None = None) -> Saved:
                 f"this is jaxpipe {__version__}, which reads formats up to {FORMAT}. Install a newer one."
             )
         about = msgspec.convert(about, About)
-        leaves = {group: _by_path(about.leaves[group]) for group in (VARIABLES, OPTIMIZER, RESIDUALS)}
+        leaves = {group: _by_path(about.leaves[group]) for group in {VARIABLES, OPTIMIZER, RESIDUALS, *about.leaves}}
         key = jax.random.wrap_key_data(jnp.array(about.key, jnp.uint32), impl=about.key_impl)
         if about.step != int(folder.name):
             raise damaged(folder, f"it holds step {about.step}, so it was copied or renamed")

@@ -5,7 +5,7 @@ Out: a training state, of whose arrays each process has made those of its own de
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import filterfalse
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from jaxpipe import _compat, multihost
-from jaxpipe.array_types import AnyJaxpr, Array, ArrayLike, Atom, Equation, PyTree
+from jaxpipe.array_types import AnyJaxpr, Array, ArrayLike, Atom, Device, Equation, PyTree
 from jaxpipe.errors import InitialValuesWarning, ModelError, warn
 from jaxpipe.graph import sharding_annotations
 from jaxpipe.graph.reverse_walk import needed
@@ -40,11 +40,15 @@ class Sources:
     Attributes:
       optimizer: the leaves of its state; or the optimizer, whose ``init`` makes them of the parameters of a stage.
       residuals: ``[replicas, ...]`` by parameter; None if nothing is left to send.
+      outer: by parameter the outer one of an outer loop, and the state of its optimizer; None: it begins.
+      replicas: in an outer loop those of each replica; none: all have the same.
     """
 
     variables: Values
     optimizer: Values | optax.GradientTransformation
     residuals: Callable[[Sequence[int]], Sequence[np.ndarray]] | None = None
+    outer: Callable[[Sequence[int]], Sequence[Sequence[ArrayLike]]] | None = None
+    replicas: Sequence["Sources"] = ()
 
 
 def initial_sources(
@@ -104,26 +108,34 @@ def _shared(runtime: Runtime, sources: Sources) -> Sequence[ArrayLike]:
 def _parts(runtime: Runtime, sources: Sources) -> dict[int, Part]:
     """Return the parts of the state that this process's places hold."""
     planned, parts = runtime.planned, {}
-    owners, count = planned.update.by_stage.state_stage, len(planned.model.parameters)
     for place in runtime.places:
         every = runtime.devices_of(place)
         devices = multihost.mine(every)
         if not devices:
             continue
-        parameters, state = planned.placement.held_by(place)
         with jax.default_device(devices[0]):
-            held = sources.variables([*parameters, *(count + k for k in state)])
-            if callable(sources.optimizer):
-                slots = sources.optimizer([k for k, owner in enumerate(owners) if owner == place])
-            else:
-                held = jax.device_put(held, devices[0])
-                by_number = dict(zip(parameters, held, strict=False))
-                slots = _initial_slots(planned, sources.optimizer, place, by_number)
+            arrays = _stage_arrays(planned, sources, place, devices[0])
+            parameters, _ = planned.placement.held_by(place)
             left = () if sources.residuals is None else sources.residuals(parameters)
+            replicas = [_stage_arrays(planned, x, place, devices[0]) for x in sources.replicas]
+            outer = () if sources.outer is None else sources.outer(parameters)
         residuals = [of_replicas(x, len(every)) for x in left]
-        arrays = StageArrays(held[: len(parameters)], held[len(parameters) :], slots, residuals)
-        parts[place] = runtime.stage_part(place, arrays)
+        parts[place] = runtime.stage_part(place, replace(arrays, residuals=residuals, outer=outer, replicas=replicas))
     return parts
+
+
+def _stage_arrays(planned: ExecutablePlan, sources: Sources, place: int, device: Device) -> StageArrays:
+    """Return variables and optimizer state of a place."""
+    owners, count = planned.update.by_stage.state_stage, len(planned.model.parameters)
+    parameters, state = planned.placement.held_by(place)
+    held = sources.variables([*parameters, *(count + k for k in state)])
+    if callable(sources.optimizer):
+        slots = sources.optimizer([k for k, owner in enumerate(owners) if owner == place])
+    else:
+        held = jax.device_put(held, device)
+        by_number = dict(zip(parameters, held, strict=False))
+        slots = _initial_slots(planned, sources.optimizer, place, by_number)
+    return StageArrays(held[: len(parameters)], held[len(parameters) :], slots)
 
 
 def _copied(key: Array) -> Array:

@@ -13,12 +13,20 @@ from jaxpipe.array_types import Array, ArrayLike
 
 @dataclass(frozen=True, eq=False)
 class StageArrays:
-    """Arrays of one stage, on the host or on the stage's first device."""
+    """Arrays of one stage, on the host or on the stage's first device; or of all stages, shared optimizer state too.
+
+    Attributes:
+      residuals: ``[replicas, ...]`` by parameter; empty if nothing is left to send.
+      outer: in an outer loop by parameter the outer one, and the state of its optimizer; empty: the first.
+      replicas: in an outer loop what each replica has of its own; empty: the same as the others.
+    """
 
     parameters: Sequence[ArrayLike]
     variables: Sequence[ArrayLike]
     optimizer: Sequence[ArrayLike]
-    residuals: Sequence[ArrayLike] = ()  # ``[replicas, ...]`` by parameter; empty if nothing is left to send
+    residuals: Sequence[ArrayLike] = ()
+    outer: Sequence[Sequence[ArrayLike]] = ()
+    replicas: Sequence["StageArrays"] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +39,9 @@ class CommonArrays:
     skipped: int = 0
 
 
-class HostArrays(StageArrays):
-    """All arrays of a training state as host arrays in memory of their own, shared optimizer state included."""
+def mean_of_replicas(rows: Sequence[ArrayLike]) -> ArrayLike:
+    """Return the mean of what each replica has; counts and random keys are the same on all of them."""
+    return np.mean(rows, 0, rows[0].dtype) if jnp.issubdtype(rows[0].dtype, jnp.inexact) else rows[0]
 
 
 def of_replicas(residual: np.ndarray, count: int) -> np.ndarray:

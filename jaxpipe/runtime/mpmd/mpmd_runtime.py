@@ -34,7 +34,7 @@ from jaxpipe.runtime.mpmd.training_graph import evaluation_graph, gradient_graph
 from jaxpipe.runtime.mpmd.update_tasks import UpdateContext
 from jaxpipe.runtime.recent import recent
 from jaxpipe.runtime.stages import cut_stages
-from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays, on_host
+from jaxpipe.runtime.state_arrays import CommonArrays, StageArrays, on_host
 from jaxpipe.runtime.train_state import TrainState, made_for
 from jaxpipe.schedules.gpipe import forward_only
 from jaxpipe.schedules.table import StageNumber
@@ -172,8 +172,9 @@ class MpmdRuntime:
 
         return run
 
-    def to_host(self, state: TrainState, keep: bool = True) -> HostArrays:
-        """Copy a state to the host of every process that keeps it."""
+    def to_host(self, state: TrainState, keep: bool = True, apart: bool = False) -> StageArrays:
+        """Copy a state to the host of every process that keeps it; replicas have nothing else ``apart``."""
+        del apart
         where, copies = self._where, {}
         for field in ("parameters", "variables", "optimizer"):
             arrays, owners = getattr(state, field), [x.port.place.stage for x in where.arrays[field]]
@@ -181,10 +182,10 @@ class MpmdRuntime:
         rows = [self._residual_rows(state, r) for r in range(self.devices.replicas)]
         residuals = [np.concatenate(parts) for parts in zip(*rows, strict=True)]
         if not keep:
-            return HostArrays([], [], [], [])
+            return StageArrays([], [], [], [])
         owned, shared = iter(copies["optimizer"]), map(_on_host, state.shared)
         slots = [next(shared if owner is None else owned) for owner in where.by_stage.state_stage]
-        return HostArrays(copies["parameters"], copies["variables"], slots, residuals)
+        return StageArrays(copies["parameters"], copies["variables"], slots, residuals)
 
     def _residual_rows(self, state: TrainState, r: int) -> list[ArrayLike]:
         """Copy the residuals of a replica to the host of every process."""

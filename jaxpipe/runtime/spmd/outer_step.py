@@ -1,5 +1,6 @@
 """The end of a step in an outer loop, inside ``shard_map``: a fragment is exchanged, and replicas go on from it."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -7,13 +8,15 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jaxpipe.array_types import Array, ArrayLike, TensorNumber
+from jaxpipe.array_types import Array, ArrayLike, DType, TensorNumber
 from jaxpipe.gradients.block_exchange import Averaged, exchange
 from jaxpipe.runtime.spmd.buffer_layout import lay_out
 from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram
 from jaxpipe.runtime.stage_outer_loop import StageOuterLoop
+from jaxpipe.runtime.state_arrays import StageArrays
 from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.sharding.mesh_axes import DATA, STAGE
 
@@ -40,13 +43,23 @@ class OuterBuffers:
         """The numbers in the layout of an outer parameter and of its optimizer's state."""
         return [TensorNumber(self._count * t + i) for i in range(self._count)]
 
-    def first(self, device: int, parameters: Sequence[ArrayLike]) -> dict[TensorNumber, ArrayLike]:
-        """Return the arrays of a device with which a run begins."""
-        arrays: dict[TensorNumber, ArrayLike] = {}
-        for (t, place), x in zip(self._program.parameters.places[device].items(), parameters, strict=True):
-            outer = jnp.asarray(x).astype(self.loop.avals(place.aval)[0].dtype)
-            arrays |= dict(zip(self._numbers(t), [outer, *jax.tree.leaves(self.loop.slots(outer))], strict=False))
-        return arrays
+    def write(self, device: int, arrays: StageArrays) -> list[Any]:
+        """Return the buffers of a device for what it has of the outer loop, or for its beginning."""
+        held = self._program.parameters.places[device]
+        rows = arrays.outer or [
+            self._first(self.loop.avals(place.aval)[0].dtype, x)
+            for place, x in zip(held.values(), arrays.parameters, strict=True)
+        ]
+        numbered = (zip(self._numbers(t), row, strict=False) for t, row in zip(held, rows, strict=True))
+        return self.outer.write(device, dict(itertools.chain(*numbered)), np)
+
+    def _first(self, dtype: DType, parameter: ArrayLike) -> list[ArrayLike]:
+        outer = jnp.asarray(parameter).astype(dtype)
+        return [outer, *jax.tree.leaves(self.loop.slots(outer))]
+
+    def rows(self, held: Mapping[TensorNumber, Any]) -> list[list[Any]]:
+        """Return by parameter the outer one and the state of its optimizer, of the arrays of all devices."""
+        return [[held[n] for n in self._numbers(t) if n in held] for t in self._program.objective.parameters]
 
     def parameters_of(self, held: Mapping[TensorNumber, Any]) -> dict[TensorNumber, Any]:
         """Return the outer parameters among the arrays of some devices, in the types of the model's."""

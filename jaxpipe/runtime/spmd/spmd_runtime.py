@@ -29,7 +29,7 @@ from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram
 from jaxpipe.runtime.spmd.outer_step import OuterBuffers
 from jaxpipe.runtime.stage_outer_loop import sites_of
 from jaxpipe.runtime.stages import cut_stages
-from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays, on_host
+from jaxpipe.runtime.state_arrays import CommonArrays, StageArrays, mean_of_replicas, on_host
 from jaxpipe.runtime.train_state import TrainState, made_for
 from jaxpipe.runtime.waiting_thread import Awaited, run_together
 from jaxpipe.schedules.gpipe import forward_only
@@ -89,7 +89,8 @@ class SpmdRuntime:
         part = {}
         for r, device in enumerate(self.devices_of(place)):
             if multihost.mine([device]):
-                groups = arrays.parameters, arrays.variables, arrays.optimizer, [x[r] for x in arrays.residuals], ()
+                own = arrays.replicas[r] if arrays.replicas else arrays
+                groups = own.parameters, own.variables, own.optimizer, [x[r] for x in arrays.residuals], ()
                 pairs = zip(self._layouts.items(), groups, strict=True)
                 # Residuals that are not given are zero.
                 buffers = {
@@ -97,8 +98,7 @@ class SpmdRuntime:
                     for (field, layout), values in pairs
                 }
                 if self._outer is not None:
-                    first = self._outer.first(place, arrays.parameters)
-                    buffers["outer"] = tuple(self._outer.outer.write(place, first, np))
+                    buffers["outer"] = tuple(self._outer.write(place, arrays))
                 part[device] = jax.device_put(buffers, device)
         return part
 
@@ -115,28 +115,39 @@ class SpmdRuntime:
         groups |= jax.tree.map(lambda x: multihost.place(x, sharding), everywhere)
         return made_for(self._token, dataclasses.replace(self._abstract_state, **groups))
 
-    def to_host(self, state: TrainState, keep: bool = True) -> HostArrays:
-        """Copy a state to the host of every process that keeps it."""
-        parts = {field: (layout, getattr(state, field)) for field, layout in self._layouts.items()}
-        left = [self._on_hosts(*parts["residual"], replica) for replica in range(self.planned.batching.replicas)]
-        parameters, variables, optimizer = (self._on_hosts(*parts[k]) for k in ("parameters", "variables", "optimizer"))
+    def to_host(self, state: TrainState, keep: bool = True, apart: bool = False) -> StageArrays:
+        """Copy a state to the host of every process that keeps it; ``apart``: what each replica has of its own, too.
+
+        In an outer loop parameters are the outer ones, and variables the means over the replicas.
+        """
+        objective, replicas = self.program.objective, range(self.planned.batching.replicas)
+        held = {field: self._on_hosts(layout, getattr(state, field)) for field, layout in self._layouts.items()}
+        left = [self._on_hosts(self._layouts["residual"], state.residual, r) for r in replicas]
+        rows, each = [], []
         if self._outer is not None:
-            held = self._on_hosts(*parts["outer"])
-            parameters = self._outer.parameters_of(held)
-            every = [self._on_hosts(*parts["variables"], r) for r in range(self.planned.batching.replicas)]
-            variables = {t: _mean([row[t] for row in every]) for t in variables}
+            fields = ("parameters", "variables", "optimizer") if apart else ("variables",)
+            each = [{k: self._on_hosts(self._layouts[k], getattr(state, k), r) for k in fields} for r in replicas]
+            rows, held["parameters"] = self._outer.rows(held["outer"]), self._outer.parameters_of(held["outer"])
+            held["variables"] = {t: mean_of_replicas([x["variables"][t] for x in each]) for t in held["variables"]}
         if not keep:
-            return HostArrays([], [], [], [])
-        objective, shared = self.program.objective, map(on_host, state.shared)
-        return HostArrays(
-            [parameters[t] for t in objective.parameters],
-            [variables[t] for t in objective.state],
-            [optimizer[t] if t in optimizer else next(shared) for t in self.planned.update.by_stage.state],
-            [np.stack([held[t] for held in left]) for t in objective.parameters if t in left[0]],
+            return StageArrays([], [], [])
+        shared = list(map(on_host, state.shared))
+
+        def arrays(held: Mapping[str, Mapping[TensorNumber, Any]]) -> StageArrays:
+            optimizer, common = held["optimizer"], iter(shared)
+            slots = [optimizer[t] if t in optimizer else next(common) for t in self.planned.update.by_stage.state]
+            parameters, variables = held["parameters"], held["variables"]
+            return StageArrays(
+                [parameters[t] for t in objective.parameters], [variables[t] for t in objective.state], slots
+            )
+
+        residuals = [np.stack([x[t] for x in left]) for t in objective.parameters if t in left[0]]
+        return dataclasses.replace(
+            arrays(held), residuals=residuals, outer=rows, replicas=[arrays(x) for x in each] if apart else []
         )
 
     def _on_hosts(self, layout: BufferLayout, buffers: Sequence[Array], replica: int = 0) -> dict[TensorNumber, Any]:
-        """Copy the arrays of all places to the host of every process, into memory of their own."""
+        """Copy the arrays of all places to the host of every process, into memory of their each."""
         held = {}
         for place in self.places:
             device = self.devices_of(place)[replica]
@@ -259,8 +270,3 @@ class SpmdRuntime:
         mapped = jax.shard_map(device_step, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
         leaves = [self._shaped(x.shape, x, spec) for x, spec in zip(jax.tree.leaves(batch), specs, strict=True)]
         return jax.jit(mapped, donate_argnums=donated).lower(abstract, leaves)
-
-
-def _mean(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the mean of a state variable over the replicas; counts are the same on all of them."""
-    return np.mean(rows, 0, rows[0].dtype) if jnp.issubdtype(rows[0].dtype, jnp.inexact) else rows[0]

@@ -98,6 +98,8 @@ def test_the_site_builds_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
+    example = (DOCS / "example.py").read_text().splitlines()[0]
+    assert example.strip('"') in (tmp_path / "index.html").read_text()
     returns = re.findall(r"Returns:.*?</table>", (tmp_path / "reference.html").read_text(), re.DOTALL)
     # What is returned is one value: its lines are not values of types that their first words name.
     assert returns and all(table.count('class="doc-section-item"') == 1 for table in returns)

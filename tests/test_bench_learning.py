@@ -75,9 +75,9 @@ def test_late_gradients_are_those_of_a_pipeline_with_double_buffers(name):
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="all_gather(to='invarying') fails in vmap on jax 0.10")
 @pytest.mark.parametrize("runtime", ["mpmd", pytest.param("spmd", marks=pytest.mark.slow)])
 def test_sparse_gradients_are_those_of_a_pipeline_with_replicas(runtime):
-    variant, (model, params), batches = variant_of("adamw moment"), start(), batches_of(3)
+    variant, (model, params), batches = variant_of("adamw blocks"), start(), batches_of(3)
     optimizer = bench_learning.make_optimizer(variant, 1e-2, SIZE.steps)
-    replicas = bench_learning.REPLICAS
+    replicas = variant.replicas
     mesh = jax.make_mesh((replicas, 2), ("data", "stage"), devices=jax.devices()[: 2 * replicas])
     pipeline = jaxpipe.partition(
         model,

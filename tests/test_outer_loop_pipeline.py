@@ -13,7 +13,7 @@ import jaxpipe
 from examples import models
 from jaxpipe.errors import CheckpointError, PartitionError
 from jaxpipe.gradients import block_sparse, outer_loop
-from tests.support import block_sparse_reference, outer_loop_reference
+from tests.support import outer_loop_reference
 from tests.support.compare import assert_same_bits, relative_l2
 from tests.support.processes import ROOT, launch
 
@@ -73,7 +73,7 @@ FRAGMENTS = {1: [range(6)], 2: [range(3), range(3, 6)]}
 
 CASES = {
     "dense": ({"inner_steps": 3}, {}),
-    "late": ({"inner_steps": 4, "fragments": 2, "delay": 1, "keep": 0.5}, {}),
+    "late": ({"inner_steps": 4, "fragments": 2, "delay": 1}, {}),
     "blocks": ({"inner_steps": 2}, {"k": 2, "decay": 0.75}),
 }
 
@@ -86,17 +86,10 @@ def test_replicas_train_apart_and_meet(case):
     pipe = pipeline(outer_loop(exchange=block_sparse(**blocks) if blocks else "dense", **options))
     state, told = trained(pipe, 7)
     leaves, tree = jax.tree.flatten(jax.tree.map(np.asarray, parameters()))
-    average = outer_loop_reference.mean
-    if blocks:
-        average = block_sparse_reference.Reference(**{"norm": "l2", "mode": "own", **blocks})
+    average = outer_loop_reference.best_blocks(**blocks) if blocks else outer_loop_reference.mean
+    fragments, delay = FRAGMENTS[options.get("fragments", 1)], options.get("delay", 0)
     reference = outer_loop_reference.Reference(
-        dict(enumerate(leaves)),
-        REPLICAS,
-        options["inner_steps"],
-        FRAGMENTS[options.get("fragments", 1)],
-        average,
-        options.get("delay", 0),
-        options.get("keep", 0.0),
+        dict(enumerate(leaves)), REPLICAS, options["inner_steps"], fragments, average, delay
     )
     velocity = [[np.zeros_like(x) for x in leaves] for _ in range(REPLICAS)]
     for step in range(7):

@@ -18,6 +18,7 @@ from jaxpipe.array_types import ArrayLike, DType
 from jaxpipe.checkpoint.contents import (
     OPTIMIZER,
     OUTER,
+    PENDING,
     REPLICAS,
     RESIDUALS,
     VARIABLES,
@@ -53,7 +54,8 @@ def take(runtime: Runtime, state: TrainState, data: object = None) -> Contents |
         return None
     model, each = planned.model.original, [_leaves(planned, x) for x in arrays.replicas]
     groups = _leaves(planned, arrays)
-    groups[RESIDUALS] = dict(zip(model.paths[: len(model.parameters)], arrays.residuals, strict=False))
+    residuals = dict(zip(model.paths[: len(model.parameters)], arrays.residuals, strict=False))
+    groups[RESIDUALS] = {} if each else residuals
     if each:
         for path in groups[OPTIMIZER]:
             groups[OPTIMIZER][path] = mean_of_replicas([leaves[OPTIMIZER][path] for leaves in each])
@@ -64,6 +66,7 @@ def take(runtime: Runtime, state: TrainState, data: object = None) -> Contents |
             for group, by_path in leaves.items()
             for path, x in by_path.items()
         }
+        groups[PENDING] = residuals
     return contents(groups, int(state.step), int(state.skipped), state.key, data)
 
 
@@ -110,10 +113,13 @@ def put(runtime: Runtime, saved: Saved) -> TrainState:
     slots = jax.tree.leaves(update.by_stage.state_shape)
     check(saved.folder, saved.leaves[VARIABLES], model.paths, avals, "the model")
     check(saved.folder, saved.leaves[OPTIMIZER], _optimizer_paths(planned), slots, "the optimizer")
-    keeps_residuals = update.exchange is not None or (loop is not None and loop.has_residuals)
     sources = _sources(planned, saved)
-    if saved.leaves[RESIDUALS] and keeps_residuals:
-        sources = replace(sources, residuals=lambda numbers: read(saved, RESIDUALS, [model.paths[k] for k in numbers]))
+
+    def residuals(group: str) -> Callable[[Sequence[int]], list[np.ndarray]] | None:
+        return (lambda numbers: read(saved, group, [model.paths[k] for k in numbers])) if saved.leaves[group] else None
+
+    if update.exchange is not None:
+        sources = replace(sources, residuals=residuals(RESIDUALS))
     elif saved.leaves[RESIDUALS]:
         warnings.warn(
             f"The checkpoint {saved.folder} has residuals of a block-sparse gradient exchange, and this pipeline "
@@ -125,8 +131,10 @@ def put(runtime: Runtime, saved: Saved) -> TrainState:
         wanted = {(str(i), *path): x for path, v in pairs for i, x in enumerate(loop.avals(v.aval))}
         check(saved.folder, saved.leaves[OUTER], list(wanted), list(wanted.values()), "the outer optimizer")
         numbers = sorted({int(path[0]) for path in saved.leaves[REPLICAS]})
-        replicas = [_sources(planned, saved, r) for r in numbers if len(numbers) == planned.batching.replicas]
-        sources = replace(sources, outer=_outer_values(planned, saved), replicas=replicas)
+        sources = replace(sources, outer=_outer_values(planned, saved))
+        if len(numbers) == planned.batching.replicas:
+            pending = residuals(PENDING) if loop.settings.delay else None
+            sources = replace(sources, residuals=pending, replicas=[_sources(planned, saved, r) for r in numbers])
     return place_state(runtime, sources, saved.key, saved.about.step, saved.about.skipped)
 
 

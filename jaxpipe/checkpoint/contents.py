@@ -20,8 +20,11 @@ from jaxpipe.errors import CheckpointError
 from jaxpipe.models.variable_trees import Path, by_path
 
 
-#: Groups of arrays in a checkpoint; of an outer loop its own, and by replica what differs between these.
-VARIABLES, OPTIMIZER, RESIDUALS, OUTER, REPLICAS = "variables", "optimizer", "residuals", "outer", "replicas"
+#: Groups of arrays in a checkpoint.
+VARIABLES, OPTIMIZER, RESIDUALS = "variables", "optimizer", "residuals"
+
+#: Of an outer loop: its own, what each replica has of its own, and by what its parameters are to be moved.
+OUTER, REPLICAS, PENDING = "outer", "replicas", "pending"
 
 #: Number of the format that is written; higher ones are not read.
 FORMAT = 1

@@ -94,10 +94,9 @@ def block_sparse(
     parameter, and keeps what was not sent as the new residual. What comes out is the average over the replicas of
     what they sent: chain it with ``optax.trace`` and ``optax.scale`` for the method's global momentum.
 
-    That is error feedback, and holds for updates that are linear in the gradient. Adam and its kind divide by what they
-    have seen of it. For them a residual forgets, as a first moment does: with ``decay=0.9`` and an optimizer that has
-    no first moment of its own, ``optax.adamw(rate, b1=0.0)``, a residual is the first moment of the replica's gradients
-    less what was sent of it. Blocks are chosen by it, and nothing counts twice.
+    That is error feedback. For Adam and its kind a residual is the first moment, too: it adds up gradients of some
+    steps, blocks are chosen by it, and the optimizer divides what arrives. A first moment behind it would count twice:
+    take it away, ``optax.adamw(rate, b1=0.0)``.
 
     Args:
       axis_name: the mesh axis of the replicas, inside ``shard_map``; None for a single replica.
@@ -112,7 +111,8 @@ def block_sparse(
       blocks: by pattern of paths, the axis that numbers blocks, -1 where none fits; ``(0, -1)`` if axis 0 stacks
         layers, each of which sends its own ``k``; ``"whole"`` to send all.
       warmup: ``(steps, k)`` for the first steps, one after the other: ``[(100, 1.0), (200, 0.25)]``.
-      decay: by which residuals are multiplied after each step, from 0.0 to 1.0. What is sent whole has no residual.
+      decay: by which residuals are multiplied after each step, from 0.0 to 1.0, which loses nothing. What is sent whole
+        has no residual.
       bits: 2 to send the elements of blocks as signs and one of two magnitudes, with a scale in float32 for each block,
         and to keep what that rounds in the residual; in the warm-up, too, and not by consensus.
 

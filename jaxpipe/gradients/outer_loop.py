@@ -1,10 +1,11 @@
 """``outer_loop``: inner steps without an exchange, and an outer optimizer on what the replicas have moved by.
 
     replica   step step step ... step │ outer - own ──blocks or all──▶ average ─▶ outer optimizer ─▶ new outer
-                                      │ goes on from the new outer parameters
+                                      │ goes on from the new outer parameters, and from what it did not send
     fragments of the parameters have their turns one after the other, so that bytes are spread over the steps
 
-The outer optimizer sees each parameter by itself, so that neither fragments nor stages change what it does.
+The outer optimizer sees each parameter by itself, so that neither fragments nor stages change what it does. A replica's
+own parameters are its error feedback: what was not sent is still between them and the outer ones at its next turn.
 """
 
 import functools
@@ -29,19 +30,19 @@ from jaxpipe.text.units import whole_number
 
 
 class OuterLoopState(NamedTuple):
-    """The state of ``outer_loop``, of which only the residual differs from replica to replica.
+    """The state of ``outer_loop``, of which only ``pending`` differs from replica to replica.
 
     Attributes:
       step: steps taken, ``int32[]``.
       outer: the outer parameters, in at least 32 bits.
       optimizer: for each parameter the state of the outer optimizer.
-      residual: what was not sent, for each parameter; empty, ``[0]``, for one that is sent whole.
+      pending: with a delay, by what each parameter is to be moved when it is over; empty, ``[0]``, without.
     """
 
     step: Array
     outer: PyTree
     optimizer: PyTree
-    residual: PyTree
+    pending: PyTree
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,6 @@ class OuterSettings:
     exchange: Settings
     fragments: int
     delay: int
-    keep: float
 
     def plans(self, tree: PyTree) -> list[tuple[Blocks, ...]]:
         """Return by fragment the blocks of its leaves."""
@@ -96,10 +96,14 @@ class OuterSettings:
         updates, slots = self.optimizer.update(average, slots, outer)
         return jnp.asarray(optax.apply_updates(outer, updates)), slots
 
-    def restart(self, outer: Array, now: Array) -> Array:
-        """Return the parameter with which a replica goes on."""
-        mixed = outer if not self.keep else self.keep * now.astype(outer.dtype) + (1 - self.keep) * outer
-        return mixed.astype(now.dtype)
+    def restart(self, outer: Array, left: Array, now: Array) -> Array:
+        """Return the parameter with which a replica goes on, of what it did not send; with a delay the way to it."""
+        after = outer - left
+        return after - now.astype(outer.dtype) if self.delay else after.astype(now.dtype)
+
+    def move(self, now: Array, pending: Array) -> Array:
+        """Return a parameter after what was pending; what a replica has learned meanwhile stays."""
+        return (now.astype(pending.dtype) + pending).astype(now.dtype)
 
 
 class OuterLoop(optax.GradientTransformationExtraArgs):
@@ -127,13 +131,13 @@ def outer_loop(
     exchange: BlockSparse | Literal["dense"] = "dense",
     fragments: int = 1,
     delay: int = 0,
-    keep: float = 0.0,
 ) -> OuterLoop:
     """Train replicas apart for some inner steps, then move the outer parameters by the average of what they learned.
 
     A replica has parameters and an optimizer state of its own. After ``inner_steps`` steps its pseudo-gradient, the
     outer parameters less its own, is averaged over the replicas; the outer optimizer takes that for a gradient, and
-    all replicas go on from the new outer parameters. Their inner optimizers keep their states.
+    all replicas go on from the new outer parameters. Their inner optimizers keep their states. Where only the best
+    blocks are sent, a replica keeps for itself what it did not send, until that is among the best.
 
     As an optax transformation it stands last in a chain, and its updates lead to the outer parameters where it is due.
     In ``partition(gradient_exchange=)`` it stands beside the optimizer.
@@ -144,20 +148,21 @@ def outer_loop(
       inner_steps: between two exchanges of a parameter.
       optimizer: any optax optimizer, which gets each parameter by itself; left out,
         ``optax.sgd(0.7, momentum=0.9, nesterov=True)``. ``optax.sgd(1.0)`` averages the replicas' parameters.
-      exchange: ``"dense"``, or ``block_sparse(...)`` for the best blocks of the pseudo-gradient, with its residuals.
+      exchange: ``"dense"``, or ``block_sparse(...)`` for the best blocks of the pseudo-gradient.
       fragments: into how many parts the parameters are cut, of about as many elements, in the order of their tree; part
         f has its turn at step ``(f + 1) * inner_steps / fragments`` of each round.
-      delay: after how many more steps the result of an exchange is used. So long the bytes have, while replicas go on.
-      keep: the share of its own parameters that a replica keeps when it goes on, from 0.0 to below 1.0: with a delay
-        what it has learned meanwhile is not lost.
+      delay: after how many more steps the result of an exchange is used. So long the bytes have, while replicas go on;
+        what they learn meanwhile is added to it.
 
     Raises:
       PartitionError: if an argument has no meaning, or the exchange has a warm-up or an axis of its own.
 
     The method: A. Douillard et al., "DiLoCo: Distributed low-communication training of language models", arXiv
     2311.08105; fragments and delay after A. Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv
-    2501.18512; blocks with error feedback in place of the outer momentum after A. Sarfi et al., "Communication
-    efficient LLM pre-training with SparseLoCo", arXiv 2508.15706.
+    2501.18512, what is learned meanwhile after S. Kale et al., "Eager updates for overlapped communication and
+    computation in DiLoCo", arXiv 2502.12996; blocks with error feedback in place of the outer momentum after A. Sarfi
+    et al., "Communication efficient LLM pre-training with SparseLoCo", arXiv 2508.15706. That the feedback stays in the
+    replica's parameters is our own.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -184,23 +189,17 @@ def outer_loop(
         )
     if not 0 <= delay < inner_steps:
         raise PartitionError(f"delay={delay} with inner_steps={inner_steps}; it must be from 0 to {inner_steps - 1}.")
-    if not 0 <= keep < 1:
-        raise PartitionError(f"keep={keep!r}; it must be from 0.0, the outer parameters alone, to below 1.0.")
     optimizer = optax.sgd(0.7, momentum=0.9, nesterov=True) if optimizer is None else optimizer
     if not isinstance(optimizer, optax.GradientTransformation):
         raise PartitionError(f"optimizer={optimizer!r}; it must be an optax optimizer, such as optax.sgd(0.7).")
     chosen = _check_blocks(exchange)
-    settings = OuterSettings(axis_name, inner_steps, optimizer, chosen, fragments, delay, keep)
+    settings = OuterSettings(axis_name, inner_steps, optimizer, chosen, fragments, delay)
 
     def init(params: optax.Params) -> OuterLoopState:
         leaves, tree = jax.tree.flatten(params)
         outer = [jnp.array(x, wide_dtype(x), copy=True) for x in leaves]  # a step may donate both
-        (blocks,) = chosen.plans(jax.tree.unflatten(tree, outer))
-        residual = [
-            _compat.vary_as(jnp.zeros((0,) if b.is_whole else x.shape, x.dtype), x)
-            for b, x in zip(blocks, outer, strict=True)
-        ]
-        groups = outer, [optimizer.init(x) for x in outer], residual
+        pending = [_compat.vary_as(jnp.zeros(x.shape if delay else (0,), x.dtype), x) for x in outer]
+        groups = outer, [optimizer.init(x) for x in outer], pending
         return OuterLoopState(jnp.zeros((), jnp.int32), *(jax.tree.unflatten(tree, group) for group in groups))
 
     def update(
@@ -210,29 +209,30 @@ def outer_loop(
             raise ValueError("outer_loop: update(updates, state, params) needs the parameters, and got none.")
         before, tree = jax.tree.flatten(params)
         now = jax.tree.leaves(optax.apply_updates(params, updates))
-        held = [tree.flatten_up_to(part) for part in (state.outer, state.optimizer, state.residual)]
+        held = [now, *(tree.flatten_up_to(part) for part in (state.outer, state.optimizer, state.pending))]
         parts, plans, step = settings.leaves(now), settings.plans(params), state.step + 1
 
         def exchanged(fragment: int, held: list[list[PyTree]]) -> list[list[PyTree]]:
-            outer, slots, residual = map(list, held)
-            sent = [_with(settings.difference(outer[k], now[k]), residual[k]) for k in parts[fragment]]
-            averaged = exchange_one(plans[fragment], chosen.rule, axis_name, sent)
+            now, outer, slots, pending = map(list, held)
+            gone = [settings.difference(outer[k], now[k]) for k in parts[fragment]]
+            averaged = exchange_one(plans[fragment], chosen.rule, axis_name, gone)
             for k, average, left in zip(parts[fragment], averaged.gradients, averaged.residuals, strict=True):
                 outer[k], slots[k] = settings.advance(average, outer[k], slots[k])
-                residual[k] = left if residual[k].size else residual[k]
-            return [outer, slots, residual]
+                (pending if delay else now)[k] = settings.restart(outer[k], left, now[k])
+            return [now, outer, slots, pending]
 
-        def restarted(fragment: int, outer: list[Array]) -> list[Array]:
+        def moved(fragment: int, now: list[Array]) -> list[Array]:
             turn = parts[fragment]
-            return [settings.restart(outer[k], x) if k in turn else x for k, x in enumerate(now)]
+            return [settings.move(x, pending[k]) if k in turn else x for k, x in enumerate(now)]
 
         turns = [functools.partial(exchanged, f) for f in range(fragments)]
-        outer, slots, residual = lax.switch(settings.due(step), [lambda held: held, *turns], held)
-        starts = [functools.partial(restarted, f) for f in range(fragments)]
-        after = lax.switch(settings.due(step - delay), [lambda _: now, *starts], outer)
-        new = (jax.tree.unflatten(tree, part) for part in (outer, slots, residual))
-        moved = [x - y for x, y in zip(after, before, strict=True)]
-        return jax.tree.unflatten(tree, moved), OuterLoopState(step, *new)
+        now, outer, slots, pending = lax.switch(settings.due(step), [lambda held: held, *turns], held)
+        if delay:
+            moves = [functools.partial(moved, f) for f in range(fragments)]
+            now = lax.switch(settings.due(step - delay), [lambda now: now, *moves], now)
+        new = (jax.tree.unflatten(tree, part) for part in (outer, slots, pending))
+        changes = [x - y for x, y in zip(now, before, strict=True)]
+        return jax.tree.unflatten(tree, changes), OuterLoopState(step, *new)
 
     transformation = OuterLoop(init, update)
     transformation.settings = settings
@@ -242,10 +242,6 @@ def outer_loop(
 def wide_dtype(x: Shaped) -> DType:
     """Return the type of the outer parameter that stands for a parameter: its own, of at least 32 bits."""
     return np.dtype(jnp.promote_types(x.dtype, jnp.float32))
-
-
-def _with(gradient: Array, residual: Array) -> Array:
-    return gradient + residual if residual.size else gradient
 
 
 def _check_blocks(exchange: object) -> Settings:

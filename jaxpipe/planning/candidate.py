@@ -35,7 +35,7 @@ from jaxpipe.runtime.fold_state import shared_stages
 from jaxpipe.runtime.mpmd.device_bytes import array_bytes
 from jaxpipe.runtime.optimizer_by_stage import partition_update
 from jaxpipe.runtime.program import Program
-from jaxpipe.runtime.replica_exchange import stage_exchange, warn_of_adam
+from jaxpipe.runtime.replica_exchange import stage_exchange, warn_of_first_moment
 from jaxpipe.runtime.select_runtime import bytes_by_component
 from jaxpipe.runtime.stage_outer_loop import stage_outer_loop
 from jaxpipe.runtime.stages import Placement, Stage, count_frozen, cut_stages, place_variables, with_backward
@@ -182,7 +182,7 @@ class Candidate:
         if isinstance(exchange, OuterLoop):
             outer = stage_outer_loop(exchange, traced.model, placement, num_places, request.replicas, by_stage)
         elif exchange is not None:
-            warn_of_adam(exchange, by_stage.state_shape)
+            warn_of_first_moment(by_stage)
             sent = stage_exchange(exchange, traced.model, placement, num_places, request.replicas)
         return Update(by_stage, sent, request.options.on_nonfinite, outer)
 

@@ -161,6 +161,6 @@ def planned_exchanges(
     steps = update.outer.settings.inner_steps if update.outer is not None else 16
     choices[f"outer_loop({steps})"] = Turns(steps, ((0, dense_bytes),))
     if update.outer is not None:
-        name = f"outer_loop({steps}), blocks" if update.outer.has_residuals else f"outer_loop({steps})"
+        name = f"outer_loop({steps}), blocks" if update.outer.sends_blocks else f"outer_loop({steps})"
         choices[name] = Turns(steps, tuple(update.outer.traffic))
     return tuple(turns.plan(name, network, rings, step_seconds) for name, turns in choices.items())

@@ -11,15 +11,19 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jaxpipe.array_types import Array, PyTree, Shaped
+from jaxpipe import _compat
+from jaxpipe.array_types import Array, Shaped
 from jaxpipe.errors import PartitionError
 from jaxpipe.gradients.block_exchange import Messages, averages, leave, message_shapes, send, wire_bytes
 from jaxpipe.gradients.block_sparse import BlockSparse, Settings
 from jaxpipe.gradients.blocks import Blocks
 from jaxpipe.gradients.outer_loop import OuterLoop
+from jaxpipe.graph.graph import Operator
 from jaxpipe.models.bound_model import BoundModel
+from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate
 from jaxpipe.runtime.stages import Placement
 from jaxpipe.sharding.mesh_axes import DATA, own_name
 
@@ -100,21 +104,23 @@ def check_exchange(gradient_exchange: object, axis_name: str) -> BlockSparse | O
     return gradient_exchange
 
 
-def warn_of_adam(exchange: BlockSparse, optimizer_state: PyTree) -> None:
-    """Warn if an optimizer divides by squares of gradients, and residuals do not decay as its first moment would."""
-    names: list[str] = []
-
-    def look(part: object) -> bool:
-        if {"nu", "sum_of_squares", "v_row", "e_g"} & set(getattr(part, "_fields", ())):
-            names.append(type(part).__name__)
-        return False
-
-    jax.tree.leaves(optimizer_state, is_leaf=look)
-    if names and exchange.settings.rule.decay == 1:
+def warn_of_first_moment(by_stage: PartitionedUpdate) -> None:
+    """Warn if an optimizer of Adam's kind has a first moment of its own beside the residuals."""
+    names = by_stage.state_names
+    pairs = {name: name.replace(".mu", ".nu") for name in names if ".mu" in name}  # as optax calls both moments
+    moments = {t: name for t, name in zip(by_stage.state, names, strict=True) if pairs.get(name) in names}
+    readers = [op for op in by_stage.graph.operators if moments.keys() & set(op.inputs) and not _is_zero(op)]
+    if readers:
+        name = next(moments[t] for t in readers[0].inputs if t in moments)
         warnings.warn(
-            f"gradient_exchange=block_sparse(...) with an optimizer that divides by what it has seen of the gradient "
-            f"({names[0]}): blocks arrive late and several steps' worth at once, so the update is not what Adam and "
-            "its kind would make of the whole gradient. Let residuals take the place of the first moment, "
-            "block_sparse(decay=0.9) with optax.adamw(rate, b1=0.0), or take momentum, optax.sgd(rate, momentum=0.9).",
+            f"gradient_exchange=block_sparse(...) with an optimizer that has a first moment ({name}): blocks arrive "
+            "late and several steps' worth at once, so that residuals are one already, and both together train worse. "
+            "Take it away, optax.adamw(rate, b1=0.0).",
             stacklevel=2,
         )
+
+
+def _is_zero(op: Operator) -> bool:
+    """Return whether an operator multiplies by the number 0."""
+    literals = (a.val for a in op.equation.invars if _compat.is_literal(a)) if op.name == "mul" else ()
+    return any(np.all(np.asarray(x) == 0) for x in literals)

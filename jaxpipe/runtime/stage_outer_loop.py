@@ -28,7 +28,7 @@ class StageOuterLoop:
     replicas: int
 
     @cached_property
-    def has_residuals(self) -> bool:
+    def sends_blocks(self) -> bool:
         """Return whether anything is not sent whole."""
         return not all(b.is_whole for stages in self.plans for plan in stages for b in plan)
 

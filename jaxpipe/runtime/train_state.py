@@ -34,7 +34,8 @@ class TrainState:
 
     Attributes:
       parameters, variables, optimizer: arrays of the stages; of one program vectors, a part of each on every device.
-      residual: the same of what each replica has not sent of its gradients; none if gradients are exchanged whole.
+      residual: the same of what each replica has not sent of its gradients; none if gradients are exchanged whole. In
+        an outer loop with a delay, of what its parameters are to be moved by.
       outer: in an outer loop, its parameters and the state of its optimizer; replicas then have parameters, variables
         and optimizer state of their own.
       shared: optimizer state that every device has (step counts, schedules).

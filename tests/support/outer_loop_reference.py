@@ -2,16 +2,21 @@
 
 import numpy as np
 
+from tests.support import block_sparse_reference
+
 
 class Reference:
-    """The method, one replica after the other; ``average`` gives that of a parameter's pseudo-gradients by name."""
+    """The method, one replica after the other.
 
-    def __init__(self, params, replicas, inner_steps, fragments, average, delay=0, keep=0.0, rate=0.7, momentum=0.9):
+    ``average`` gives of a parameter's pseudo-gradients, by name, the average and what each replica did not send.
+    """
+
+    def __init__(self, params, replicas, inner_steps, fragments, average, delay=0, rate=0.7, momentum=0.9):
         self.own = [{name: np.array(x) for name, x in params.items()} for _ in range(replicas)]
         self.outer = {name: np.array(x, np.float32) for name, x in params.items()}
         self.velocity = {name: np.zeros_like(x) for name, x in self.outer.items()}
         self.inner_steps, self.fragments, self.delay = inner_steps, fragments, delay
-        self.average, self.keep = average, np.float32(keep)
+        self.average, self.pending = average, {}
         self.rate, self.momentum = np.float32(rate), np.float32(momentum)
         self.steps = 0
 
@@ -30,14 +35,26 @@ class Reference:
             for name in own:
                 own[name] = own[name] + update[name]
         for name in self.turn(self.steps):
-            gradient = self.average(name, [self.outer[name] - own[name] for own in self.own])
+            gradient, left = self.average(name, [self.outer[name] - own[name] for own in self.own])
             self.velocity[name] = gradient + self.momentum * self.velocity[name]
             self.outer[name] = self.outer[name] - self.rate * (gradient + self.momentum * self.velocity[name])
+            self.pending[name] = [self.outer[name] - x - own[name] for own, x in zip(self.own, left, strict=True)]
         for name in self.turn(self.steps - self.delay):
-            for own in self.own:
-                own[name] = self.keep * own[name] + (1 - self.keep) * self.outer[name]
+            for own, move in zip(self.own, self.pending[name], strict=True):
+                own[name] = own[name] + move
 
 
 def mean(_, gradients):
-    """The average of a dense exchange."""
-    return sum(gradients) / np.float32(len(gradients))
+    """The average of a dense exchange, of which nothing is left."""
+    return sum(gradients) / np.float32(len(gradients)), [np.float32(0)] * len(gradients)
+
+
+def best_blocks(**arguments):
+    """The average of the best blocks, without residuals from before, and what is left."""
+
+    def average(name, gradients):
+        reference = block_sparse_reference.Reference(**{"norm": "l2", "mode": "own", **arguments})
+        mean = reference(name, gradients)
+        return mean, reference.left.get(name, [np.float32(0)] * len(gradients))
+
+    return average

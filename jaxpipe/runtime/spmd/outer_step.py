@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class OuterBuffers:
-    """The layouts of outer parameters with the states of their optimizer, and of residuals."""
+    """The layouts of outer parameters with the states of their optimizer, and of what is pending."""
 
     def __init__(self, program: LockstepProgram, loop: StageOuterLoop, sites: list[list[int]] | None = None):
         self._program, self.loop, self.sites = program, loop, sites
@@ -37,7 +37,7 @@ class OuterBuffers:
                 for held in avals
             ]
         )
-        self.residual = program.residuals if loop.has_residuals else lay_out([{}] * program.num_devices)
+        self.pending = program.residuals if loop.settings.delay else lay_out([{}] * program.num_devices)
 
     def _numbers(self, t: TensorNumber) -> list[TensorNumber]:
         """The numbers in the layout of an outer parameter and of its optimizer's state."""
@@ -83,58 +83,57 @@ class OuterBuffers:
         """Return the state after the exchange and the restart that are due when an inner step has been made."""
         settings, step = self.loop.settings, state.step
         fragments = range(settings.fragments)
-        held = list(state.outer), list(state.residual)
+        held = list(state.parameters), list(state.outer), list(state.residual)
         turns = [partial(self._exchange, state, f) for f in fragments]
-        outer, residual = lax.switch(settings.due(step), [lambda: held, *turns])
-        starts = [partial(self._restart, state.parameters, outer, f) for f in fragments]
-        parameters = lax.switch(settings.due(step - settings.delay), [lambda: list(state.parameters), *starts])
+        parameters, outer, pending = lax.switch(settings.due(step), [lambda: held, *turns])
+        if settings.delay:
+            moves = [partial(self._move, parameters, pending, f) for f in fragments]
+            parameters = lax.switch(settings.due(step - settings.delay), [lambda: parameters, *moves])
         variables = lax.cond(
             step % settings.inner_steps == 0, lambda: _means(state.variables), lambda: list(state.variables)
         )
-        groups = {"parameters": parameters, "outer": outer, "residual": residual, "variables": variables}
+        groups = {"parameters": parameters, "outer": outer, "residual": pending, "variables": variables}
         return replace(state, **{field: tuple(buffers) for field, buffers in groups.items()})
 
     def _tensors(self, f: int, s: int) -> list[TensorNumber]:
         """The parameters of a fragment in a stage."""
         return [self._program.objective.parameters[k] for k in self.loop.parameters[f][s]]
 
-    def _exchange(self, state: TrainState, f: int) -> tuple[list[Array], list[Array]]:
-        """Return outer parameters and residuals after the exchange of a fragment."""
-        program, settings = self._program, self.loop.settings
+    def _exchange(self, state: TrainState, f: int) -> tuple[list[Array], list[Array], list[Array]]:
+        """Return parameters, outer ones and what is pending after the exchange of a fragment."""
+        layout, settings = self._program.parameters, self.loop.settings
 
         def read(s: int) -> list[Array]:
-            sent = []
-            for t in self._tensors(f, s):
-                moved = settings.difference(
-                    self._get(s, t, state.outer)[0], program.parameters.get(s, t, state.parameters)
-                )
-                sent.append(moved + self.residual.get(s, t, state.residual) if self.loop.has_residuals else moved)
-            return sent
+            pairs = ((self._get(s, t, state.outer)[0], layout.get(s, t, state.parameters)) for t in self._tensors(f, s))
+            return [settings.difference(outer, now) for outer, now in pairs]
 
-        def write(s: int, averaged: Averaged) -> tuple[list[Array], list[Array]]:
-            outer, residual = list(state.outer), list(state.residual)
+        def write(s: int, averaged: Averaged) -> tuple[list[Array], list[Array], list[Array]]:
+            parameters, outer, pending = list(state.parameters), list(state.outer), list(state.residual)
             for t, average, left in zip(self._tensors(f, s), averaged.gradients, averaged.residuals, strict=True):
                 before, *slots = self._get(s, t, state.outer)
                 tree = jax.tree.structure(self.loop.slots(before))
                 new, moments = settings.advance(average, before, jax.tree.unflatten(tree, slots))
                 for n, x in zip(self._numbers(t), [new, *jax.tree.leaves(moments)], strict=False):
                     outer = self.outer.put(s, n, outer, x)
-                if self.loop.has_residuals:
-                    residual = self.residual.put(s, t, residual, left)
-            return outer, residual
+                after = settings.restart(new, left, layout.get(s, t, state.parameters))
+                if settings.delay:
+                    pending = self.pending.put(s, t, pending, after)
+                else:
+                    parameters = layout.put(s, t, parameters, after)
+            return parameters, outer, pending
 
-        by_stage = partial(_by_stage, program)
+        by_stage = partial(_by_stage, self._program)
         return exchange(self.loop.plans[f], settings.exchange.rule, DATA, by_stage, read, write)
 
-    def _restart(self, parameters: Sequence[Array], outer: Sequence[Array], f: int) -> list[Array]:
-        """Return the parameters with which replicas go on, those of a fragment from the outer ones."""
+    def _move(self, parameters: Sequence[Array], pending: Sequence[Array], f: int) -> list[Array]:
+        """Return parameters of which those of a fragment were moved by what was pending."""
         layout = self._program.parameters
 
         def write(s: int) -> list[Array]:
             buffers = list(parameters)
             for t in self._tensors(f, s):
-                now = layout.get(s, t, parameters)
-                buffers = layout.put(s, t, buffers, self.loop.settings.restart(self._get(s, t, outer)[0], now))
+                moved = self.loop.settings.move(layout.get(s, t, parameters), self.pending.get(s, t, pending))
+                buffers = layout.put(s, t, buffers, moved)
             return buffers
 
         return _by_stage(self._program, write)

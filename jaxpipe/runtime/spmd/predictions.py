@@ -82,11 +82,11 @@ def predict(planned: Program, update: Update, batch: Sequence[Shaped]) -> dict[s
         at_the_end = max(at_the_end, program.sums.bytes + program.gradients.bytes + residuals + needed)
     if update.outer is not None:
         buffers = OuterBuffers(program, update.outer)
-        held |= {"outer": buffers.outer.bytes, "residual": buffers.residual.bytes}
+        held |= {"outer": buffers.outer.bytes, "residual": buffers.pending.bytes}
         # Messages both ways, and new values beside the old ones, where gradients were: a conditional does not write
         # over what it reads.
         messages = ((1 + update.outer.replicas) * gathered + 2 * reduced for gathered, reduced in update.outer.traffic)
-        new = buffers.outer.bytes + buffers.residual.bytes + program.parameters.bytes
+        new = buffers.outer.bytes + buffers.pending.bytes + program.parameters.bytes
         at_the_end = max(at_the_end, max(messages) + new - program.sums.bytes)
     mail, stash = (4 * PAGE * pages for pages in program.table.pages)
     sent = 4 * PAGE * (program.windows[ARRIVED] + program.windows[RETURNED])

@@ -56,7 +56,7 @@ class SpmdRuntime:
             "outer": nothing,
         }
         if self._outer is not None:
-            self._layouts |= {"residual": self._outer.residual, "outer": self._outer.outer}
+            self._layouts |= {"residual": self._outer.pending, "outer": self._outer.outer}
 
     @property
     def places(self) -> range:

@@ -192,16 +192,10 @@ class Body:
         else:
             self.parts.append(Part(inputs, outputs, work, owner, op.name, is_product(op)))
 
-    def convert(self, value: int, size: float, owner: int) -> int:
-        """Append a change of form inside a kernel, such as packing a mask into bits; return the result."""
+    def fuse(self, values: Sequence[int], size: float, owner: int) -> int:
+        """Append what a kernel does besides, such as packing a mask into bits or a sum of cotangents; return it."""
         result = self.value(size)
-        self.parts.append(Part((value,), (result,), KernelWork(KernelKind.FUSED), owner))
-        return result
-
-    def join(self, first: int, second: int, owner: int) -> int:
-        """Append the sum of two values; return it."""
-        result, seconds = self.value(self.sizes[first]), self.sizes[first] / 4 / self.rates.element_flops
-        self.parts.append(Part((first, second), (result,), KernelWork(KernelKind.FUSED, seconds), owner))
+        self.parts.append(Part(tuple(values), (result,), KernelWork(KernelKind.FUSED), owner))
         return result
 
     def known(self, t: TensorNumber, tensors: Sequence[Tensor], number: dict[TensorNumber, int]) -> int:

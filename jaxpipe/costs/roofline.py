@@ -1,6 +1,5 @@
 """Seconds of operators from the rates of a device: the larger of arithmetic and memory time, for each kernel."""
 
-import dataclasses
 from collections.abc import Iterable
 
 import numpy as np
@@ -10,7 +9,7 @@ from jaxpipe.costs.equal_operators import averaged, equal_operators
 from jaxpipe.costs.kernels import Body, operator_work, owner_seconds
 from jaxpipe.costs.profile import Edge, Profile
 from jaxpipe.residuals.backward_graph import BackwardGraph
-from jaxpipe.residuals.choose_formats import ResidualPlan, default_plan
+from jaxpipe.residuals.choose_formats import Derivations, ResidualPlan, default_plan
 from jaxpipe.residuals.codecs.keep import KEEP
 from jaxpipe.residuals.stored_formats import stored_bytes
 from jaxpipe.targets.rates import Rates
@@ -25,15 +24,32 @@ def analytic(
     """
     held = tuple(held)
     plan = default_plan(backward_graph, held=held)
-    source = backward_graph.source
+    graph, home = backward_graph.source, homes(backward_graph)
     passes = forward_seconds(backward_graph, plan, rates), backward_seconds(backward_graph, plan, rates)
     kinds = equal_operators(backward_graph)
     forward, backward = (averaged(np.array(each), equal) for each, equal in zip(passes, kinds, strict=True))
-    return dataclasses.replace(
-        count_costs(backward_graph, plan, held),
-        forward_seconds=tuple(forward.tolist()),
-        backward_seconds=tuple(backward.tolist()),
-        forward_flops=tuple(operator_work(op, source.tensors, rates).flops for op in source.operators),
+    position = {t: k for k, op in enumerate(graph.operators) for t in op.outputs}
+    parameter_bytes, residual_bytes = ([0.0] * len(graph.operators) for _ in range(2))
+    edges, unread = [], set(graph.parameters)
+    for k, op in enumerate(graph.operators):
+        for t in dict.fromkeys(op.inputs):
+            if t in unread:
+                unread.remove(t)
+                parameter_bytes[k] += graph.tensors[t].bytes
+            if t in position:
+                source = position[t]
+                edges.append(Edge(source, k, graph.tensors[t].bytes, graph.operators[source].outputs.index(t)))
+    for t in plan.stored:
+        if t not in held:
+            residual_bytes[home[t]] += stored_bytes(backward_graph.graph.tensors[t], plan.formats[t])
+    return Profile(
+        tuple(f"{op.path} {op.label}".strip() for op in graph.operators),
+        tuple(forward.tolist()),
+        tuple(backward.tolist()),
+        tuple(parameter_bytes),
+        tuple(residual_bytes),
+        tuple(edges),
+        forward_flops=tuple(operator_work(op, graph.tensors, rates).flops for op in graph.operators),
         source="analytic",
         device_kind=device_kind,
         rates=rates,
@@ -52,72 +68,35 @@ def forward_seconds(backward_graph: BackwardGraph, plan: ResidualPlan, rates: Ra
     for t, codec in plan.codecs.items():
         if t in number and t not in graph.inputs:
             size = stored_bytes(graph.tensors[t], codec)
-            results.append(number[t] if codec == KEEP else body.convert(number[t], size, home[t]))
+            results.append(number[t] if codec == KEEP else body.fuse([number[t]], size, home[t]))
     return owner_seconds(body, results, len(backward_graph.source.operators))
 
 
 def backward_seconds(backward_graph: BackwardGraph, plan: ResidualPlan, rates: Rates) -> list[float]:
     """Seconds of the backward pass for each operator of the source graph, what is computed again included."""
-    graph, source = backward_graph.graph, backward_graph.source
+    graph, source, derivations = backward_graph.graph, backward_graph.source, Derivations(backward_graph.graph)
     home = {t: k for k, op in enumerate(source.operators) for t in op.outputs}
-    producers = {t: op for op in graph.operators for t in op.outputs}
     body, number, cotangents = Body(rates), dict[TensorNumber, int](), dict[TensorNumber, int]()
-
-    def rematerialize(t: TensorNumber, owner: int) -> int:
-        """The value of a tensor of the forward pass: stored, there anyway, or computed again."""
-        pending = [t]
-        while pending:
-            u = pending[-1]
-            if u in number:
-                pending.pop()
-            elif plan.is_stored(u):
-                value = body.value(stored_bytes(graph.tensors[u], plan.codecs[u]))
-                plain = plan.codecs[u] == KEEP
-                number[u] = value if plain else body.convert(value, graph.tensors[u].bytes, owner)
-            elif u in producers and (missing := [v for v in producers[u].inputs if v not in number]):
-                pending += missing
-            elif u in producers:
-                body.add(producers[u], graph.tensors, number, owner)
-            else:
-                body.known(u, graph.tensors, number)
-        return number[t]
-
     for step in reversed(backward_graph.steps):
         owner, program = home[step.cotangents_in[0]], step.program
-        given = [rematerialize(t, owner) for t in step.needs]
+        again, loads = derivations.of(step.needs, plan, number)
+        for t in loads:
+            stored = body.value(stored_bytes(graph.tensors[t], plan.codecs[t]))
+            plain = plan.codecs[t] == KEEP
+            number[t] = stored if plain else body.fuse([stored], graph.tensors[t].bytes, owner)
+        for op in again:
+            body.add(op, graph.tensors, number, owner)
+        given = [body.known(t, graph.tensors, number) for t in step.needs]
         given += [body.known(t, source.tensors, cotangents) for t in step.cotangents_in]
         local = dict(zip(program.inputs, given, strict=True))
         for op in program.operators:
             body.add(op, program.tensors, local, owner)
         for t, result in zip(step.cotangents_out, program.outputs, strict=True):
             value = body.known(result, program.tensors, local)
-            cotangents[t] = body.join(cotangents[t], value, owner) if t in cotangents else value
+            if t in cotangents:
+                value = body.fuse([cotangents[t], value], body.sizes[value], owner)
+            cotangents[t] = value
     return owner_seconds(body, [cotangents[t] for t in backward_graph.wrt if t in cotangents], len(source.operators))
-
-
-def count_costs(backward_graph: BackwardGraph, plan: ResidualPlan, held: Iterable[TensorNumber] = ()) -> Profile:
-    """A profile without seconds of a program; inputs that are ``held`` anyway are no residuals."""
-    graph = backward_graph.source
-    position = {t: k for k, op in enumerate(graph.operators) for t in op.outputs}
-    size = [tensor.bytes for tensor in graph.tensors]
-    nothing = (0.0,) * len(graph.operators)
-    parameter_bytes = list(nothing)
-    edges = []
-    unread = set(graph.parameters)
-    for k, op in enumerate(graph.operators):
-        for t in dict.fromkeys(op.inputs):
-            if t in unread:
-                unread.remove(t)
-                parameter_bytes[k] += size[t]
-            if t in position:
-                source = position[t]
-                edges.append(Edge(source, k, size[t], graph.operators[source].outputs.index(t)))
-    home, held, residual_bytes = homes(backward_graph), frozenset(held), list(nothing)
-    for t in plan.stored:
-        if t not in held:
-            residual_bytes[home[t]] += stored_bytes(backward_graph.graph.tensors[t], plan.formats[t])
-    names = tuple(f"{op.path} {op.label}".strip() for op in graph.operators)
-    return Profile(names, nothing, nothing, tuple(parameter_bytes), tuple(residual_bytes), tuple(edges))
 
 
 def homes(backward_graph: BackwardGraph) -> dict[TensorNumber, int]:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
+
 from jaxpipe.errors import PartitionError
 from jaxpipe.targets.rates import Rates
 from jaxpipe.text.checked_json import LARGEST, read_json
@@ -153,15 +155,8 @@ class Profile:
         Raises:
           PartitionError: if lengths differ or a number is negative or not finite.
         """
-        given = {
-            "names": names,
-            "forward_seconds": forward_seconds,
-            "backward_seconds": backward_seconds,
-            "parameter_bytes": parameter_bytes,
-            "residual_bytes": residual_bytes,
-            "boundary_bytes": boundary_bytes,
-        }
-        for name, values in given.items():
+        columns = names, forward_seconds, backward_seconds, parameter_bytes, residual_bytes
+        for name, values in zip((*REQUIRED, "boundary_bytes"), (*columns, boundary_bytes), strict=True):
             if not hasattr(values, "__len__"):
                 raise PartitionError(f"{name}={values!r}; it must be a sequence with one entry for each operator.")
         count = len(names)
@@ -170,8 +165,8 @@ class Profile:
                 f"boundary_bytes has {len(boundary_bytes)} entries for {count} operators; give one for each operator "
                 "that has another after it."
             )
-        *columns, _ = (tuple(values) for values in given.values())
-        return cls(*columns, edges=tuple(Edge(k, k + 1, boundary_bytes[k]) for k in range(count - 1)))
+        edges = tuple(Edge(k, k + 1, boundary_bytes[k]) for k in range(count - 1))
+        return cls(*map(tuple, columns), edges=edges)
 
     @classmethod
     def from_pipedream(cls, path: str | os.PathLike[str]) -> "Profile":
@@ -184,13 +179,11 @@ class Profile:
         """The profile as JSON, one operator on a line, to be read, edited and given to ``partition``."""
         columns = {field: getattr(self, field) for field in ("names", *NUMBERS) if getattr(self, field)}
         rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        head = {"source": self.source, "device_kind": self.device_kind, "together": self.together}
-        if self.rates is not None:
-            head["rates"] = dataclasses.asdict(self.rates)
-        if self.measurement is not None:
-            head["measurement"] = dataclasses.asdict(self.measurement)
-        head |= {name: getattr(self, name) for name in ("frozen", "scan_groups") if getattr(self, name)}
-        lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+        head = {name: getattr(self, name) for name in ("source", "device_kind", "together")}
+        head |= {
+            name: value for name in ("rates", "measurement", "frozen", "scan_groups") if (value := getattr(self, name))
+        }
+        lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in msgspec.to_builtins(head).items()]
         for key, entries in (("operators", rows), ("edges", self.edges)):
             listed = ",\n  ".join(map(json.dumps, entries))
             lines.append(f' "{key}": [\n  {listed}\n ]' if entries else f' "{key}": []')

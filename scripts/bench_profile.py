@@ -37,7 +37,7 @@ from rich.table import Table
 
 import jaxpipe
 from examples import models
-from jaxpipe.costs.operator_groups import group_programs
+from jaxpipe.costs.measured_seconds import group_programs
 from jaxpipe.costs.timing import examples, on_device
 from scripts.bench_pipeline import MICROBATCHES, Problem, cnn, linen, transformer
 from scripts.measuring import Batch, Model, Quartiles, alternate, header, keep_freed_memory, quartiles

@@ -18,7 +18,7 @@ import pytest
 import jaxpipe
 from jaxpipe.costs import measured_seconds, timing
 from jaxpipe.costs.equal_operators import equal_operators
-from jaxpipe.costs.operator_groups import cut_groups, group_programs, group_vjp
+from jaxpipe.costs.measured_seconds import cut_groups, group_programs, group_vjp
 from jaxpipe.costs.profile import NUMBERS
 from jaxpipe.costs.profile_cache import cache_folder, cache_key
 from jaxpipe.costs.roofline import analytic

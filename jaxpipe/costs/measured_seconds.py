@@ -1,21 +1,36 @@
-"""Seconds of every operator by real runs on one device."""
+"""Seconds of every operator by real runs on one device, in groups that are large enough to time.
+
+One operator alone is not what XLA runs: it fuses cheap arithmetic with what is before and after it. A group ends with
+a product or a loop, whose operand is in memory anyway; what leads from the one before it to this operand (a
+normalization, an activation) is in the same group, where its backward pass recomputes it.
+"""
 
 import dataclasses
 import datetime
+import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from jaxpipe.array_types import Device, TensorNumber
+from jaxpipe import _compat
+from jaxpipe.array_types import Array, Device, TensorNumber
 from jaxpipe.costs.equal_operators import averaged, equal_operators
-from jaxpipe.costs.operator_groups import cut_groups, group_programs, group_vjp
 from jaxpipe.costs.profile import Measurement, Profile
 from jaxpipe.costs.roofline import analytic
 from jaxpipe.costs.timing import TimedProgram, time_programs
+from jaxpipe.graph.graph import Graph
+from jaxpipe.graph.op_cost import is_product, weight
+from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.backward_graph import BackwardGraph
+from jaxpipe.residuals.codecs.keep import KEEP
+from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.targets.known import target_of
 from jaxpipe.text.progress import progress
+
+
+#: A group takes at least this share of the estimated time, so that there are not more than about as many.
+SMALLEST_SHARE = 1 / 48
 
 
 @progress("Profiling the operators")
@@ -63,4 +78,82 @@ def measure(backward_graph: BackwardGraph, device: Device, *, held: Iterable[Ten
         backward_spread=tuple(spread[1]),
         source="measured",
         measurement=measurement,
+    )
+
+
+def cut_groups(graph: Graph, estimates: Sequence[float]) -> list[range]:
+    """Ranges of operators, each operator in exactly one; of the estimated seconds only the proportions count."""
+    least = SMALLEST_SHARE * sum(estimates)
+    groups, start, spent = [], 0, 0.0
+    for k, op in enumerate(graph.operators):
+        if op.has_effects and start < k:
+            groups.append(range(start, k))
+            start = k
+        spent += estimates[k]
+        ends = is_product(op) or (weight(op) is None and bool(_compat.inner_programs(op.equation)))
+        if op.has_effects or (ends and spent >= least):
+            groups.append(range(start, k + 1))
+            start, spent = k + 1, 0.0
+    if start < len(graph.operators):
+        if groups and spent < least and not graph.operators[start - 1].has_effects:
+            start = groups.pop().start
+        groups.append(range(start, len(graph.operators)))
+    return groups
+
+
+def group_vjp(backward_graph: BackwardGraph, operators: range, held: Sequence[TensorNumber] = ()) -> VJPProgram:
+    """Return the forward and the backward program of a group; ``held`` inputs are kept alive anyway."""
+    graph = backward_graph.source
+    section = graph.section(operators.start, operators.stop)
+    written = {t for op in section.operators for t in op.outputs}
+    read = {t for op in section.operators for t in op.inputs}
+    section = dataclasses.replace(
+        section,
+        inputs=tuple(t for t in section.inputs if t in read),
+        outputs=tuple(t for t in section.outputs if t in written),
+    )
+    with_cotangent = {t for step in backward_graph.steps for t in (*step.cotangents_in, *step.cotangents_out)}
+    # An input of the group is stored once, whoever needs it; often it is the result of the product before it.
+    return vjp_program.build(
+        section,
+        [t for t in section.inputs if t in with_cotangent],
+        held=[*held, *section.inputs],
+        seeds=[t for t in section.outputs if t in with_cotangent],
+    )
+
+
+def group_programs(vjp: VJPProgram) -> Iterator[TimedProgram]:
+    """The forward program, and the backward program if there is one.
+
+    What is stored as it is, and is an operand or a result of the vjp anyway, is not written a second time.
+    """
+    graph, source, stored = vjp.graph, vjp.backward_graph.source, vjp.plan.stored
+    boundary = {*graph.inputs, *graph.outputs}
+    written = [t not in boundary or vjp.plan.formats[t] != KEEP for t in stored]
+
+    def forward(*inputs: Array) -> tuple[list[Array], list[tuple[Array, ...]]]:
+        outputs, stash = vjp_program.forward(vjp, inputs)
+        return outputs, list(itertools.compress(stash, written))
+
+    yield TimedProgram(forward, tuple(graph.tensors[t].aval for t in graph.inputs))
+    if not vjp.backward_graph.steps:
+        return
+    received = {t for step in vjp.backward_graph.steps for t in step.cotangents_in}
+    seeds = [k for k, t in enumerate(source.outputs) if t in received]
+
+    def backward(
+        parameters: Sequence[Array], stash: Sequence[tuple[Array, ...]], cotangents: Sequence[Array]
+    ) -> list[Array | None]:
+        given: list[Array | None] = [None] * len(source.outputs)
+        for k, cotangent in zip(seeds, cotangents, strict=True):
+            given[k] = cotangent
+        return vjp_program.backward(vjp, parameters, stash, given, barriers=True)
+
+    yield TimedProgram(
+        backward,
+        (
+            [graph.tensors[t].aval for t in vjp.parameters],
+            list(vjp.stash_avals),
+            [source.tensors[source.outputs[k]].aval.to_tangent_aval() for k in seeds],
+        ),
     )

@@ -27,6 +27,7 @@ from jaxpipe.graph.graph import trace
 from jaxpipe.models.bind import bind
 from jaxpipe.models.microbatch_program import trace_loss
 from jaxpipe.residuals.backward_graph import build_backward_graph
+from jaxpipe.targets.known import target_of
 from jaxpipe.targets.rates import OTHER
 from tests.support.pipeline_models import CASES, cnn_linen, mlp, transformer
 
@@ -34,6 +35,12 @@ from tests.support.pipeline_models import CASES, cnn_linen, mlp, transformer
 def backward_graph_of(function, *shapes):
     graph = trace(lambda *a: [function(*a)], *(shape(*s) for s in shapes))
     return build_backward_graph(graph, graph.inputs)
+
+
+def measured(backward_graph):
+    device = jax.devices()[0]
+    estimate = analytic(backward_graph, target_of(device).rates, device_kind=device.device_kind)
+    return measured_seconds.measure(backward_graph, device, estimate)
 
 
 def shape(*lengths):
@@ -93,7 +100,7 @@ def test_an_operator_with_side_effects_is_not_run(capfd, stopwatch):
     operators = backward_graph.source.operators
     (position,) = [k for k, op in enumerate(operators) if op.has_effects]
     assert range(position, position + 1) in cut_groups(backward_graph.source, [1.0] * len(operators))
-    profile = measured_seconds.measure(backward_graph, jax.devices()[0])
+    profile = measured(backward_graph)
     assert profile.forward_seconds[position] < 1e-3 and sum(profile.forward_seconds) >= 1
     jax.effects_barrier()
     assert "here" not in capfd.readouterr().out
@@ -171,7 +178,7 @@ def chain(x, *weights):
 def test_equal_groups_are_timed_once(stopwatch):
     backward_graph = backward_graph_of(chain, (2, 4), *[(4, 4)] * 6)
     names = [op.name for op in backward_graph.source.operators]
-    profile = measured_seconds.measure(backward_graph, jax.devices()[0])
+    profile = measured(backward_graph)
     # What starts a program; then forward and backward of: the first product, a tanh with a product, tanh and the sum.
     assert len(stopwatch) == 1 + 3 * 2
     # Products of the first group and of others have the same seconds, and so have tanh beside products or a sum.
@@ -258,7 +265,7 @@ def test_equal_blocks_are_equal_stages_while_bursts_of_load_come_and_go(monkeypa
         machine = BusyMachine(seed)
         monkeypatch.setattr(timing, "ready_to_run", machine.ready_to_run)
         monkeypatch.setattr(timing.time, "perf_counter", machine.perf_counter)
-        profile = measured_seconds.measure(backward_graph, jax.devices()[0])
+        profile = measured(backward_graph)
         products = [k for k, name in enumerate(profile.names) if name.endswith("dot_general")]
         for column in (profile.forward_seconds, profile.backward_seconds):
             assert len({column[k] for k in products[2::2]}) == len({column[k] for k in products[3::2]}) == 1
@@ -270,12 +277,12 @@ def test_equal_blocks_are_equal_stages_while_bursts_of_load_come_and_go(monkeypa
 
 
 def test_layers_that_draw_other_random_numbers_are_equal(stopwatch):
-    measured_seconds.measure(linearized_case(transformer(4)), jax.devices()[0])
+    measured(linearized_case(transformer(4)))
     once = len(stopwatch)
     case = CASES["transformer"](4)
     deeper = type(case)(**{**vars(case), "model": case.model.clone(num_layers=4)})
     stopwatch.clear()
-    measured_seconds.measure(linearized_case(deeper), jax.devices()[0])
+    measured(linearized_case(deeper))
     assert len(stopwatch) <= once + 2
 
 
@@ -284,7 +291,7 @@ def test_operators_share_the_seconds_of_their_group(stopwatch):
         return jnp.sin(jnp.tanh(x @ a) @ b).sum()
 
     backward_graph = backward_graph_of(network, (8, 16), (16, 8), (8, 4))
-    profile = measured_seconds.measure(backward_graph, jax.devices()[0])
+    profile = measured(backward_graph)
     total = sum(stopwatch)
     assert sum(profile.seconds) == pytest.approx(total)
     assert sum(profile.forward_spread) + sum(profile.backward_spread) == pytest.approx(total / 10)
@@ -303,7 +310,7 @@ def test_operators_share_the_seconds_of_their_group(stopwatch):
 @pytest.mark.core
 def test_measured():
     backward_graph = backward_graph_of(lambda x, w: jnp.tanh(x @ w).reshape(-1).sum(), (64, 64), (64, 64))
-    profile = measured_seconds.measure(backward_graph, jax.devices()[0])
+    profile = measured(backward_graph)
     assert (profile.source, profile.device_kind) == ("measured", "cpu")
     assert profile.names == ("dot_general", "tanh", "reshape", "reduce_sum")
     assert sum(profile.forward_seconds) > 0 and sum(profile.backward_seconds) > 0

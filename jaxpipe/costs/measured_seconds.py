@@ -9,7 +9,7 @@ import dataclasses
 import datetime
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from jaxpipe import _compat
 from jaxpipe.array_types import Array, Device, TensorNumber
 from jaxpipe.costs.equal_operators import averaged, equal_operators
 from jaxpipe.costs.profile import Measurement, Profile
-from jaxpipe.costs.roofline import analytic
 from jaxpipe.costs.timing import TimedProgram, time_programs
 from jaxpipe.graph.graph import Graph
 from jaxpipe.graph.op_cost import is_product, weight
@@ -25,7 +24,6 @@ from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.backward_graph import BackwardGraph
 from jaxpipe.residuals.codecs.keep import KEEP
 from jaxpipe.residuals.vjp_program import VJPProgram
-from jaxpipe.targets.known import target_of
 from jaxpipe.text.progress import progress
 
 
@@ -34,17 +32,17 @@ SMALLEST_SHARE = 1 / 48
 
 
 @progress("Profiling the operators")
-def measure(backward_graph: BackwardGraph, device: Device, *, held: Iterable[TensorNumber] = ()) -> Profile:
+def measure(
+    backward_graph: BackwardGraph, device: Device, estimate: Profile, held: Sequence[TensorNumber] = ()
+) -> Profile:
     """Compile and run the operators of a program in groups, each group's forward and backward program by itself.
 
     The seconds of a group are those of its program less what it takes to start any program; they are given to its
-    operators in proportion to the roofline estimate. Groups with side effects are not run, only estimated.
+    operators in proportion to an ``estimate``. Groups with side effects are not run, only estimated.
 
     Equal operators have the same seconds, whichever groups they are in: the median, over the rounds in which everything
     is measured, of what all of them take on the average.
     """
-    held = tuple(held)
-    estimate = analytic(backward_graph, target_of(device).rates, held=held, device_kind=device.device_kind)
     estimated = np.array([estimate.forward_seconds, estimate.backward_seconds])
     programs: list[tuple[TimedProgram, Device]] = []
     shares: list[np.ndarray] = []  # of each program by direction and operator

@@ -20,10 +20,10 @@ from jaxpipe.models import check_batch
 from jaxpipe.models.bind import bind
 from jaxpipe.models.bound_model import BoundModel, Model, UserFunction
 from jaxpipe.models.check_arguments import check_function
-from jaxpipe.models.microbatch_program import MicrobatchProgram, with_rows
+from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_loss, with_rows
 from jaxpipe.models.traced_update import trace_update
 from jaxpipe.models.trained_parameters import without_frozen
-from jaxpipe.models.unroll_layers import Groups, check_groups, trace_unrolled
+from jaxpipe.models.unroll_layers import Groups, check_groups, groups_of, unroll
 from jaxpipe.residuals.backward_graph import BackwardGraph, build_backward_graph
 from jaxpipe.targets.known import target_named, target_of
 from jaxpipe.targets.rates import OTHER
@@ -102,8 +102,12 @@ def profile_model(
     size = check_batch.batch_size(shapes)
     check_batch.check_microbatches(shapes, 1, num_microbatches)
     microbatch = with_rows(shapes, size // num_microbatches)
-    groups = check_groups(unroll_scans)
-    bound, objective = trace_unrolled(bind(model, loss, microbatch, variables), loss, microbatch, groups)
+    unrolling = check_groups(unroll_scans)
+    bound = bind(model, loss, microbatch, variables)
+    objective = trace_loss(bound, loss, microbatch)
+    if unrolling:
+        bound = unroll(bound, objective, groups_of(objective, unrolling))
+        objective = trace_loss(bound, loss, microbatch)
     frozen: tuple[str, ...] = ()
     if optimizer is not None:
         trained = without_frozen(trace_update(optimizer, bound)).trained
@@ -135,18 +139,17 @@ def profile_objective(
     if isinstance(source, EstimateFor):
         return analytic(backward_graph, target_named(source.device).rates, held=held, device_kind=source.device)
     assert device is not None
-    if source == "measured" and not cache:
-        return measure(backward_graph, device, held=held)
     estimate = analytic(backward_graph, target_of(device).rates, held=held, device_kind=device.device_kind)
     if source == "analytic":
         return estimate
     if callable(source):
         return with_given_seconds(estimate, objective.graph, source)
     key = kept.cache_key(backward_graph, device, held)
-    profile = None if fresh else kept.load(key, estimate)
+    profile = kept.load(key, estimate) if cache and not fresh else None
     if profile is None:
-        profile = measure(backward_graph, device, held=held)
-        kept.save(key, profile)
+        profile = measure(backward_graph, device, estimate, held)
+        if cache:
+            kept.save(key, profile)
     return profile
 
 

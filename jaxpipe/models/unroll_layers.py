@@ -8,13 +8,12 @@ programs over the pieces: of the loss, of evaluation and prediction, and of the 
 from collections.abc import Sequence
 from typing import Literal
 
-from jaxpipe.array_types import PyTree
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.split_scan import MixedRowsError, WholeStackError, split_rows
 from jaxpipe.graph.stacked_layers import Stacks, groups_of_rows
 from jaxpipe.graph.stacked_scans import StackedScan, stacked_scans
-from jaxpipe.models.bound_model import BoundModel, UserFunction, unstack
-from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_loss
+from jaxpipe.models.bound_model import BoundModel, unstack
+from jaxpipe.models.microbatch_program import MicrobatchProgram
 
 
 #: Where scans are cut: for each of their lengths, the first iterations of groups, and the length.
@@ -60,17 +59,6 @@ def unroll(model: BoundModel, objective: MicrobatchProgram, groups: Groups, part
         + (f"{why}." if why else "Layers that are no scan can be cut without it."),
         why,
     )
-
-
-def trace_unrolled(
-    model: BoundModel, loss: UserFunction, batch: PyTree, unrolling: Unrolling
-) -> tuple[BoundModel, MicrobatchProgram]:
-    """A model and its loss for one micro-batch, its scans cut into groups of iterations."""
-    objective = trace_loss(model, loss, batch)
-    if not unrolling:
-        return model, objective
-    model = unroll(model, objective, groups_of(objective, unrolling))
-    return model, trace_loss(model, loss, batch)
 
 
 def groups_of(objective: MicrobatchProgram, unrolling: Unrolling) -> Groups:

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxpipe.array_types import Array, PyTree
+from jaxpipe.array_types import Array, PyTree, PyTreeDef
 from jaxpipe.errors import DifferentiationError, ModelError
 from jaxpipe.models.decorated_class import twin_class
 from jaxpipe.models.variable_trees import by_path
@@ -67,31 +67,38 @@ def purify(function: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> 
     inputs = [(path, x) for path, x in given if not is_module(x)]
     names = [_name(path) for path, _ in inputs]
     check_numeric(names, [x for _, x in inputs])
-    variables = _Variables([x for _, x in given if is_module(x)])
-    count = len(variables.values)
-    finished: tuple[int, Callable[[Sequence[Array]], PyTree]] = 0, lambda _: None
+    modules = tuple(x for _, x in given if is_module(x))
+    graphdef, state = nnx.split(modules)
+    values, structure = by_path(state), jax.tree.structure(state)
+    variables = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    parameters = [isinstance(x, nnx.Param) for x in variables for _ in jax.tree.leaves(x)]
+    count = len(values)
+    finished: tuple[int, Callable[[Sequence[Array]], PyTree], PyTreeDef]
 
     def pure(*leaves: Array) -> list[Array]:
         nonlocal finished
-        copies = variables.build(leaves[:count])
+        old = jax.tree.unflatten(structure, leaves[:count])
+        copies = nnx.merge(graphdef, old, copy=True)
         rebuilt, rest = iter(copies), iter(leaves[count:])
         new_args, new_kwargs = fill([next(rebuilt if is_module(x) else rest) for _, x in given])
         with module_scopes(copies):
             output, give = part(function(*new_args, **new_kwargs))
-        finished = len(output), give
-        return [*(x for _, x in output), *variables.changes(copies, leaves[:count])]
+        new, new_structure = jax.tree.flatten(_changed(old, copies))
+        finished = len(output), give, new_structure
+        return [*(x for _, x in output), *new]
 
     def finish(outputs: Sequence[Array]) -> PyTree:
-        size, give = finished
-        variables.write(outputs[size:])
+        size, give, new_structure = finished
+        if len(outputs) > size:
+            nnx.update(modules, jax.tree.unflatten(new_structure, outputs[size:]))
         return give(outputs[:size])
 
     return PureCall(
         function=pure,
-        leaves=(*variables.values, *(x for _, x in inputs)),
-        names=(*variables.names, *names),
-        parameters=(*variables.parameters, *(False for _ in inputs)),
-        held=(*(True for _ in variables.values), *(len(path) > 2 for path, _ in inputs)),
+        leaves=(*values.values(), *(x for _, x in inputs)),
+        names=(*("/".join(path[1:] if len(modules) == 1 else path) for path in values), *names),
+        parameters=(*parameters, *(False for _ in inputs)),
+        held=(*(True for _ in values), *(len(path) > 2 for path, _ in inputs)),
         finish=finish,
     )
 
@@ -147,37 +154,15 @@ def check_numeric(names: Sequence[str], arrays: Sequence[Array]) -> None:
             )
 
 
-class _Variables:
-    """The variables of some NNX modules as flat arrays."""
-
-    def __init__(self, modules: Sequence[nnx.Pytree]):
-        self._modules = tuple(modules)
-        self._graphdef, state = nnx.split(self._modules)
-        arrays, self._tree = by_path(state), jax.tree.structure(state)
-        self.names = tuple("/".join(path[1:] if len(modules) == 1 else path) for path in arrays)
-        self.values = tuple(arrays.values())
-        variables = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
-        self.parameters = tuple(isinstance(x, nnx.Param) for x in variables for _ in jax.tree.leaves(x))
-
-    def build(self, values: Sequence[Array]) -> Sequence[nnx.Pytree]:
-        """New modules with other values."""
-        return nnx.merge(self._graphdef, jax.tree.unflatten(self._tree, values), copy=True) if self._modules else ()
-
-    def changes(self, copies: Sequence[nnx.Pytree], old: Sequence[Array]) -> list[Array]:
-        """The values of variables that a call has set or added; remembers which."""
-        before = {path: jax.tree.leaves(x) for path, x in nnx.to_flat_state(jax.tree.unflatten(self._tree, old))}
-        changed = []
-        for path, variable in nnx.to_flat_state(nnx.state(tuple(copies))):
-            leaves = jax.tree.leaves(variable)
-            if path not in before or any(a is not b for a, b in zip(leaves, before[path], strict=True)):
-                changed.append((path, variable))
-        arrays, self._changed = jax.tree.flatten(nnx.from_flat_state(changed))
-        return arrays
-
-    def write(self, arrays: Sequence[Array]) -> None:
-        """Set the variables that a call has changed to their new values, and add the new ones."""
-        if arrays:
-            nnx.update(self._modules, jax.tree.unflatten(self._changed, arrays))
+def _changed(old: nnx.State, modules: Sequence[nnx.Pytree]) -> nnx.State:
+    """Return the variables that a call has set or added."""
+    before = {path: jax.tree.leaves(x) for path, x in nnx.to_flat_state(old)}
+    changed = []
+    for path, variable in nnx.to_flat_state(nnx.state(tuple(modules))):
+        leaves = jax.tree.leaves(variable)
+        if path not in before or any(a is not b for a, b in zip(leaves, before[path], strict=True)):
+            changed.append((path, variable))
+    return nnx.from_flat_state(changed)
 
 
 def _name(path: jax.tree_util.KeyPath) -> str:

@@ -16,8 +16,7 @@ from jaxpipe.models.bound_model import BoundModel, Called, UserFunction, named
 from jaxpipe.models.call_function import call_function
 from jaxpipe.models.check_batch import batch_size, shape_key, shape_of
 from jaxpipe.models.example_state import Axes, changed_axes
-from jaxpipe.models.linen_facade import TRAINED, LinenModel, handed_on, without_sown
-from jaxpipe.models.linen_variables import make_variables
+from jaxpipe.models.linen_facade import TRAINED, LinenModel, handed_on, make_variables, without_sown
 from jaxpipe.models.observed_calls import Observed
 from jaxpipe.models.variable_trees import Path, by_path, is_train_state, path_text, plain_tree
 

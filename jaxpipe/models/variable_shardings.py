@@ -69,35 +69,6 @@ class Shardings:
         return Specs(self.submesh, self.propagated(objective).specs, self.optimizer)
 
 
-@dataclass(frozen=True)
-class _Resolver:
-    """Finds the mesh axes that annotations mean, by the ``rules`` for logical ones."""
-
-    shape: Mapping[str, int]
-    rules: AxisRules
-
-    def spec(self, annotated: P) -> P:
-        """Return the spec over the mesh axes; of an axis in two dimensions, the first counts."""
-        used: set[str] = set()
-        entries = []
-        for entry in tuple(annotated):
-            axes = tuple(axis for name in axis_names(entry) for axis in self._axes(name, used))
-            used.update(axes)
-            entries.append(axes)
-        return spec_of(entries)
-
-    def _axes(self, name: str, used: set[str]) -> tuple[str, ...]:
-        """Return the axes that a name stands for, of those that are still free."""
-        if name in self.shape:
-            return () if name in used else (name,)
-        for logical, target in self.rules:
-            if logical == name:
-                axes = tuple(axis for axis in axis_names(target) if axis in self.shape)
-                if target is None or (axes and used.isdisjoint(axes)):
-                    return axes
-        return ()
-
-
 def shardings_of(
     model: BoundModel,
     update: TracedUpdate,
@@ -137,11 +108,11 @@ def variable_specs(model: BoundModel, submesh: Submesh, options: PlanOptions) ->
       WholeStackError: if a dimension is no multiple of the devices over which it is split.
     """
     groups, whole = [], model.original
-    resolver = _Resolver(submesh.shape, options.axis_rules or get_logical_axis_rules())
+    rules = options.axis_rules or get_logical_axis_rules()
     _check_patterns(options.shardings, (*whole.parameters, *whole.state), submesh.shape)
     for variables, marks, stacks in zip((whole.parameters, whole.state), whole.annotated, model.stacks, strict=True):
         pairs = zip(variables, marks or (P(),) * len(variables), strict=True)
-        specs = [_spec(v, mark, options.shardings, resolver) for v, mark in pairs]
+        specs = [_spec(v, mark, options.shardings, submesh.shape, rules) for v, mark in pairs]
         groups.append(tuple(specs[k] for k in stacks.leaf_of))
     parameters, state = groups
     for variable, spec in zip((*model.parameters, *model.state), (*parameters, *state), strict=True):
@@ -160,11 +131,33 @@ def check_exchanged(exchanged: bool, submesh: Submesh, options: PlanOptions) -> 
     )
 
 
-def _spec(variable: Variable, annotated: P, given: Mapping[str, P], resolver: _Resolver) -> P:
+def _spec(variable: Variable, annotated: P, given: Mapping[str, P], shape: Mapping[str, int], rules: AxisRules) -> P:
+    """Return the spec that is given for a variable, or else over the mesh axes that its annotation means.
+
+    Of an axis in two dimensions, the first counts.
+    """
     for pattern, spec in given.items():
         if fnmatchcase(variable.name, pattern):
             return spec
-    return resolver.spec(annotated)
+    used: set[str] = set()
+    entries = []
+    for entry in tuple(annotated):
+        axes = tuple(axis for name in axis_names(entry) for axis in _axes(name, used, shape, rules))
+        used.update(axes)
+        entries.append(axes)
+    return spec_of(entries)
+
+
+def _axes(name: str, used: set[str], shape: Mapping[str, int], rules: AxisRules) -> tuple[str, ...]:
+    """Return the mesh axes that a name stands for, by the rules for logical ones, of those that are still free."""
+    if name in shape:
+        return () if name in used else (name,)
+    for logical, target in rules:
+        if logical == name:
+            axes = tuple(axis for axis in axis_names(target) if axis in shape)
+            if target is None or (axes and used.isdisjoint(axes)):
+                return axes
+    return ()
 
 
 def _over_replicas(spec: P, shape: Sequence[int], submesh: Submesh, replicas: int) -> P:

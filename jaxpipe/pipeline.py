@@ -240,7 +240,7 @@ class Pipeline:
             self._ready = planned, runtime_of(planned)
         planned = self._planned
         model = planned.model if variables is None else with_values(planned.model, variables)
-        if model.original.values is None and model.original.initialize is None:
+        if model.original.values is None and model.original.make is None:
             raise PartitionError("The model has no values and cannot be initialized; pass variables= to init.")
         if optimizer_state is None and plain_run.holds_optimizer(variables):
             optimizer_state = variables

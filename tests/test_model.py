@@ -58,7 +58,7 @@ def test_linen_threads_state_and_keys_through_the_calls_of_a_loss():
     assert [v.aval.shape for v in bound.parameters] == [(3,), (3, 3)]
     assert bound.values is None
 
-    parameters, state = bound.initialize(KEY, jnp.zeros(X.shape))
+    parameters, state = bound.flatten(bound.make(KEY, jnp.zeros(X.shape)))
     plain = module.init(KEY, jnp.zeros(X.shape))
     assert_same_bits(bound.variable_tree(parameters, state), plain)
     assert_same_bits(bound.parameter_tree(parameters), plain["params"])
@@ -115,7 +115,7 @@ def test_linen_methods():
     module = AutoEncoder()
     bound = bind(module, loss, X)
     assert names(bound.parameters) == ["decoder/bias", "decoder/kernel", "encoder/bias", "encoder/kernel"]
-    parameters, _ = bound.initialize(KEY, jnp.zeros(X.shape))
+    parameters, _ = bound.flatten(bound.make(KEY, jnp.zeros(X.shape)))
     params = bound.parameter_tree(parameters)
     assert_same_bits(params["encoder"], module.init(KEY, rows(), method="encode")["params"]["encoder"])
     result, new = bound.run(loss, parameters, [], KEY, rows())
@@ -136,7 +136,7 @@ def test_linen_given_variables():
     plain = nn.Dense(3).init(KEY, rows())
     bound = bind(nn.Dense(3), once, X, plain)
     assert_same_bits(bound.values, ([plain["params"]["bias"], plain["params"]["kernel"]], []))
-    assert bound.initialize is None
+    assert bound.make is None
 
 
 # NNX
@@ -168,7 +168,7 @@ def test_nnx_module_keeps_its_values():
     bound = bind(net, once, X)
     assert names(bound.parameters) == ["first/kernel", "second/bias", "second/kernel"]
     assert names(bound.state) == ["norm/mean", "norm/var"]  # random streams are not state
-    assert bound.initialize is None
+    assert bound.make is None
     assert_values(bound, bound.values[0], net)
     assert [x.tolist() for x in bound.values[1]] == [[0, 0], [1, 1]]
 
@@ -195,7 +195,7 @@ def test_nnx_class_is_initialized_with_the_key(factory, width):
     bound = bind(factory, once, X)
     assert bound.values is None
     assert [v.aval.shape for v in bound.parameters] == [(3, width), (3,), (width, 3)]
-    parameters, state = bound.initialize(KEY, jnp.zeros(X.shape))
+    parameters, state = bound.flatten(bound.make(KEY, jnp.zeros(X.shape)))
     assert_values(bound, parameters, Net(nnx.Rngs(KEY), width))
     assert [x.shape for x in state] == [(width,), (width,)]
 
@@ -207,7 +207,7 @@ def test_abstract_nnx_module_cannot_be_initialized():
     with pytest.raises(
         ModelError, match=r"abstract.*Give partition its class .* or pass pipeline.init\(key, variables"
     ):
-        bound.initialize(KEY, jnp.zeros(X.shape))
+        bound.flatten(bound.make(KEY, jnp.zeros(X.shape)))
     given = bind(abstract, once, X, Net(nnx.Rngs(4)))
     assert_values(given, given.values[0], Net(nnx.Rngs(4)))
 

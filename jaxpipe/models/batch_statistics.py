@@ -146,8 +146,7 @@ def _walk(graph: Graph, other: Graph, marks: _Marks, search: _Search) -> _Marks:
 def _run(op: Operator, program: AnyJaxpr, twin: AnyJaxpr, marks: _Marks, search: _Search) -> None:
     """Mark the outputs of an operator that runs a program, until nothing changes from iteration to iteration."""
     inner, larger = read_graph(program), read_graph(twin)
-    inputs = iter(op.inputs)
-    operands = [None if _compat.is_literal(atom) else next(inputs) for atom in op.equation.invars]
+    operands = op.operands
     given = list(zip(inner.inputs, operands[len(operands) - len(inner.inputs) :], strict=True))
     start = _Marks(*({i for i, t in given if t in mark} for mark in marks))
     carried = _carried(op, inner)

@@ -171,6 +171,5 @@ def _bind_tree(tree: PyTree, model_of: Callable[[PyTree], Callable[..., PyTree]]
         parameter_tree=lambda values: build(values, [None] * len(fixed)),
         variable_tree=build,
         levels=(common_level(paths),),
-        examples=(None,) * len(fixed),
     )
     return replace(bound, values=bound.flatten(tree))

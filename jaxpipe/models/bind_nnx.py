@@ -167,7 +167,6 @@ def bind_nnx(model: nnx.Module, factory: Callable[..., nnx.Module] | None) -> Bo
         make=None if concrete else make,
         annotated=(_nnx_annotated(params), _nnx_annotated(rest)),
         values=(jax.tree.leaves(params), jax.tree.leaves(rest)) if concrete else None,
-        examples=(None,) * rest_def.num_leaves,
     )
 
 

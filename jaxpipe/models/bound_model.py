@@ -18,11 +18,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.array_types import Array, ArrayLike, PyTree
-from jaxpipe.errors import ModelError
+from jaxpipe.errors import BatchError, ModelError
 from jaxpipe.graph.graph import live, read_graph
 from jaxpipe.graph.stacked_layers import Stacks, uncut
 from jaxpipe.models.check_batch import shape_of
-from jaxpipe.models.example_state import check_size
 from jaxpipe.models.joined_replicas import ReplicaAxis
 from jaxpipe.models.variable_trees import Path, by_path, path_text, select
 from jaxpipe.options import AxisRules
@@ -114,12 +113,6 @@ class BoundModel:
         leaves = select(self.arrays(tree), dict(zip(self.paths, avals, strict=True)), self.levels)
         return leaves[:count], leaves[count:]
 
-    @property
-    def initialize(self) -> Callable[[Array, PyTree], Flat] | None:
-        """Return ``(key, batch) -> (parameters, state)``; None if values are given."""
-        make = self.make
-        return None if make is None else lambda key, batch: self.flatten(make(key, batch))
-
     def naming(self) -> contextlib.AbstractContextManager[None]:
         """A context in which logical axes stand for those of a mesh."""
         return nn.logical_axis_rules(self.axis_rules) if self.axis_rules else contextlib.nullcontext()
@@ -154,7 +147,13 @@ class BoundModel:
 
     def check_batch_size(self, size: int) -> None:
         """Raise ``BatchError`` unless state with a row for each example of a batch has as many."""
-        check_size([v.name for v in self.state], [v.aval for v in self.state], self.examples, size)
+        for v, axis in zip(self.state, self.examples, strict=True):
+            if axis is not None and v.aval.shape[axis] != size:
+                raise BatchError(
+                    f"The batch has {size} examples, and the state variable {v.name} of shape {list(v.aval.shape)} has "
+                    f"a row for each example of a batch of {v.aval.shape[axis]}. Pass batches of "
+                    f"{v.aval.shape[axis]} examples."
+                )
 
     @property
     def joined(self) -> int:

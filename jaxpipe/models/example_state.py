@@ -11,7 +11,7 @@ import jax
 from jax import lax
 
 from jaxpipe.array_types import Array, Shaped
-from jaxpipe.errors import BatchError, ModelError
+from jaxpipe.errors import ModelError
 
 
 #: By state variable, the axis of examples, if it has one.
@@ -85,14 +85,18 @@ def example_axes(names: Sequence[str], state: Sequence[jax.ShapeDtypeStruct], ro
             return False
         return all(a.shape == b.shape for a, b in zip(shapes, new, strict=True))
 
+    def first(axes: Axes, examples: int) -> tuple[Axes, int | None]:
+        """Return the first choice of some axes for which the model runs, and its first state variable."""
+        choice = next((choice for choice in _choices(axes, state) if runs(choice, examples)), none)
+        return choice, next((k for k, axis in enumerate(choice) if axis is not None), None)
+
     if runs(none):
         return none
-    chosen = next((axes for axes in _choices(whole, state) if runs(axes, size)), None)
-    if chosen is not None:
+    chosen, k = first(whole, size)
+    if k is not None:
         return chosen
-    mixed = next((axes for axes in _choices(part, state) if runs(axes)), none)
-    if mixed != none:
-        k = next(k for k, axis in enumerate(mixed) if axis is not None)
+    _, k = first(part, rows)
+    if k is not None:
         raise ModelError(
             f"The state variable {names[k]} of shape {list(state[k].shape)} has a row for each of the {rows} examples "
             f"of a micro-batch, so that the next micro-batch would go on from the state of other examples. Make it for "
@@ -101,9 +105,8 @@ def example_axes(names: Sequence[str], state: Sequence[jax.ShapeDtypeStruct], ro
         )
     for examples in (rows, size):
         several = tuple(next((k for k, n in enumerate(x.shape) if n and n % examples == 0), None) for x in state)
-        odd = next((axes for axes in _choices(several, state) if runs(axes, examples)), none)
-        if odd != none:
-            k = next(k for k, axis in enumerate(odd) if axis is not None)
+        _, k = first(several, examples)
+        if k is not None:
             raise ModelError(_several_rows(names[k], state[k], examples))
     return none
 
@@ -130,13 +133,3 @@ def _choices(axes: Axes, state: Sequence[Shaped]) -> list[Axes]:
     ]
     choices = list(dict.fromkeys((axes, matrices, *single)))
     return [choice for choice in choices if any(axis is not None for axis in choice)]
-
-
-def check_size(names: Sequence[str], state: Sequence[Shaped], axes: Axes, size: int) -> None:
-    """Raise ``BatchError`` if state has a row for each example of a batch of another size."""
-    for name, x, axis in zip(names, state, axes, strict=True):
-        if axis is not None and x.shape[axis] != size:
-            raise BatchError(
-                f"The batch has {size} examples, and the state variable {name} of shape {list(x.shape)} has a row for "
-                f"each example of a batch of {x.shape[axis]}. Pass batches of {x.shape[axis]} examples."
-            )

@@ -42,9 +42,8 @@ class Observed:
         return Observed(set(self.sown), set(self.split), set(self.sown_variables))
 
 
-_observed: contextvars.ContextVar[Observed | None] = contextvars.ContextVar("observed", default=None)
-#: Whether ``has_rng`` is true for every stream, as it would be if ``rngs=`` named all of them.
-_has_streams: contextvars.ContextVar[bool] = contextvars.ContextVar("has_streams", default=False)
+#: The facts, and whether ``has_rng`` is true for every stream, as it would be if ``rngs=`` named all of them.
+_here: contextvars.ContextVar[tuple[Observed | None, bool]] = contextvars.ContextVar("here", default=(None, False))
 _lock = threading.Lock()
 _users = 0
 
@@ -53,7 +52,7 @@ _sow, _has_rng, _pack, _nnx_sow = nn.Module.sow, nn.Module.has_rng, lift.pack, n
 
 @functools.wraps(_sow)
 def _observed_sow(self: nn.Module, col: str, name: str, *args: PyTree, **kwargs: PyTree) -> bool:
-    observed = _observed.get()
+    observed, _ = _here.get()
     if observed is not None and self.scope is not None:
         observed.sown.add((col, *self.scope.path, name))
     return _sow(self, col, name, *args, **kwargs)
@@ -62,7 +61,7 @@ def _observed_sow(self: nn.Module, col: str, name: str, *args: PyTree, **kwargs:
 @functools.wraps(_has_rng)
 def _observed_has_rng(self: nn.Module, name: str) -> bool:
     # A stream that was not given is made of "params", as make_rng does.
-    others = _has_streams.get() and self.scope is not None and self.scope.has_rng("params")
+    others = _here.get()[1] and self.scope is not None and self.scope.has_rng("params")
     return others or _has_rng(self, name)
 
 
@@ -75,7 +74,7 @@ def _observed_pack(
     *args: PyTree,
     **kwargs: PyTree,
 ) -> Callable[..., PyTree]:
-    observed = _observed.get()
+    observed, _ = _here.get()
     if observed is not None:
         lists = [
             (x,) if isinstance(x, str) else x for x in streams if isinstance(x, str | list | tuple | set | frozenset)
@@ -86,7 +85,7 @@ def _observed_pack(
 
 @functools.wraps(_nnx_sow)
 def _observed_nnx_sow(self: nnx.Module, variable_type: PyTree, name: str, *args: PyTree, **kwargs: PyTree) -> bool:
-    observed = _observed.get()
+    observed, _ = _here.get()
     if observed is None:
         return _nnx_sow(self, variable_type, name, *args, **kwargs)
     with warnings.catch_warnings():  # the deprecation of sow outside of nnx.capture would be told of this line
@@ -115,12 +114,11 @@ def observed_calls(observed: Observed, has_streams: bool = True) -> Iterator[Non
         if _users == 1:
             for owner, name, replacement, _ in _REPLACED:
                 setattr(owner, name, replacement)
-    tokens = _observed.set(observed), _has_streams.set(has_streams)
+    token = _here.set((observed, has_streams))
     try:
         yield
     finally:
-        _observed.reset(tokens[0])
-        _has_streams.reset(tokens[1])
+        _here.reset(token)
         with _lock:
             _users -= 1
             if not _users:

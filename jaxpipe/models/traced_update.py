@@ -7,6 +7,7 @@ computed, and each result is selected by itself: what a parameter's update depen
 """
 
 import contextlib
+import functools
 import re
 import traceback
 import types
@@ -269,24 +270,18 @@ def _with_masters(state_shape: optax.OptState, owner: Sequence[int | None]) -> s
     return {k for k, marked in zip(owner, jax.tree.leaves(marks), strict=True) if marked}
 
 
-@jax.tree_util.register_pytree_node_class
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["number"])
+@dataclass(frozen=True, eq=False)
 class _Owned:
     """A tree that belongs to a parameter, by its number; it has the parameter's shape and dtype as attributes."""
 
-    def __init__(self, number: int | None, value: PyTree):
-        self.number, self.value = number, value
+    number: int | None
+    value: PyTree
 
     def __getattr__(self, name: str) -> object:
         if name in ("shape", "ndim", "dtype", "size"):
             return getattr(self.value, name)
         raise AttributeError(name)
-
-    def tree_flatten(self) -> tuple[tuple[PyTree], int | None]:
-        return (self.value,), self.number
-
-    @classmethod
-    def tree_unflatten(cls, number: int | None, children: tuple[PyTree]) -> "_Owned":
-        return cls(number, *children)
 
 
 def _marked(part: PyTree, numbers: PyTree) -> PyTree:

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from jaxpipe import _compat
 from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.graph import Operator, dependents, live
 from jaxpipe.graph.primitives import ADDITIONS, KEEPS_ZERO
@@ -28,9 +27,8 @@ def without_frozen(update: TracedUpdate, trained: Sequence[bool] | None = None) 
     lost = [t for t, kept in zip(gradients, trained, strict=True) if not kept]
     assert needed.isdisjoint(lost), "the update needs a gradient that was thought not to be needed"
     changed, zeros = dependents(graph.operators, lost), _zeros(graph.operators)
-    maker = {t: op for op in graph.operators for t in op.outputs}
     pairs = zip(graph.inputs[:count], graph.outputs[:count], strict=True)
-    parameters = [old if _adds_zero(maker.get(new), old, zeros) else new for old, new in pairs]
+    parameters = [old if _adds_zero(graph.producers.get(new), old, zeros) else new for old, new in pairs]
     new_state = [old if new in changed else new for old, new in zip(state, graph.outputs[count:], strict=True)]
     outputs = (*parameters, *new_state)
     inputs = tuple(t for t in graph.inputs if t not in lost)
@@ -66,6 +64,6 @@ def _adds_zero(op: Operator | None, old: TensorNumber, zeros: Collection[TensorN
     """True if an operator adds zero to a tensor."""
     if op is None or op.name not in ADDITIONS or old not in op.inputs:
         return False
-    literals = [atom.val for atom in op.equation.invars if _compat.is_literal(atom)]
     others = [t for t in op.inputs if t != old]
-    return len(others) + len(literals) == 1 and all(t in zeros for t in others) and not any(np.any(x) for x in literals)
+    added = [*(t in zeros for t in others), *(not np.any(x) for x in op.literals)]
+    return added == [True]

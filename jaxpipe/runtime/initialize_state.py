@@ -167,13 +167,13 @@ def _initialized(model: BoundModel, key: Array, batch: PyTree) -> Values:
     They run one by one, as they do when a model is initialized outside ``jit``: the same bits, and initializers of
     equal shape are compiled once. Where they follow from the batch, and only its shapes are known, it is zeros.
     """
-    initialize = model.initialize
+    initialize = model.make
     assert initialize is not None
     leaves, tree = jax.tree.flatten(model.batch if batch is None else batch)
     avals = [check_batch.shape_of(x) for x in leaves]
 
     def make(key: Array, *leaves: Array) -> list[ArrayLike]:
-        return [x for part in initialize(key, jax.tree.unflatten(tree, leaves)) for x in part]
+        return [x for part in model.flatten(initialize(key, jax.tree.unflatten(tree, leaves))) for x in part]
 
     closed, _ = sharding_annotations.trace(make, jax.ShapeDtypeStruct(key.shape, key.dtype), *avals)
     jaxpr, consts = _compat.open_jaxpr(closed)

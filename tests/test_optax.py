@@ -18,8 +18,7 @@ import pytest
 
 from jaxpipe import PartitionError
 from jaxpipe.models.bind import bind
-from jaxpipe.models.traced_update import trace_update
-from jaxpipe.models.trained_parameters import without_frozen
+from jaxpipe.models.traced_update import trace_update, without_frozen
 from jaxpipe.runtime import optimizer_by_stage as by_stages
 from tests.support.compare import assert_same_bits
 

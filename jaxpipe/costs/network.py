@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,14 +15,14 @@ from numpy.typing import ArrayLike
 
 from jaxpipe.array_types import Device
 from jaxpipe.costs.link_speed import SIZES, measure_host_links, measure_links, measure_speeds, memory_limits
-from jaxpipe.costs.network_table import network_table
 from jaxpipe.costs.topology import PCIE_3_X16, Node
 from jaxpipe.errors import PartitionError
 from jaxpipe.targets.known import target_of
 from jaxpipe.text.checked_json import LARGEST, read_json
 from jaxpipe.text.plain_table import PlainTable
 from jaxpipe.text.printed import Printed
-from jaxpipe.text.units import whole_number
+from jaxpipe.text.short_names import number_ranges
+from jaxpipe.text.units import bytes_text, whole_number
 from jaxpipe.text.value_text import shown
 
 
@@ -30,6 +31,9 @@ SLOWEST, SMALLEST = 1e6, 1e6
 
 #: The largest such number that is one of gigabytes; a larger one is of megabytes.
 MOST_GIGABYTES = 5e3
+
+#: A matrix of more devices does not fit into 120 columns.
+MOST_COLUMNS = 16
 
 
 @dataclass(frozen=True)
@@ -255,7 +259,7 @@ class Network(Printed):
         )
 
     def _printed(self) -> list[PlainTable | str]:
-        return [network_table(self)]
+        return [_link_table(self) if self.num_devices <= MOST_COLUMNS else _kinds_table(self)]
 
     def to_json(self) -> str:
         """The network as JSON, one device on a line."""
@@ -374,3 +378,65 @@ def _check_linked(bandwidth: np.ndarray, what: str) -> None:
                 f"{what.capitalize()} {k} has no link: row {k} of the bandwidth between {what}s is zero. Leave the "
                 f"{what} out, or give its bandwidth to at least one other."
             )
+
+
+def _link_table(network: Network) -> PlainTable:
+    """Return a table of every device with its links."""
+    table = PlainTable(title="GB/s above the diagonal, µs below", padding=0)
+    table.add_column("", justify="right")
+    table.add_column("device", max_width=12, no_wrap=True)
+    table.add_column("speed", justify="right")
+    table.add_column("memory", justify="right", no_wrap=True)
+    if _tells_of_host(network):
+        table.add_column("host GB/s", justify="right")
+    for k in range(network.num_devices):
+        table.add_column(str(k), justify="right", no_wrap=True)
+    scaled = np.where(np.tri(network.num_devices, dtype=bool), 1e6 * network.latency, network.bandwidth / 1e9)
+    for row in range(network.num_devices):
+        cells = [_short(x) if network.bandwidth[row, column] else "-" for column, x in enumerate(scaled[row])]
+        cells[row] = ""
+        host = [_host(network, row)] if _tells_of_host(network) else []
+        table.add_row(str(row), network.names[row], _short(network.speed[row]), _memory(network, row), *host, *cells)
+    return table
+
+
+def _kinds_table(network: Network) -> PlainTable:
+    """Return a table with a row for each kind of link."""
+    kinds = defaultdict(list)
+    for a in range(network.num_devices):
+        for b in range(a + 1, network.num_devices):
+            kinds[network.bandwidth[a, b], network.latency[a, b]].append(f"{a}-{b}")
+    alike = defaultdict(list)
+    for k in range(network.num_devices):
+        host = f", host {_host(network, k)} GB/s" if _tells_of_host(network) else ""
+        alike[network.speed[k], _memory(network, k) + host].append(k)
+    table = PlainTable(title=f"{network.num_devices} devices")
+    table.add_numbers("GB/s", "µs", "links")
+    table.add_column("between")
+    for (bandwidth, latency), links in sorted(kinds.items(), reverse=True):
+        between = ", ".join(links[:6]) + (", ..." if len(links) > 6 else "")
+        table.add_row(_short(bandwidth / 1e9), _short(1e6 * latency), str(len(links)), between)
+    table.caption = "\n".join(
+        f"{len(devices)} of speed {_short(speed)} and memory {memory}: {number_ranges(devices)}"
+        for (speed, memory), devices in alike.items()
+    )
+    return table
+
+
+def _tells_of_host(network: Network) -> bool:
+    """Return whether something is known of the links to the host."""
+    return any(rate != PCIE_3_X16 for rate in network.host_bandwidth_bytes_per_second)
+
+
+def _host(network: Network, device: int) -> str:
+    return _short(network.host_bandwidth_bytes_per_second[device] / 1e9)
+
+
+def _memory(network: Network, device: int) -> str:
+    count = network.memory_bytes[device]
+    return "no limit" if count == math.inf else bytes_text(count)
+
+
+def _short(value: float) -> str:
+    """Three digits of a number that is not negative, without an exponent where it is between 0.001 and 100000."""
+    return f"{value:.0f}" if 1000 <= value < 1e5 else f"{value:.3g}"

@@ -21,8 +21,7 @@ from jaxpipe.models.bind import bind
 from jaxpipe.models.bound_model import BoundModel, Model, UserFunction
 from jaxpipe.models.check_arguments import check_function
 from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_loss, with_rows
-from jaxpipe.models.traced_update import trace_update
-from jaxpipe.models.trained_parameters import without_frozen
+from jaxpipe.models.traced_update import trace_update, without_frozen
 from jaxpipe.models.unroll_layers import Groups, check_groups, groups_of, unroll
 from jaxpipe.residuals.backward_graph import BackwardGraph, build_backward_graph
 from jaxpipe.targets.known import target_named, target_of

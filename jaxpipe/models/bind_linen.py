@@ -16,7 +16,7 @@ from jaxpipe.models.bound_model import BoundModel, Called, UserFunction, named
 from jaxpipe.models.call_function import call_function
 from jaxpipe.models.check_batch import batch_size, shape_key, shape_of
 from jaxpipe.models.example_state import Axes, changed_axes
-from jaxpipe.models.linen_facade import TRAINED, LinenModel, handed_on, make_variables, without_sown
+from jaxpipe.models.linen_facade import TRAINED, LinenModel, handed_on, make_variables, state_of, without_sown
 from jaxpipe.models.observed_calls import Observed
 from jaxpipe.models.variable_trees import Path, by_path, is_train_state, path_text, plain_tree
 
@@ -36,11 +36,6 @@ class _Search:
     batch: PyTree
     examples: Axes | None = None
 
-    @property
-    def state(self) -> PyTree:
-        """The collections that calls change."""
-        return {name: tree for name, tree in self.variables.items() if name not in TRAINED}
-
 
 def bind_linen(
     module: nn.Module, function: UserFunction, microbatch: PyTree, batch: PyTree, variables: PyTree, assumed: bool
@@ -59,7 +54,7 @@ def bind_linen(
         raise ModelError(
             "The loss does not call the model, so that its variables are not known. Call model(...) in it."
         )
-    params, state = search.variables.get("params", {}), search.state
+    params, state = search.variables.get("params", {}), state_of(search.variables)
     overwritten = {name: search.variables[name] for name in TRAINED[1:] if name in search.variables}
     params_def, overwritten_def, state_def = map(jax.tree.structure, (params, overwritten, state))
     count, trained = params_def.num_leaves, params_def.num_leaves + overwritten_def.num_leaves
@@ -115,7 +110,7 @@ def _initial(module: nn.Module, function: UserFunction, microbatch: PyTree, batc
     variables, calls = _shapes(module, function, microbatch, assumed=assumed)
     search = _Search(variables, calls, microbatch)
     rows, size = batch_size(microbatch), batch_size(batch)
-    state = by_path(search.state)
+    state = by_path(state_of(search.variables))
     statistics = {path for path in state if path[0] == "batch_stats"}  # by feature, as a rule
     sizes = ((n, path) for path, x in state.items() for n in x.shape if n)
     if rows == size or not any(n == rows or (n % rows == 0 and path not in statistics) for n, path in sizes):
@@ -124,7 +119,7 @@ def _initial(module: nn.Module, function: UserFunction, microbatch: PyTree, batc
         larger = _Search(_shapes(module, function, batch, assumed=assumed)[0], calls, batch)
     except Exception:  # a loss that is made for the micro-batch
         return search
-    grown = by_path(larger.state)
+    grown = by_path(state_of(larger.variables))
     names, after = list(map(path_text, state)), [grown.get(path, x) for path, x in state.items()]
     examples = changed_axes(names, list(state.values()), after, (rows, size))
     return search if not any(axis is not None for axis in examples) else replace(larger, examples=examples)

@@ -89,7 +89,7 @@ class LinenModel:
     @property
     def state(self) -> PyTree:
         """The collections that calls change."""
-        return {name: tree for name, tree in self._variables.items() if name not in TRAINED}
+        return state_of(self._variables)
 
     def make_rng(self, name: str = "params") -> Array:
         """Return a random key of a stream, another one in each call, made from the micro-batch's key.
@@ -165,6 +165,11 @@ class LinenModel:
         raise ModelError(_NO_VARIABLES)
 
     __contains__ = __getitem__ = __iter__ = _refuse
+
+
+def state_of(variables: PyTree) -> PyTree:
+    """Return the collections that calls change."""
+    return {name: tree for name, tree in variables.items() if name not in TRAINED}
 
 
 def separated(tree: PyTree, sown: Collection[Path]) -> tuple[PyTree, PyTree]:

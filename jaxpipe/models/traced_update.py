@@ -4,6 +4,12 @@
 
 A conditional that returns a tree (``optax.apply_if_finite``) would tie all parameters together. Both its branches are
 computed, and each result is selected by itself: what a parameter's update depends on is then that parameter's alone.
+
+    new parameters, state that belongs to none ──what they are made of──▶ state ──what that is made of──▶ gradients
+
+The parameters that an optimizer trains are those whose gradients some part of its update reads. A gradient that is not
+among them (``optax.set_to_zero``, a mask, a group of ``multi_transform``) is not computed. State that would only have
+counted it, such as the moments of a parameter that is set back behind Adam, stays as it was.
 """
 
 import contextlib
@@ -12,13 +18,14 @@ import re
 import traceback
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxpipe import _compat
@@ -26,7 +33,8 @@ from jaxpipe.array_types import Array, PyTree, Shaped, TensorNumber
 from jaxpipe.errors import PartitionError
 from jaxpipe.gradients.master_weights import MasterWeightsState
 from jaxpipe.gradients.per_stage import known_stages
-from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, trace
+from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, dependents, live, trace
+from jaxpipe.graph.primitives import ADDITIONS, KEEPS_ZERO
 from jaxpipe.graph.split_scan import MixedRowsError, WholeStackError, split_rows
 from jaxpipe.graph.stacked_layers import Stacks
 from jaxpipe.models.bound_model import BoundModel
@@ -45,7 +53,7 @@ class TracedUpdate:
         gradient (``BoundModel.overwritten``) the optimizer does not see.
       owner: the parameter of the model's own that each leaf of the state belongs to, None if to none.
       state_shape, state_stacks: the state as optax has it, and how its leaves are cut.
-      trained: by parameter, whether its gradient is among the inputs (``jaxpipe.models.trained_parameters``).
+      trained: by parameter, whether its gradient is among the inputs (``without_frozen``).
       per_stage: whether some of it looks at each stage apart (``jaxpipe.gradients.per_stage``).
     """
 
@@ -122,6 +130,58 @@ def trace_update(
         trained=(True,) * len(model.parameters),
         per_stage=stages.asked,
     )
+
+
+def without_frozen(update: TracedUpdate, trained: Sequence[bool] | None = None) -> TracedUpdate:
+    """Leave gradients out of an update that it does not need, or those of parameters that are not ``trained``."""
+    graph, count = update.graph, len(update.trained)
+    gradients, state = graph.inputs[count : 2 * count], graph.inputs[2 * count :]
+    needed = _needed(update)
+    if trained is None:
+        trained = [t in needed for t in gradients]
+    lost = [t for t, kept in zip(gradients, trained, strict=True) if not kept]
+    assert needed.isdisjoint(lost), "the update needs a gradient that was thought not to be needed"
+    changed, zeros = dependents(graph.operators, lost), _zeros(graph.operators)
+    pairs = zip(graph.inputs[:count], graph.outputs[:count], strict=True)
+    parameters = [old if _adds_zero(graph.producers.get(new), old, zeros) else new for old, new in pairs]
+    new_state = [old if new in changed else new for old, new in zip(state, graph.outputs[count:], strict=True)]
+    outputs = (*parameters, *new_state)
+    inputs = tuple(t for t in graph.inputs if t not in lost)
+    small = replace(graph, inputs=inputs, outputs=outputs, operators=live(graph.operators, outputs))
+    return replace(update, graph=small, trained=tuple(trained))
+
+
+def _needed(update: TracedUpdate) -> set[TensorNumber]:
+    """The tensors behind all new parameters, behind state of no parameter, and behind state that these depend on."""
+    graph, count = update.graph, len(update.trained)
+    owner = [update.owner[k] for k in update.state_stacks.leaf_of]
+    state = list(zip(graph.inputs[2 * count :], graph.outputs[count:], strict=True))
+    wanted = {*graph.outputs[:count], *(new for (_, new), k in zip(state, owner, strict=True) if k is None)}
+    while True:
+        needed = wanted | {t for op in live(graph.operators, wanted) for t in op.inputs}
+        more = {new for old, new in state if old in needed} - wanted
+        if not more:
+            return needed
+        wanted |= more
+
+
+def _zeros(operators: Sequence[Operator]) -> set[TensorNumber]:
+    """The tensors that are zeros written into the program, and so are no matter what."""
+    zeros: set[TensorNumber] = set()
+    for op in operators:
+        numbers = [np.all(np.asarray(x) == 0) for x in op.literals if not isinstance(x, str)]
+        if op.name in KEEPS_ZERO and all(numbers) and all(t in zeros for t in op.inputs):
+            zeros.update(op.outputs)
+    return zeros
+
+
+def _adds_zero(op: Operator | None, old: TensorNumber, zeros: Collection[TensorNumber]) -> bool:
+    """True if an operator adds zero to a tensor."""
+    if op is None or op.name not in ADDITIONS or old not in op.inputs:
+        return False
+    others = [t for t in op.inputs if t != old]
+    added = [*(t in zeros for t in others), *(not np.any(x) for x in op.literals)]
+    return added == [True]
 
 
 def trace_initial_state(optimizer: optax.GradientTransformation, model: BoundModel) -> jex.ClosedJaxpr:

@@ -17,8 +17,7 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.gradients.outer_loop import OuterLoop
 from jaxpipe.models import check_batch
 from jaxpipe.models.microbatch_program import trace_loss
-from jaxpipe.models.traced_update import trace_update
-from jaxpipe.models.trained_parameters import without_frozen
+from jaxpipe.models.traced_update import trace_update, without_frozen
 from jaxpipe.plan import Plan
 from jaxpipe.planning.arrange_devices import arrange
 from jaxpipe.planning.cuts.device_mapping import best_mapping

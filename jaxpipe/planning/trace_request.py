@@ -25,8 +25,7 @@ from jaxpipe.models.bind import bind
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.linen_facade import ReturnsOtherError
 from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_results, with_rows
-from jaxpipe.models.traced_update import TracedUpdate
-from jaxpipe.models.trained_parameters import without_frozen
+from jaxpipe.models.traced_update import TracedUpdate, without_frozen
 from jaxpipe.models.variable_shardings import Shardings, shardings_of
 from jaxpipe.planning.check_request import Request, warn_few_examples, warn_own_negatives
 from jaxpipe.planning.check_runtime import check_model_features, check_runtime_features

@@ -22,7 +22,7 @@ from jaxpipe import _compat
 from jaxpipe.array_types import Equation, TensorNumber
 from jaxpipe.graph.graph import Graph, Operator, Tensor, read_graph
 from jaxpipe.graph.op_cost import COMPUTE_AGAIN, contraction, is_product, weight
-from jaxpipe.graph.primitives import ADDITIONS, LOOKUPS, RANDOM, REDUCTIONS
+from jaxpipe.graph.primitives import ADDITIONS, LOOKUPS, PRODUCTS, RANDOM, REDUCTIONS
 from jaxpipe.targets.rates import Rates
 
 
@@ -153,7 +153,6 @@ class Part:
     work: KernelWork
     owner: int
     name: str = ""
-    is_product: bool = False
 
 
 class Body:
@@ -190,7 +189,7 @@ class Body:
             for v, source in zip(outputs, sources, strict=True):
                 self.base[v] = self.base[source]
         else:
-            self.parts.append(Part(inputs, outputs, work, owner, op.name, is_product(op)))
+            self.parts.append(Part(inputs, outputs, work, owner, op.name))
 
     def fuse(self, values: Sequence[int], size: float, owner: int) -> int:
         """Append what a kernel does besides, such as packing a mask into bits or a sum of cotangents; return it."""
@@ -294,7 +293,7 @@ class _Cutter:
         sizes = self._body.sizes
         for source in (self._body.base[v] for v in part.inputs):
             maker, bias = self._made.get(source), sum(kernel.reads.values()) - sizes[source]
-            is_product = maker is not None and self._body.parts[min(maker.parts)].is_product
+            is_product = maker is not None and self._body.parts[min(maker.parts)].name in PRODUCTS
             alone = self._readers[source] == 1 and sizes[source] == sizes[part.outputs[0]]
             if maker is not None and is_product and alone and bias <= SMALL * sizes[source]:
                 self._made[part.outputs[0]] = maker

@@ -23,11 +23,12 @@ from jaxpipe.checkpoint.orbax_files import steps as steps_of
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import BatchError, ModelError, PartitionError
 from jaxpipe.graph.sharding_annotations import outside_mesh
-from jaxpipe.models import check_batch, plain_run
+from jaxpipe.models import check_batch
 from jaxpipe.models.batch_statistics import warn_if_training
 from jaxpipe.models.bound_model import UserFunction, with_values
 from jaxpipe.models.check_arguments import check_outside_jit, outside_jit, random_key
 from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_loss, trace_prediction, with_rows
+from jaxpipe.models.variable_trees import holds_optimizer, optimizer_leaves, steps_taken
 from jaxpipe.plan import Plan
 from jaxpipe.planning.candidate import PlannedStep
 from jaxpipe.planning.compare_requests import state_parts
@@ -242,14 +243,15 @@ class Pipeline:
         model = planned.model if variables is None else with_values(planned.model, variables)
         if model.original.values is None and model.original.make is None:
             raise PartitionError("The model has no values and cannot be initialized; pass variables= to init.")
-        if optimizer_state is None and plain_run.holds_optimizer(variables):
+        if optimizer_state is None and holds_optimizer(variables):
             optimizer_state = variables
         update, slots = planned.update, None
         if optimizer_state is not None:
-            slots = plain_run.optimizer_leaves(optimizer_state, update.by_stage.state_shape, model.original)
+            parameters = model.original.parameter_tree([v.aval for v in model.original.parameters])
+            slots = optimizer_leaves(optimizer_state, update.by_stage.state_shape, parameters)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)):
             batch = None
-        step = plain_run.steps_taken(optimizer_state, variables)
+        step = steps_taken(optimizer_state, variables)
         agree("Pipeline.init", lambda: state_parts(key, shapes, model, slots, step))
         sources = initial_sources(model, self._optimizer, key, update, slots, batch)
         return place_state(self._runtime, sources, key, step)

@@ -3,6 +3,7 @@
 So is the optimizer state of plain training: one of optax, or in a flax ``TrainState`` or an ``nnx.Optimizer``.
 """
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -88,12 +89,8 @@ def key_name(key: object) -> str:
 
 def common_level(paths: Collection[Path]) -> Path:
     """The keys that all paths start with."""
-    shared = []
-    for keys in zip(*paths, strict=False):
-        if len(set(keys)) > 1:
-            break
-        shared.append(keys[0])
-    return tuple(shared)
+    shared = itertools.takewhile(lambda keys: len(set(keys)) == 1, zip(*paths, strict=False))
+    return tuple(keys[0] for keys in shared)
 
 
 @dataclass(frozen=True)

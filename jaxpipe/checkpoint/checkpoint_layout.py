@@ -49,7 +49,7 @@ def take(runtime: Runtime, state: TrainState, data: object = None) -> Contents |
     """
     data = multihost.from_first(lambda: _as_json(data))
     planned = runtime.planned
-    arrays = runtime.to_host(state, multihost.is_first(), apart=True)
+    arrays = runtime.to_host(state, apart=True)
     if not multihost.is_first():
         return None
     model, each = planned.model.original, [_leaves(planned, x) for x in arrays.replicas]

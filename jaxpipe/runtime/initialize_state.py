@@ -7,11 +7,14 @@ Out: a training state, of whose arrays each process has made those of its own de
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import filterfalse
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe import _compat, multihost
 from jaxpipe.array_types import AnyJaxpr, Array, ArrayLike, Atom, Device, Equation, PyTree
@@ -23,10 +26,10 @@ from jaxpipe.models import check_batch
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.traced_update import without_captures
 from jaxpipe.runtime.executable_plan import ExecutablePlan, Update
-from jaxpipe.runtime.interface import Part
 from jaxpipe.runtime.select_runtime import Runtime
-from jaxpipe.runtime.state_arrays import CommonArrays, StageArrays, of_replicas
+from jaxpipe.runtime.state_arrays import StageArrays, of_replicas
 from jaxpipe.runtime.train_state import TrainState
+from jaxpipe.sharding.submesh import joined_mesh
 
 
 #: Values of some variables, or of some pieces of them, by position: parameters first, then state.
@@ -94,7 +97,10 @@ def _as_jax(x: np.ndarray) -> np.ndarray:
 def place_state(runtime: Runtime, sources: Sources, key: Array, step: int = 0, skipped: int = 0) -> TrainState:
     """Put a state onto its devices, stage by stage: each process does what its own devices hold."""
     parts, shared = multihost.on_all(lambda: (_parts(runtime, sources), _shared(runtime, sources)))
-    return runtime.assemble(parts, CommonArrays(shared, _copied(key), step, skipped))
+    everywhere = {"shared": tuple(shared), "key": _copied(key), "step": jnp.int32(step), "skipped": jnp.int32(skipped)}
+    planned = runtime.planned
+    sharding = NamedSharding(joined_mesh(planned.mesh, planned.shardings.submesh), P())
+    return runtime.assemble(parts, jax.tree.map(lambda x: multihost.place(x, sharding), everywhere))
 
 
 def _shared(runtime: Runtime, sources: Sources) -> Sequence[ArrayLike]:
@@ -105,9 +111,9 @@ def _shared(runtime: Runtime, sources: Sources) -> Sequence[ArrayLike]:
     return sources.optimizer([k for k, owner in enumerate(owners) if owner is None])
 
 
-def _parts(runtime: Runtime, sources: Sources) -> dict[int, Part]:
-    """Return the parts of the state that this process's places hold."""
-    planned, parts = runtime.planned, {}
+def _parts(runtime: Runtime, sources: Sources) -> dict[Any, PyTree]:
+    """Return what this process's places hold of the state, as the runtime has it."""
+    planned, parts = runtime.planned, dict[Any, PyTree]()
     for place in runtime.places:
         every = runtime.devices_of(place)
         devices = multihost.mine(every)
@@ -120,7 +126,7 @@ def _parts(runtime: Runtime, sources: Sources) -> dict[int, Part]:
             replicas = [_stage_arrays(planned, x, place, devices[0]) for x in sources.replicas]
             outer = () if sources.outer is None else sources.outer(parameters)
         residuals = [of_replicas(x, len(every)) for x in left]
-        parts[place] = runtime.stage_part(place, replace(arrays, residuals=residuals, outer=outer, replicas=replicas))
+        parts |= runtime.stage_part(place, replace(arrays, residuals=residuals, outer=outer, replicas=replicas))
     return parts
 
 

@@ -32,6 +32,3 @@ Gradients: TypeAlias = tuple[Array, Sequence[Array], Sequence[ArrayLike | None]]
 
 #: State and batch to loss and metrics, or to leaves of a prediction.
 ForwardPass: TypeAlias = Callable[[TrainState, PyTree], PyTree]
-
-#: Arrays of a place on its devices, in the containers of a runtime.
-Part: TypeAlias = PyTree

@@ -29,16 +29,6 @@ class StageArrays:
     replicas: Sequence["StageArrays"] = ()
 
 
-@dataclass(frozen=True, eq=False)
-class CommonArrays:
-    """Values that every stage has."""
-
-    shared: Sequence[ArrayLike]  # optimizer state that belongs to no parameter
-    key: Array
-    step: int = 0  # taken; ``skipped``: of these, those that changed nothing
-    skipped: int = 0
-
-
 def mean_of_replicas(rows: Sequence[ArrayLike]) -> ArrayLike:
     """Return the mean of what each replica has; counts and random keys are the same on all of them."""
     return np.mean(rows, 0, rows[0].dtype) if jnp.issubdtype(rows[0].dtype, jnp.inexact) else rows[0]

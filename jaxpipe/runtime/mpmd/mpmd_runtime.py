@@ -21,7 +21,7 @@ from jaxpipe.models.check_batch import shape_key
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.runtime import check_state
 from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, followed_cuts
-from jaxpipe.runtime.interface import Bytes, ForwardPass, Gradients, Part, StepResults
+from jaxpipe.runtime.interface import Bytes, ForwardPass, Gradients, StepResults
 from jaxpipe.runtime.mpmd.device_bytes import Peak, device_peaks, predicted_bytes
 from jaxpipe.runtime.mpmd.dispatch import Dispatch, compile_graph
 from jaxpipe.runtime.mpmd.instructions import Place
@@ -34,7 +34,7 @@ from jaxpipe.runtime.mpmd.training_graph import evaluation_graph, gradient_graph
 from jaxpipe.runtime.mpmd.update_tasks import UpdateContext
 from jaxpipe.runtime.recent import recent
 from jaxpipe.runtime.stages import cut_stages
-from jaxpipe.runtime.state_arrays import CommonArrays, StageArrays, on_host
+from jaxpipe.runtime.state_arrays import StageArrays, on_host
 from jaxpipe.runtime.train_state import TrainState, made_for
 from jaxpipe.schedules.gpipe import forward_only
 from jaxpipe.schedules.table import StageNumber
@@ -94,7 +94,7 @@ class MpmdRuntime:
         """The devices of a stage."""
         return list(self.devices.of(Place(self.places[place])))
 
-    def stage_part(self, place: int, arrays: StageArrays) -> Part:
+    def stage_part(self, place: int, arrays: StageArrays) -> dict[Port, Array]:
         """Put a stage's arrays onto its devices."""
         held = {field: [x for x in rows if x.port.place.stage == place] for field, rows in self._where.arrays.items()}
         avals = [x.aval for x in held["residual"]]
@@ -104,18 +104,13 @@ class MpmdRuntime:
         pairs = zip(itertools.chain.from_iterable(held.values()), values, strict=True)
         return {x.port: multihost.place(value, x.aval.sharding) for x, value in pairs}
 
-    def assemble(self, parts: Mapping[int, Part], common: CommonArrays) -> TrainState:
-        """Return the state of the parts of this process's stages."""
-        where, held = self._where, {port: x for part in parts.values() for port, x in part.items()}
+    def assemble(self, parts: Mapping[Port, Array], everywhere: dict[str, PyTree]) -> TrainState:
+        """Return the state of the arrays of this process's stages, and of what all devices have."""
         groups: dict[str, PyTree] = {
-            field: tuple(held[x.port] if x.port in held else _elsewhere(x.aval) for x in arrays)
-            for field, arrays in where.arrays.items()
+            field: tuple(parts[x.port] if x.port in parts else _elsewhere(x.aval) for x in arrays)
+            for field, arrays in self._where.arrays.items()
         }
-        groups |= {"shared": tuple(common.shared), "key": common.key}
-        groups |= {"step": jnp.int32(common.step), "skipped": jnp.int32(common.skipped)}
-        for field in ("shared", "key", "step", "skipped"):
-            groups[field] = jax.tree.map(lambda x: multihost.place(x, where.everywhere), groups[field])
-        return made_for(self._token, TrainState(**groups, plan=self.planned.plan.identity))
+        return made_for(self._token, TrainState(**groups, **everywhere, plan=self.planned.plan.identity))
 
     def check_batch(self, shapes: PyTree) -> None:
         """Raise ``BatchError`` if a batch differs from what was planned for in more than its sizes."""
@@ -172,8 +167,8 @@ class MpmdRuntime:
 
         return run
 
-    def to_host(self, state: TrainState, keep: bool = True, apart: bool = False) -> StageArrays:
-        """Copy a state to the host of every process that keeps it; replicas have nothing else ``apart``."""
+    def to_host(self, state: TrainState, apart: bool = False) -> StageArrays:
+        """Copy a state to the host of every process; replicas have nothing else ``apart``."""
         del apart
         where, copies = self._where, {}
         for field in ("parameters", "variables", "optimizer"):
@@ -181,8 +176,6 @@ class MpmdRuntime:
             copies[field] = self._on_hosts(owners, arrays, arrays)
         rows = [self._residual_rows(state, r) for r in range(self.devices.replicas)]
         residuals = [np.concatenate(parts) for parts in zip(*rows, strict=True)]
-        if not keep:
-            return StageArrays([], [], [], [])
         owned, shared = iter(copies["optimizer"]), map(_on_host, state.shared)
         slots = [next(shared if owner is None else owned) for owner in where.by_stage.state_stage]
         return StageArrays(copies["parameters"], copies["variables"], slots, residuals)

@@ -22,14 +22,14 @@ from jaxpipe.models import check_batch
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.runtime import check_state, shard_batch
 from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, followed_cuts
-from jaxpipe.runtime.interface import Bytes, ForwardPass, Gradients, Part, StepResults
+from jaxpipe.runtime.interface import Bytes, ForwardPass, Gradients, StepResults
 from jaxpipe.runtime.spmd.buffer_layout import BufferLayout, lay_out
 from jaxpipe.runtime.spmd.compiled_step import evaluation_step, gradient_step, prediction_step, training_step
 from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram
 from jaxpipe.runtime.spmd.outer_step import OuterBuffers
 from jaxpipe.runtime.stage_outer_loop import sites_of
 from jaxpipe.runtime.stages import cut_stages
-from jaxpipe.runtime.state_arrays import CommonArrays, StageArrays, mean_of_replicas, on_host
+from jaxpipe.runtime.state_arrays import StageArrays, mean_of_replicas, on_host
 from jaxpipe.runtime.train_state import TrainState, made_for
 from jaxpipe.runtime.waiting_thread import Awaited, run_together
 from jaxpipe.schedules.gpipe import forward_only
@@ -84,9 +84,9 @@ class SpmdRuntime:
     def _shaped(self, shape: Sequence[int], x: Shaped, spec: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(tuple(shape), x.dtype, sharding=NamedSharding(self.planned.mesh, spec))
 
-    def stage_part(self, place: int, arrays: StageArrays) -> Part:
+    def stage_part(self, place: int, arrays: StageArrays) -> dict[Device, dict[str, PyTree]]:
         """Return the buffers of a place's devices, on these."""
-        part = {}
+        part = dict[Device, dict[str, PyTree]]()
         for r, device in enumerate(self.devices_of(place)):
             if multihost.mine([device]):
                 own = arrays.replicas[r] if arrays.replicas else arrays
@@ -102,21 +102,18 @@ class SpmdRuntime:
                 part[device] = jax.device_put(buffers, device)
         return part
 
-    def assemble(self, parts: Mapping[int, Part], common: CommonArrays) -> TrainState:
-        """Return the state of the parts of this process's places."""
-        held = [buffers for part in parts.values() for buffers in part.values()]
+    def assemble(self, parts: Mapping[Device, dict[str, PyTree]], everywhere: dict[str, PyTree]) -> TrainState:
+        """Return the state of the buffers of this process's devices, and of what all have."""
         abstract = {field: getattr(self._abstract_state, field) for field in self._layouts}
         groups = jax.tree.map(
-            lambda x, *rows: jax.make_array_from_single_device_arrays(x.shape, x.sharding, list(rows)), abstract, *held
+            lambda x, *rows: jax.make_array_from_single_device_arrays(x.shape, x.sharding, list(rows)),
+            abstract,
+            *parts.values(),
         )
-        everywhere = {"shared": tuple(common.shared), "key": common.key}
-        everywhere |= {"step": jnp.int32(common.step), "skipped": jnp.int32(common.skipped)}
-        sharding = NamedSharding(self.planned.mesh, P())
-        groups |= jax.tree.map(lambda x: multihost.place(x, sharding), everywhere)
-        return made_for(self._token, dataclasses.replace(self._abstract_state, **groups))
+        return made_for(self._token, dataclasses.replace(self._abstract_state, **groups, **everywhere))
 
-    def to_host(self, state: TrainState, keep: bool = True, apart: bool = False) -> StageArrays:
-        """Copy a state to the host of every process that keeps it; ``apart``: what each replica has of its own, too.
+    def to_host(self, state: TrainState, apart: bool = False) -> StageArrays:
+        """Copy a state to the host of every process; ``apart``: what each replica has of its own, too.
 
         In an outer loop parameters are the outer ones, and variables the means over the replicas.
         """
@@ -129,8 +126,6 @@ class SpmdRuntime:
             each = [{k: self._on_hosts(self._layouts[k], getattr(state, k), r) for k in fields} for r in replicas]
             rows, held["parameters"] = self._outer.rows(held["outer"]), self._outer.parameters_of(held["outer"])
             held["variables"] = {t: mean_of_replicas([x["variables"][t] for x in each]) for t in held["variables"]}
-        if not keep:
-            return StageArrays([], [], [])
         shared = list(map(on_host, state.shared))
 
         def arrays(held: Mapping[str, Mapping[TensorNumber, Any]]) -> StageArrays:

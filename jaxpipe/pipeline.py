@@ -298,7 +298,7 @@ class Pipeline:
                 take_over(state, new)
             elif taken is not None and state.is_donated and not isinstance(error, ModelError):
                 saved = [(folder, max(numbers)) for folder in self._folders if (numbers := steps_of(folder))]
-                stages = self._planned.stage_placement.parameters if self.plan.runtime == "mpmd" else ()
+                stages = self._planned.program.placement.parameters if self.plan.runtime == "mpmd" else ()
                 check_state.lose(state, error, stages, saved[-1] if saved else None)
             raise
 

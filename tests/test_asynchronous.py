@@ -63,7 +63,7 @@ def test_with_local_accumulation_few_updates_are_between_forward_and_backward():
 def recurrence(pipeline: jaxpipe.Pipeline, name: str, optimizer, keys, replicas: int):
     """Mini-batch after mini-batch: the gradient at each stage's old weights goes to the newest. Loss and variables."""
     schedule, model, case = pipeline.schedule, pipeline._planned.model, case_of(name)
-    stages = model.parameter_tree(pipeline._planned.stage_placement.parameters)
+    stages = model.parameter_tree(pipeline._planned.program.placement.parameters)
     params, state = case.start(jax.random.key(3))
     history, slots, m = [params], optimizer.init(params), schedule.num_microbatches
     states, losses = [state] * replicas, []
@@ -103,7 +103,7 @@ def check(
     pipeline = planned_of(name, stages, m, replicas, schedule=schedule, optimizer=optimizer)
     assert pipeline.plan.per_stage == ("each stage apart" in str(pipeline.plan)) == (clip is not None)
     if clip is not None:  # the same by optax's own means, where the stages are known
-        labels = pipeline._planned.model.parameter_tree(pipeline._planned.stage_placement.parameters)
+        labels = pipeline._planned.model.parameter_tree(pipeline._planned.program.placement.parameters)
         clips = {s: optax.clip_by_global_norm(clip) for s in range(stages)}
         optimizer = optax.chain(optax.multi_transform(clips, lambda _: labels), momentum)
     state = pipeline.init(jax.random.key(3))
@@ -135,7 +135,7 @@ def test_backward_work_uses_the_newest_weights_with_local_accumulation():
         model, mesh_of(3, None), batch, loss=lambda f, x: jnp.square(f(x)).mean(), optimizer=optax.sgd(rate),
         num_microbatches=m, profile="analytic", schedule=functools.partial(local_accumulation, group=2),
     )  # fmt: skip
-    schedule, stages = pipeline.schedule, pipeline._planned.stage_placement.parameters
+    schedule, stages = pipeline.schedule, pipeline._planned.program.placement.parameters
     assert max(schedule.staleness) == 1 and len(set(stages)) == 3
     history = [[w.astype(np.float64)] for w in weights]
     sums = [np.zeros((8, 8)) for _ in weights]
@@ -190,7 +190,7 @@ def test_each_stage_is_clipped_by_its_own_norm(schedule):
     before = arrays(pipeline.parameters(start))
     after = arrays(pipeline.parameters(pipeline.step(start, case_of("mlp").batch)[0]))
     model = pipeline._planned.model
-    stages = jax.tree.leaves(model.parameter_tree(pipeline._planned.stage_placement.parameters))
+    stages = jax.tree.leaves(model.parameter_tree(pipeline._planned.program.placement.parameters))
     for s in (0, 1):
         squares = [np.square(b - a).sum() for a, b, n in zip(after, before, stages, strict=True) if n == s]
         assert np.sqrt(sum(squares)) == pytest.approx(1e-3, rel=1e-3)  # a difference of parameters has rounding errors

@@ -82,7 +82,7 @@ def plain_step(case, params, state, keys, widths):
 
 def of_stages(pipeline, gradients):
     """Pick each parameter's gradient, of gradients by width, by the width of its stage."""
-    widths = [pipeline.plan.stage_replicas.per_stage[s] for s in pipeline._planned.stage_placement.parameters]
+    widths = [pipeline.plan.stage_replicas.per_stage[s] for s in pipeline._planned.program.placement.parameters]
     leaves = {k: jax.tree.leaves(gradient) for k, gradient in gradients.items()}
     tree = jax.tree.structure(next(iter(gradients.values())))
     return jax.tree.unflatten(tree, [leaves[k][n] for n, k in enumerate(widths)])
@@ -299,7 +299,7 @@ def test_state_is_folded_in_the_order_of_the_micro_batches():
     assert any(
         "seen" in v.name
         for k, v in enumerate(pipeline._planned.model.state)
-        if not pipeline._planned.stage_placement.state[k]
+        if not pipeline._planned.program.placement.state[k]
     )
     seen = variables["seen"]
     apply = jax.jit(lambda seen, x: Halving().apply({**variables, "seen": seen}, x, mutable=["seen"])[1]["seen"])

@@ -182,7 +182,7 @@ def test_stages_on_several_devices_have_their_own_layers(replicate, widths):
     # With layers as narrow as 32, one stage on all three devices is the fastest.
     pipeline = heavy_pipeline(wide(64), 3, options=jaxpipe.PlanOptions(unroll_scans=True, devices_per_stage=replicate))
     assert widths in (None, pipeline.plan.stage_replicas.per_stage)
-    names, stages = (v.name for v in pipeline._planned.model.parameters), pipeline._planned.stage_placement.parameters
+    names, stages = (v.name for v in pipeline._planned.model.parameters), pipeline._planned.program.placement.parameters
     home = {name: stage for name, stage in zip(names, stages, strict=True) if "Dense_0/kernel[" in name}
     assert len(home) == LAYERS and len(set(home.values())) > 1
     assert sum(len(stage.devices) for stage in pipeline.plan.stages) == 3

@@ -163,7 +163,7 @@ class Candidate:
     @property
     def placement(self) -> Placement[int]:
         """The stage of each variable, or its device where one program has several stages on each."""
-        return self.cut.placement if self.traced.request.runtime == "mpmd" else self.program.placement
+        return self.program.placement if self.traced.request.runtime == "mpmd" else self.program.on_devices
 
     @cached_property
     def update(self) -> Update:
@@ -217,8 +217,6 @@ class Candidate:
             microbatch=traced.microbatch,
             model=model,
             program=program,
-            stage_placement=self.cut.placement,
-            placement=self.placement,
             update=update,
             batching=traced.batching,
             policy=request.policy,
@@ -281,7 +279,7 @@ def make_program(cut: Cut, schedule: Schedule) -> Program:
         schedule=without_backward(schedule, cut.num_frozen),
         stage_replicas=StageReplicas(cut.replicas.per_stage[: schedule.num_devices]),
         num_microbatches=traced.batching.num_microbatches,
-        placement=cut.placement.on_devices(schedule),
+        placement=cut.placement,
         replicated=DATA in request.mesh.axis_names,
         gradient_dtype=request.gradient_dtype,
         specs=traced.shardings.specs(traced.objective),

@@ -167,7 +167,7 @@ def describe(
     if request.network is not None and request.replicas > 1 and are_linked(request.network, rings):
         dense = max(program.sum_bytes(program.trained(d)) for d in program.device_numbers)
         exchanges = planned_exchanges(update, dense, request.network, rings, timeline.makespan)
-    described = f"{program.objective.graph}{program.placement}"
+    described = f"{program.objective.graph}{program.on_devices}"
     annotations = program.objective.annotations.notes((*request.mesh.axis_names, *shape), shape)
     return Plan(
         stages=tuple(

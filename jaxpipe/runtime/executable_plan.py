@@ -1,9 +1,8 @@
 """``ExecutablePlan``: a plan with all that a runtime needs to run it."""
 
 # More than 15 of our modules: it names the type of each part of a plan.
-import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import jax.numpy as jnp
@@ -11,9 +10,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.array_types import Array, PyTree
-from jaxpipe.errors import PartitionError
 from jaxpipe.graph.allowed_codecs import Policy
-from jaxpipe.graph.operator_order import in_stage_order
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.models.variable_shardings import Shardings
@@ -25,9 +22,8 @@ from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.replica_exchange import StageExchange
 from jaxpipe.runtime.stage_outer_loop import StageOuterLoop
-from jaxpipe.runtime.stages import Placement, follow
+from jaxpipe.runtime.stages import Placement
 from jaxpipe.schedules.schedule_makers import ScheduleMaker
-from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.mesh_axes import DATA
 
 
@@ -84,8 +80,6 @@ class ExecutablePlan:
     microbatch: PyTree
     model: BoundModel
     program: Program
-    stage_placement: Placement[StageNumber]  # the stage of each variable
-    placement: Placement[int]  # its place, as the runtime has them: that stage, or its device
     update: Update
     batching: Batching
     policy: Policy  # codecs where a module is not decorated
@@ -96,21 +90,7 @@ class ExecutablePlan:
     graph: StepGraph | None = None  # of stage programs, the training step
     traces: Traces = field(default_factory=dict)  # of plans with the same cuts; filled while graphs are written
 
-
-def followed_cuts(
-    planned: ExecutablePlan, objective: MicrobatchProgram, name: str
-) -> tuple[MicrobatchProgram, list[int]]:
-    """Return the cuts of another program over the same variables, each of which stays in its stage.
-
-    A program that calls the layers several times is put in the order of the stages.
-    """
-    placement, num_stages = planned.stage_placement, planned.program.schedule.total_stages
-    names = [v.name for v in (*planned.model.parameters, *planned.model.state)]
-    borrowed = {t for stage in planned.program.stages for t in stage.borrowed}
-    shared = [k for k, t in enumerate(planned.program.objective.parameters) if t in borrowed]
-    with contextlib.suppress(PartitionError):
-        return objective, follow(objective, placement, num_stages, names, name, shared)
-    variables = (*objective.parameters, *objective.state), (*placement.parameters, *placement.state)
-    ordered = in_stage_order(objective.graph, dict(zip(*variables, strict=True)))
-    objective = replace(objective, graph=ordered)
-    return objective, follow(objective, placement, num_stages, names, name, shared)
+    @property
+    def placement(self) -> Placement[int]:
+        """The place of each variable, as the runtime has them: its stage, or its device."""
+        return self.program.placement if self.plan.runtime == "mpmd" else self.program.on_devices

@@ -31,7 +31,7 @@ class Program:
     schedule: Schedule
     stage_replicas: StageReplicas  # the devices along the stage axis
     num_microbatches: int  # of a step, on each replica of the data axis
-    placement: Placement[DeviceNumber]  # the device of every variable
+    placement: Placement[StageNumber]  # the stage of every variable
     replicated: bool  # the mesh has a data axis
     gradient_dtype: DType | None = None  # in which narrower ones are added up; None: float32
     specs: Specs = field(default_factory=Specs)  # over the devices of a stage
@@ -64,9 +64,14 @@ class Program:
         """Return where a stage is."""
         return self.schedule.device(stage)
 
+    @cached_property
+    def on_devices(self) -> Placement[DeviceNumber]:
+        """The device of every variable."""
+        return self.placement.on_devices(self.schedule)
+
     def held(self, device: DeviceNumber) -> tuple[list[TensorNumber], list[TensorNumber]]:
         """The tensors of the parameters and of the state variables on a device, in the order of the layouts."""
-        parameters, state = self.placement.held_by(device)
+        parameters, state = self.on_devices.held_by(device)
         return [self.objective.parameters[k] for k in parameters], [self.objective.state[k] for k in state]
 
     def trained(self, device: DeviceNumber) -> list[TensorNumber]:

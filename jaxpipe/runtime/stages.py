@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from jaxpipe.array_types import TensorNumber
-from jaxpipe.errors import PartitionError
 from jaxpipe.graph.allowed_codecs import FAST, Policy
 from jaxpipe.graph.graph import Graph, is_differentiable
 from jaxpipe.graph.operator_order import allowed_cuts, spans, uses_apart
@@ -74,6 +73,10 @@ class Placement(Generic[PlaceNumber]):
         """The device of every variable, from the stage."""
         return Placement(tuple(map(schedule.device, self.parameters)), tuple(map(schedule.device, self.state)))
 
+    def home(self, objective: MicrobatchProgram) -> dict[TensorNumber, PlaceNumber]:
+        """The stage or device of each variable of a program."""
+        return dict(zip((*objective.parameters, *objective.state), (*self.parameters, *self.state), strict=True))
+
     def held_by(self, place: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Positions of the parameters and of the state variables in a stage, or on a device."""
         return tuple(k for k, s in enumerate(self.parameters) if s == place), tuple(
@@ -111,53 +114,18 @@ def place_variables(objective: MicrobatchProgram, cuts: Sequence[int]) -> Placem
     return Placement(tuple(map(stage_of, objective.parameters)), tuple(map(stage_of, objective.state)))
 
 
-def follow(
-    objective: MicrobatchProgram,
-    placement: Placement[StageNumber],
-    num_stages: int,
-    names: Sequence[str],
-    what: str,
-    shared: Sequence[int],
-) -> list[int]:
-    """Return cuts of another program over the same variables, so that each is used where it is placed.
-
-    Parameters at the positions ``shared`` may be used in later stages, too. Raises ``PartitionError`` if the program
-    uses another variable after one that is placed in a later stage.
-    """
-    shared_parameters = {objective.parameters[k] for k in shared}
-    home = dict(zip(objective.parameters, placement.parameters, strict=True))
-    home.update(zip(objective.state, placement.state, strict=True))
-    label = dict(zip((*objective.parameters, *objective.state), names, strict=True))
-    cuts = [0] * num_stages + [len(objective.graph.operators)]
-    now = 0
-    for k, op in enumerate(objective.graph.operators):
-        for t in op.inputs:
-            if home.get(t, now) < now and t not in shared_parameters:
-                raise PartitionError(
-                    f"{what} uses {label[t]}, which is placed in stage {home[t]}, after variables of stage {now}. "
-                    "It must call the layers in the order in which the loss calls them, and none on the results of "
-                    "later ones."
-                )
-            while home.get(t, now) > now:
-                now += 1
-                cuts[now] = k
-    for s in range(now + 1, num_stages):
-        cuts[s] = len(objective.graph.operators)
-    return cuts
-
-
 def cut_stages(
     objective: MicrobatchProgram, cuts: Sequence[int], placement: Placement[StageNumber]
 ) -> tuple[Stage, ...]:
     """The forward programs of all stages. Every operator is in exactly one."""
     graph = objective.graph
     body = replace(graph, outputs=())
-    home = {t: s for s in range(len(cuts) - 1) for op in graph.operators[cuts[s] : cuts[s + 1]] for t in op.outputs}
+    # A result may be a variable as it is: it is made where that lives.
+    home: dict[TensorNumber, int] = {**placement.home(objective)}
+    home |= {t: s for s in range(len(cuts) - 1) for op in graph.operators[cuts[s] : cuts[s + 1]] for t in op.outputs}
     variables = {*objective.parameters, *objective.state}
     available = set(objective.given)
     last = len(cuts) - 2
-    # A result may be a variable as it is: it is made where that lives.
-    home.update(zip((*objective.parameters, *objective.state), (*placement.parameters, *placement.state), strict=True))
     stages: list[Stage] = []
     for s in range(len(cuts) - 1):
         parameters, state = placement.held_by(s)

@@ -20,7 +20,8 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.models.check_batch import shape_key
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.runtime import check_state
-from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, followed_cuts
+from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan
+from jaxpipe.runtime.followed_program import forward_program
 from jaxpipe.runtime.interface import Bytes, ForwardPass, Gradients, StepResults
 from jaxpipe.runtime.mpmd.device_bytes import Peak, device_peaks, predicted_bytes
 from jaxpipe.runtime.mpmd.dispatch import Dispatch, compile_graph
@@ -33,10 +34,8 @@ from jaxpipe.runtime.mpmd.step_graph import Port, StepGraph
 from jaxpipe.runtime.mpmd.training_graph import evaluation_graph, gradient_graph, prediction_graph, training_graph
 from jaxpipe.runtime.mpmd.update_tasks import UpdateContext
 from jaxpipe.runtime.recent import recent
-from jaxpipe.runtime.stages import cut_stages
 from jaxpipe.runtime.state_arrays import StageArrays, on_host
 from jaxpipe.runtime.train_state import TrainState, made_for
-from jaxpipe.schedules.gpipe import forward_only
 from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.mesh_axes import DATA, STAGE
 from jaxpipe.targets.building import building_for
@@ -143,16 +142,9 @@ class MpmdRuntime:
     @progress("Compiling the forward pass")
     def forward(self, name: str, objective: MicrobatchProgram, shapes: PyTree, batching: Batching) -> ForwardPass:
         """Compile a function of state and batch: loss and metrics of ``"evaluate"``, leaves of ``"predict"``."""
-        planned = self.planned
-        before = planned.program.schedule
-        objective, cuts = followed_cuts(planned, objective, name)
-        stages = cut_stages(objective, cuts, planned.stage_placement)
-        rounds = planned.program.stage_replicas.rounds(batching.num_microbatches)
-        schedule = forward_only(before.num_devices, rounds, before.num_chunks, before.stage_of)
+        program = forward_program(self.planned, objective, name, batching.num_microbatches)
         with self._building():
-            parts = {"objective": objective, "stages": stages, "schedule": schedule}
-            program = dataclasses.replace(planned.program, **parts, num_microbatches=batching.num_microbatches)
-            shaped = dataclasses.replace(planned, batch=shapes, batching=batching, program=program)
+            shaped = dataclasses.replace(self.planned, batch=shapes, batching=batching, program=program)
             layout = self._layout_of(shaped, collects=name == "predict")
             graph = evaluation_graph(layout) if name == "evaluate" else prediction_graph(layout)
             compiled = self._compile(layout, graph, f"Pipeline.{name}")
@@ -161,7 +153,7 @@ class MpmdRuntime:
             if name == "evaluate":
                 return compiled.run(state, batch)[1:]
             outputs = compiled.outputs(state, batch)
-            leaves = range(len(objective.results))
+            leaves = range(len(program.objective.results))
             parts = [[x for p, x in outputs.items() if (p.field, p.number) == ("predictions", k)] for k in leaves]
             return [self._by_replica_rows(layout, rows) for rows in parts]
 
@@ -253,7 +245,7 @@ class MpmdRuntime:
             counts=self.devices.counts,
             specs=planned.shardings.specs(program.objective),
         )
-        homes = dict(zip(program.objective.parameters, planned.stage_placement.parameters, strict=True))
+        homes = dict(zip(program.objective.parameters, program.placement.parameters, strict=True))
         return StageLayout(context, program.schedule, self.devices, homes)
 
     @cached_property

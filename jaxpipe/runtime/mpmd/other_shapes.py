@@ -5,7 +5,6 @@ sequences is traced anew; where the operators are the same, so are the cuts.
 """
 
 import contextlib
-from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxpipe.array_types import PyTree
@@ -14,8 +13,9 @@ from jaxpipe.models import check_batch
 from jaxpipe.models.microbatch_program import MicrobatchProgram, with_rows
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import refitted
-from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, followed_cuts
+from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan
 from jaxpipe.runtime.fold_state import shared_stages
+from jaxpipe.runtime.followed_program import followed_stages
 from jaxpipe.runtime.stages import Stage, cut_stages, with_backward
 from jaxpipe.schedules import Schedule, schedule_makers
 from jaxpipe.schedules.table import without_backward
@@ -44,10 +44,10 @@ def shaped_for(planned: ExecutablePlan, batch: PyTree) -> ExecutablePlan:
     objective = planned.retrace(with_rows(batch, size // (replicas * m)))
     schedule = without_backward(_schedule(planned, before.stage_replicas.rounds(m)), before.schedule.frozen)
     if _same_operators(objective, before.objective):
-        cuts: Sequence[int] = (0, *(stage.operators[1] for stage in planned.plan.stages))
+        cuts = (0, *(stage.operators[1] for stage in planned.plan.stages))
+        cut = cut_stages(objective, cuts, before.placement)
     else:
-        objective, cuts = followed_cuts(planned, objective, "the loss")
-    cut = cut_stages(objective, cuts, planned.stage_placement)
+        objective, cut = followed_stages(planned, objective, "the loss")
     stages = with_backward(
         objective, shared_stages(objective, planned.model, cut, before.stage_replicas), planned.policy
     )

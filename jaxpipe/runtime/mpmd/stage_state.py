@@ -60,7 +60,7 @@ class StateLayout:
     @cached_property
     def arrays(self) -> dict[str, list[StateArray]]:
         """The arrays that belong to a stage, by field of ``TrainState``."""
-        objective, model, placement = self.layout.context.objective, self.planned.model, self.planned.stage_placement
+        objective, model, placement = self.layout.context.objective, self.planned.model, self.planned.program.placement
         homes = dict(zip(objective.parameters, placement.parameters, strict=True))
         variables = dict(zip(objective.parameters, model.parameters, strict=True))
         pieces = zip(self.by_stage.state_stage, self.by_stage.state_avals, self.by_stage.state_names, strict=True)

@@ -21,18 +21,17 @@ from jaxpipe.graph.program_text import program_text
 from jaxpipe.models import check_batch
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.runtime import check_state, shard_batch
-from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, followed_cuts
+from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan
+from jaxpipe.runtime.followed_program import forward_program
 from jaxpipe.runtime.interface import Bytes, ForwardPass, Gradients, StepResults
 from jaxpipe.runtime.spmd.buffer_layout import BufferLayout, lay_out
 from jaxpipe.runtime.spmd.compiled_step import evaluation_step, gradient_step, prediction_step, training_step
 from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram
 from jaxpipe.runtime.spmd.outer_step import OuterBuffers
 from jaxpipe.runtime.stage_outer_loop import sites_of
-from jaxpipe.runtime.stages import cut_stages
 from jaxpipe.runtime.state_arrays import StageArrays, mean_of_replicas, on_host
 from jaxpipe.runtime.train_state import TrainState, made_for
 from jaxpipe.runtime.waiting_thread import Awaited, run_together
-from jaxpipe.schedules.gpipe import forward_only
 from jaxpipe.sharding.mesh_axes import DATA, STAGE, stage_devices
 from jaxpipe.targets.building import building_for
 from jaxpipe.text.progress import progress, tell
@@ -190,16 +189,9 @@ class SpmdRuntime:
     @progress("Compiling the forward pass")
     def forward(self, name: str, objective: MicrobatchProgram, shapes: PyTree, batching: Batching) -> ForwardPass:
         """Compile a function of state and batch: loss and metrics of ``"evaluate"``, leaves of ``"predict"``."""
-        before = self.program.schedule
-        objective, cuts = followed_cuts(self.planned, objective, name)
-        program = dataclasses.replace(
-            self.program,
-            objective=objective,
-            stages=tuple(cut_stages(objective, cuts, self.planned.stage_placement)),
-            schedule=forward_only(before.num_devices, batching.num_microbatches, before.num_chunks),
-            num_microbatches=batching.num_microbatches,
-        )
-        agreement.agree(f"Pipeline.{name}", lambda: {"its program": program_text(objective.graph, values=True)})
+        program = LockstepProgram.of(forward_program(self.planned, objective, name, batching.num_microbatches))
+        graph = program.objective.graph
+        agreement.agree(f"Pipeline.{name}", lambda: {"its program": program_text(graph, values=True)})
         step, outputs = (evaluation_step, P()) if name == "evaluate" else (prediction_step, P(*program.replica_axes))
         compiled = self._lower(step, outputs, program, shapes, batching).compile()
         return lambda state, batch: self._run(name, compiled, state, batch, shapes, batching)

@@ -206,6 +206,8 @@ def exchanged(call: str, make: Callable[[], _T]) -> list[_T]:
     Each process first says at which call it is, and waits for the others to be there, too; ``make`` may then take as
     long as it does.
     """
+    if jax.process_count() == 1:
+        return [make()]
     global _calls
     me, count, number = jax.process_index(), jax.process_count(), _calls
     _calls += 1
@@ -243,8 +245,7 @@ def elsewhere(processes: Collection[int]) -> str:
 
 def meet(call: str) -> None:
     """Wait until all processes are at a call; raises ``PartitionError`` in all if one is at another one."""
-    if jax.process_count() > 1:
-        exchanged(call, lambda: None)
+    exchanged(call, lambda: None)
 
 
 def from_first(function: Callable[[], _T]) -> _T:
@@ -256,8 +257,6 @@ def from_first(function: Callable[[], _T]) -> _T:
       >>> from_first(lambda: 3)
       3
     """
-    if jax.process_count() == 1:
-        return function()
     return exchanged(_name_of(function), function if is_first() else lambda: None)[0]  # pyright: ignore
 
 
@@ -266,8 +265,6 @@ def on_all(function: Callable[[], _T]) -> _T:
 
     Without this, those that have not failed would wait for the one that has.
     """
-    if jax.process_count() == 1:
-        return function()
     value: list[_T] = []
     exchanged(_name_of(function), lambda: value.append(function()))
     return value[0]
@@ -275,7 +272,7 @@ def on_all(function: Callable[[], _T]) -> _T:
 
 def gathered(value: _T) -> list[_T]:
     """Return the values of all processes, in their order."""
-    return [value] if jax.process_count() == 1 else exchanged("compiling", lambda: value)
+    return exchanged("compiling", lambda: value)
 
 
 def from_owner(device: Device, arrays: Sequence[ArrayLike], avals: Sequence[Shaped]) -> list[np.ndarray]:

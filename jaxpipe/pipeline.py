@@ -40,10 +40,9 @@ from jaxpipe.planning.memory_report import MemoryReport
 from jaxpipe.planning.plan_timeline import plan_timeline
 from jaxpipe.planning.planned_partition import as_planned
 from jaxpipe.runtime import check_state, nonfinite_origin, shard_batch
-from jaxpipe.runtime.executable_plan import Batching
+from jaxpipe.runtime.executable_plan import Batching, ForwardPass, StepResults
 from jaxpipe.runtime.hold_signals import hold_signals
 from jaxpipe.runtime.initialize_state import initial_sources, place_state
-from jaxpipe.runtime.interface import ForwardPass, StepResults
 from jaxpipe.runtime.nonfinite_origin import NonFiniteOrigin
 from jaxpipe.runtime.recent import recent
 from jaxpipe.runtime.select_runtime import Runtime, runtime_of
@@ -336,7 +335,7 @@ class Pipeline:
     def _run(self, function: Callable[..., T], state: TrainState, *arguments: PyTree) -> T:
         """Run a function of a state; of two threads that pass one state, a step gets it and the other an error."""
         with self._lock:
-            check_state.check_unused(state)
+            check_state.check_state(state)
             return function(state, *arguments)
 
     def _metrics(self, state: TrainState, batch: PyTree, results: StepResults) -> dict[str, PyTree]:
@@ -524,7 +523,7 @@ class Pipeline:
         Raises:
           BatchError: if ``j`` is no number of a micro-batch.
         """
-        check_state.check_unused(state)
+        check_state.check_state(state)
         if not isinstance(j, jax.Array | np.ndarray):
             j = whole_number(j, "j", BatchError)
             if j < 0:

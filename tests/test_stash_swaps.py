@@ -21,7 +21,7 @@ from jaxpipe.planning.storage.storage_problem import Item, Option, Problem
 from jaxpipe.runtime.mpmd import device_bytes
 from jaxpipe.runtime.mpmd.instructions import Call, Send, Wait
 from jaxpipe.runtime.mpmd.swap_stashes import cut_arrays
-from jaxpipe.runtime.stash_swap import SwapTarget
+from jaxpipe.runtime.stages import SwapTarget
 from jaxpipe.schedules import gpipe, interleaved, one_f_one_b, zero_bubble
 from jaxpipe.schedules.swap_points import HOST, swap_points
 from tests.support.compare import assert_same_bits

@@ -123,7 +123,7 @@ class Checkpointer:
           CheckpointError: if a save that was begun before has failed; one that is due now is begun nevertheless.
           ModelError: if ``state`` was passed to ``step``.
         """
-        check_state.check_unused(state)
+        check_state.check_state(state)
         self._step = int(state.step) if self._step is None else self._step + 1
         if jax.process_count() > 1:
             self._terminated = multihost_utils.reached_preemption_sync_point(self._step)

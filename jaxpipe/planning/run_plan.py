@@ -33,8 +33,7 @@ from jaxpipe.residuals.codecs.compaction import SparseCodec
 from jaxpipe.residuals.sliced_program import in_slices
 from jaxpipe.residuals.stored_formats import Derived, Format
 from jaxpipe.runtime.program import Program
-from jaxpipe.runtime.stages import places_to_cut, with_storage
-from jaxpipe.runtime.stash_swap import StashSwap, SwapTarget
+from jaxpipe.runtime.stages import StashSwap, SwapTarget, places_to_cut, with_storage
 from jaxpipe.schedules.table import Action, Kind, Schedule, StageNumber
 from jaxpipe.text.progress import phase
 from jaxpipe.text.stable_text import digest, stable_text

@@ -40,7 +40,12 @@ def fitted(state: TrainState, expected: TrainState, names: Mapping[str, Sequence
     Raises:
       ModelError: if a part has another structure, or an array another shape or dtype.
     """
-    _check_residual([np.shape(x) for x in state.residual], [x.shape for x in expected.residual])
+    residuals, expected_residuals = ([np.shape(x) for x in s.residual] for s in (state, expected))
+    if residuals != expected_residuals:
+        raise ModelError(
+            f"The state has residuals of a gradient exchange of shapes {residuals}, this pipeline expects "
+            f"{expected_residuals}: the exchange, or the number of replicas, is another. Go on with {GO_ON}."
+        )
     parts: dict[str, PyTree] = {}
     for part in (part.name for part in dataclasses.fields(TrainState) if part.name != "plan"):
         given, wanted = getattr(state, part), getattr(expected, part)
@@ -94,39 +99,18 @@ def _named(names: Sequence[str], k: int) -> str:
     return f" ({names[k]})" if k < len(names) else ""
 
 
-def _check_residual(given: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]]) -> None:
-    """Raise ``ModelError`` if a state has residuals of another gradient exchange."""
-    if list(given) != list(expected):
-        raise ModelError(
-            f"The state has residuals of a gradient exchange of shapes {list(given)}, this pipeline expects "
-            f"{list(expected)}: the exchange, or the number of replicas, is another. Go on with {GO_ON}."
-        )
-
-
-def _training_state(state: object) -> TrainState:
-    """Return a state; raise ``ModelError`` if something is none."""
+def check_state(state: object, expected: str | None = None) -> None:
+    """Raise ``ModelError`` if something is no state, or one of another than the expected plan, or one that was used."""
     if not isinstance(state, TrainState):
         raise ModelError(
             f"state is of type {type(state).__name__}; it must be the TrainState that init, step or restore returned. "
             "The state comes first, then the batch: pipeline.step(state, batch)."
         )
-    return state
-
-
-def check_state(state: object, expected: str) -> None:
-    """Raise ``ModelError`` if something is no state, or one of another plan or one that was used."""
-    state = _training_state(state)
-    if state.plan != expected:
+    if expected not in (None, state.plan):
         raise ModelError(
             f"The state belongs to the plan {state.plan}, this pipeline has the plan {expected}: variables are placed "
             f"differently. Use the pipeline that made the state, or go on with {GO_ON}."
         )
-    check_unused(state)
-
-
-def check_unused(state: object) -> None:
-    """Raise ``ModelError`` if something is no state, or a step has donated it."""
-    state = _training_state(state)
     if not state.is_donated:
         return
     if state.lost is not None:

@@ -1,15 +1,15 @@
-"""``ExecutablePlan``: a plan with all that a runtime needs to run it."""
+"""``ExecutablePlan``: a plan with all that a runtime needs to run it; and the results of that."""
 
 # More than 15 of our modules: it names the type of each part of a plan.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.array_types import Array, PyTree
+from jaxpipe.array_types import Array, ArrayLike, PyTree
 from jaxpipe.graph.allowed_codecs import Policy
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.microbatch_program import MicrobatchProgram
@@ -23,6 +23,7 @@ from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.replica_exchange import StageExchange
 from jaxpipe.runtime.stage_outer_loop import StageOuterLoop
 from jaxpipe.runtime.stages import Placement
+from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.schedules.schedule_makers import ScheduleMaker
 from jaxpipe.sharding.mesh_axes import DATA
 
@@ -94,3 +95,29 @@ class ExecutablePlan:
     def placement(self) -> Placement[int]:
         """The place of each variable, as the runtime has them: its stage, or its device."""
         return self.program.placement if self.plan.runtime == "mpmd" else self.program.on_devices
+
+
+@dataclass(frozen=True, eq=False)
+class StepResults:
+    """A training step's results."""
+
+    state: TrainState
+    loss: Array
+    counters: dict[str, Array]  # such as ``gradient_norm``; under a guard ``nonfinite_stages`` and ``stopped``
+    metrics: Sequence[Array]  # leaves of the user's
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes on each device, in the order of the mesh: all that is reserved in a step, the temporaries, the host's."""
+
+    reserved: tuple[int, ...]
+    temporary: tuple[int, ...]
+    host: tuple[int, ...]
+
+
+#: Loss, metrics, and the mean gradient of each trained parameter on the host; None of others.
+Gradients: TypeAlias = tuple[Array, Sequence[Array], Sequence[ArrayLike | None]]
+
+#: State and batch to loss and metrics, or to leaves of a prediction.
+ForwardPass: TypeAlias = Callable[[TrainState, PyTree], PyTree]

@@ -10,7 +10,7 @@ import numpy as np
 from jaxpipe.array_types import ArrayLike, PyTree, TensorNumber
 from jaxpipe.errors import NonFiniteError
 from jaxpipe.graph.graph import Graph
-from jaxpipe.runtime.interface import StepResults
+from jaxpipe.runtime.executable_plan import StepResults
 from jaxpipe.runtime.select_runtime import Runtime
 from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.runtime.zero_weight import MEANING

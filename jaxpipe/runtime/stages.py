@@ -14,12 +14,27 @@ from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import ResidualPlan
 from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.runtime.fold_state import Fold
-from jaxpipe.runtime.stash_swap import StashSwap
 from jaxpipe.schedules.table import DeviceNumber, Kind, Schedule, StageNumber
 
 
 #: Where a variable is: the number of a stage, or of a device.
 PlaceNumber = TypeVar("PlaceNumber", bound=int, covariant=True)
+
+
+@dataclass(frozen=True)
+class SwapTarget:
+    """Memory that takes a part of each stash of a stage."""
+
+    stage: StageNumber  # on whose device it is, in the same replica; or ``swap_points.HOST``: its own device's host
+    share: float
+
+
+@dataclass(frozen=True)
+class StashSwap:
+    """Swaps of a stage."""
+
+    tensors: tuple[TensorNumber, ...]  # of its stash, by number in the objective's graph; sliced among the targets
+    targets: tuple[SwapTarget, ...]
 
 
 @dataclass(frozen=True, eq=False)

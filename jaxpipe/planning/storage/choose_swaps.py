@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxpipe.runtime.stash_swap import SwapTarget
+from jaxpipe.runtime.stages import SwapTarget
 from jaxpipe.schedules.table import StageNumber
 
 

@@ -26,8 +26,7 @@ from jaxpipe.residuals.backward_graph import BackwardGraph
 from jaxpipe.residuals.sliced_program import in_slices
 from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.runtime.program import Program
-from jaxpipe.runtime.stages import Stage, with_storage
-from jaxpipe.runtime.stash_swap import StashSwap
+from jaxpipe.runtime.stages import Stage, StashSwap, with_storage
 from jaxpipe.schedules.joined_work import program_kinds
 from jaxpipe.schedules.swap_points import HOST, swap_points
 from jaxpipe.schedules.table import DeviceNumber, StageNumber

@@ -20,9 +20,8 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.models.check_batch import shape_key
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.runtime import check_state
-from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan
+from jaxpipe.runtime.executable_plan import Batching, Bytes, ExecutablePlan, ForwardPass, Gradients, StepResults
 from jaxpipe.runtime.followed_program import forward_program
-from jaxpipe.runtime.interface import Bytes, ForwardPass, Gradients, StepResults
 from jaxpipe.runtime.mpmd.device_bytes import Peak, device_peaks, predicted_bytes
 from jaxpipe.runtime.mpmd.dispatch import Dispatch, compile_graph
 from jaxpipe.runtime.mpmd.instructions import Place

@@ -239,7 +239,7 @@ def adopt(where: StateLayout, state: TrainState) -> TrainState:
 
     With another number of replicas, each gets the mean of the residuals of a block-sparse exchange.
     """
-    check_state.check_unused(state)
+    check_state.check_state(state)
     fields = "parameters", "variables", "optimizer"
     given = {field: _grouped(where, field, getattr(state, field)) for field in fields}
     for field in fields:

@@ -23,7 +23,7 @@ from jaxpipe.runtime.mpmd.instructions import Call, Instruction, Place, Send, Wa
 from jaxpipe.runtime.mpmd.stage_devices import StageLayout
 from jaxpipe.runtime.mpmd.step_graph import Form, StepGraph, Task, Value
 from jaxpipe.runtime.mpmd.trace_task import Arrays, TaskWork, trace_task
-from jaxpipe.runtime.stash_swap import StashSwap, SwapTarget
+from jaxpipe.runtime.stages import StashSwap, SwapTarget
 from jaxpipe.schedules.swap_points import HOST, swap_points
 from jaxpipe.schedules.table import StageNumber
 

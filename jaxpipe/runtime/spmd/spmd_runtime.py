@@ -21,9 +21,8 @@ from jaxpipe.graph.program_text import program_text
 from jaxpipe.models import check_batch
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.runtime import check_state, shard_batch
-from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan
+from jaxpipe.runtime.executable_plan import Batching, Bytes, ExecutablePlan, ForwardPass, Gradients, StepResults
 from jaxpipe.runtime.followed_program import forward_program
-from jaxpipe.runtime.interface import Bytes, ForwardPass, Gradients, StepResults
 from jaxpipe.runtime.spmd.buffer_layout import BufferLayout, lay_out
 from jaxpipe.runtime.spmd.compiled_step import evaluation_step, gradient_step, prediction_step, training_step
 from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram

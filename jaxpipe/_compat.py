@@ -139,7 +139,7 @@ def literals_as_arguments(closed: jex.ClosedJaxpr, places: Sequence[tuple[int, i
         arguments.append(invars[position])
         equations[k] = equations[k].replace(invars=invars)
     inputs = [*arguments, *jaxpr.invars]
-    return jex.ClosedJaxpr(_with_inputs(jaxpr, jaxpr.constvars, inputs, equations), consts)
+    return rebuilt(jaxpr, jaxpr.constvars, consts, inputs, equations, jaxpr.outvars)
 
 
 def without_dead_code(closed: AnyJaxpr, outputs: Sequence[int]) -> tuple[jex.ClosedJaxpr, list[bool]]:
@@ -171,13 +171,6 @@ def is_in_shard_map() -> bool:
     return bool(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
 
 
-def _with_inputs(
-    jaxpr: OpenJaxpr, constants: Sequence[Atom], inputs: Sequence[Atom], equations: Sequence[Equation]
-) -> jex.Jaxpr:
-    unnamed = jaxpr.debug_info.with_unknown_names()
-    return _new_jaxpr(constants, inputs, jaxpr.outvars, equations, effects=jaxpr.effects, debug_info=unnamed)
-
-
 def variable(aval: AbstractArray) -> Atom:
     """A new variable of a program."""
     return cast(Atom, jex.Var(aval))
@@ -206,11 +199,6 @@ def is_forward_mode(value: object) -> bool:
 def is_batched(value: object) -> bool:
     """Return whether ``value`` is traced by ``jax.vmap``."""
     return isinstance(value, BatchTracer)
-
-
-def is_closed_over_tracer(value: object) -> bool:
-    """Return whether a constant of a traced program belongs to an outer transformation."""
-    return isinstance(value, core.Tracer)
 
 
 def without_scope(equation: Equation) -> Equation:
@@ -273,7 +261,8 @@ def outside_scope() -> contextlib.AbstractContextManager[None]:
 def hoist_constants(closed: jex.ClosedJaxpr) -> tuple[jex.Jaxpr, list[Array]]:
     """Make the constants of a traced program its first arguments; returns the program and the constants."""
     jaxpr, consts = open_jaxpr(closed)
-    return _with_inputs(jaxpr, [], [*jaxpr.constvars, *jaxpr.invars], jaxpr.eqns), consts
+    hoisted = rebuilt(jaxpr, [], [], [*jaxpr.constvars, *jaxpr.invars], jaxpr.eqns, jaxpr.outvars)
+    return cast(jex.Jaxpr, open_jaxpr(hoisted)[0]), consts
 
 
 def named_scope_of(equation: Equation) -> str:

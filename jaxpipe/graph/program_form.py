@@ -114,7 +114,7 @@ def _setting(x: Any) -> Hashable:
 
 def bits_of(x: jax.typing.ArrayLike | np.generic) -> Hashable:
     """Return an array or a number with all its bits, signs of zero and NaN included."""
-    if _compat.is_closed_over_tracer(x):
+    if isinstance(x, jax.core.Tracer):
         return "itself", id(x)
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         return str(jax.random.key_impl(x)), bits_of(jax.random.key_data(x))

@@ -50,7 +50,6 @@ from jaxpipe.runtime.state_arrays import off_mesh
 from jaxpipe.runtime.train_state import TrainState, take_over
 from jaxpipe.runtime.zero_weight import WeightWatch
 from jaxpipe.schedules import Schedule, Timeline
-from jaxpipe.sharding.submesh import joined_mesh
 from jaxpipe.text.progress import progress
 from jaxpipe.text.units import bytes_text, whole_number
 
@@ -182,7 +181,7 @@ class Pipeline:
     @property
     def mesh(self) -> Mesh:
         """The devices it runs on, in the order of the plan once there is one."""
-        return joined_mesh(self._planned.mesh, self._planned.shardings.submesh) if self._ready else self._mesh
+        return self._planned.all_devices if self._ready else self._mesh
 
     @property
     def _planned(self) -> PlannedStep:

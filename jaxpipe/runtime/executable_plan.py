@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.array_types import Array, ArrayLike, PyTree
@@ -26,6 +27,7 @@ from jaxpipe.runtime.stages import Placement
 from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.schedules.schedule_makers import ScheduleMaker
 from jaxpipe.sharding.mesh_axes import DATA
+from jaxpipe.sharding.submesh import joined_mesh
 
 
 #: What to do about a step with a value that is not finite: nothing, raise ``NonFiniteError``, or leave the step out.
@@ -95,6 +97,21 @@ class ExecutablePlan:
     def placement(self) -> Placement[int]:
         """The place of each variable, as the runtime has them: its stage, or its device."""
         return self.program.placement if self.plan.runtime == "mpmd" else self.program.on_devices
+
+    @property
+    def all_devices(self) -> Mesh:
+        """The devices of all groups, in the order of the stages."""
+        return joined_mesh(self.mesh, self.shardings.submesh)
+
+    @property
+    def everywhere(self) -> dict[str, PyTree]:
+        """The shapes of what all devices have of a training state, by field."""
+        by_stage = self.update.by_stage
+        owned = zip(by_stage.state_avals, by_stage.state_stage, strict=True)
+        key, step = jax.eval_shape(lambda: (jax.random.key(0), jnp.int32(0)))
+        groups = {"shared": tuple(a for a, owner in owned if owner is None), "key": key, "step": step, "skipped": step}
+        sharding = NamedSharding(self.all_devices, P())
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), groups)
 
 
 @dataclass(frozen=True, eq=False)

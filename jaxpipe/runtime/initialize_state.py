@@ -13,8 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jaxpipe import _compat, multihost
 from jaxpipe.array_types import AnyJaxpr, Array, ArrayLike, Atom, Device, Equation, PyTree
@@ -29,7 +27,6 @@ from jaxpipe.runtime.executable_plan import ExecutablePlan, Update
 from jaxpipe.runtime.select_runtime import Runtime
 from jaxpipe.runtime.state_arrays import StageArrays, of_replicas
 from jaxpipe.runtime.train_state import TrainState
-from jaxpipe.sharding.submesh import joined_mesh
 
 
 #: Values of some variables, or of some pieces of them, by position: parameters first, then state.
@@ -98,9 +95,8 @@ def place_state(runtime: Runtime, sources: Sources, key: Array, step: int = 0, s
     """Put a state onto its devices, stage by stage: each process does what its own devices hold."""
     parts, shared = multihost.on_all(lambda: (_parts(runtime, sources), _shared(runtime, sources)))
     everywhere = {"shared": tuple(shared), "key": _copied(key), "step": jnp.int32(step), "skipped": jnp.int32(skipped)}
-    planned = runtime.planned
-    sharding = NamedSharding(joined_mesh(planned.mesh, planned.shardings.submesh), P())
-    return runtime.assemble(parts, jax.tree.map(lambda x: multihost.place(x, sharding), everywhere))
+    placed = jax.tree.map(lambda x, aval: multihost.place(x, aval.sharding), everywhere, runtime.planned.everywhere)
+    return runtime.assemble(parts, placed)
 
 
 def _shared(runtime: Runtime, sources: Sources) -> Sequence[ArrayLike]:

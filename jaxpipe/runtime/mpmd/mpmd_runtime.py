@@ -289,7 +289,7 @@ class MpmdRuntime:
 
     def in_mesh_order(self, peaks: Mapping[Device, Peak]) -> dict[Device, Peak]:
         """Return the bytes of devices in the order of the mesh."""
-        return {d: peaks[d] for d in self._where.all_devices.devices.flat}
+        return {d: peaks[d] for d in self.planned.all_devices.devices.flat}
 
     def _for_shapes(
         self, shapes: PyTree, make: Callable[[StageLayout, UpdateContext], StepGraph], text: str

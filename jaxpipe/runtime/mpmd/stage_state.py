@@ -34,7 +34,6 @@ from jaxpipe.runtime.state_arrays import of_replicas
 from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.sharding.mesh_axes import DATA
 from jaxpipe.sharding.partition_specs import side_by_side
-from jaxpipe.sharding.submesh import joined_mesh
 
 
 class StateArray(NamedTuple):
@@ -101,28 +100,15 @@ class StateLayout:
         return [k for k, owner in enumerate(self.by_stage.state_stage) if owner is None]
 
     @property
-    def all_devices(self) -> Mesh:
-        """The mesh of all devices."""
-        return joined_mesh(self.planned.mesh, self.layout.devices.submesh)
-
-    @property
     def everywhere(self) -> NamedSharding:
         """Sharding of an array that all devices have."""
-        return NamedSharding(self.all_devices, P())
+        return NamedSharding(self.planned.all_devices, P())
 
     @cached_property
     def abstract_state(self) -> TrainState:
         """Return the shapes of a training state, where its devices have them."""
         groups = {field: tuple(x.aval for x in arrays) for field, arrays in self.arrays.items()}
-        step = jax.ShapeDtypeStruct((), np.int32)
-        common = {
-            "shared": tuple(self.by_stage.state_avals[k] for k in self.shared),
-            "key": self.layout.context.key,
-            "step": step,
-            "skipped": step,
-        }
-        common = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.everywhere), common)
-        return TrainState(**(groups | common), plan=self.planned.plan.identity)
+        return TrainState(**groups, **self.planned.everywhere, plan=self.planned.plan.identity)
 
     @property
     def names(self) -> dict[str, list[str]]:
@@ -150,7 +136,7 @@ class StateLayout:
                 parts |= {shard.device: shard.data for shard in x.addressable_shards}
         if not parts:
             return old
-        local = multihost.mine(self.all_devices.devices.flatten().tolist())
+        local = multihost.mine(self.planned.all_devices.devices.flatten().tolist())
         return jax.make_array_from_single_device_arrays(old.shape, self.everywhere, [parts[d] for d in local])
 
 
@@ -205,7 +191,7 @@ class Loader:
 
     def place_batch(self, leaves: Sequence[ArrayLike]) -> dict[int, Array]:
         """Return a batch's leaves, global or of this process's replicas, on the devices that read them."""
-        shared, mesh = self._where.layout.context.shared, self._where.all_devices
+        shared, mesh = self._where.layout.context.shared, self._where.planned.all_devices
         parts = [_parts(x, common, mesh) for x, common in zip(leaves, shared, strict=True)]
         return {number: multihost.place(parts[k](replica), sharding) for k, replica, sharding, number in self._batch}
 

@@ -7,7 +7,6 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -68,16 +67,12 @@ class SpmdRuntime:
     @cached_property
     def _abstract_state(self) -> TrainState:
         """The shapes of a training state, where its devices have them: of buffers, one after the other."""
-        mesh, by_stage, groups = self.planned.mesh, self.planned.update.by_stage, dict[str, PyTree]()
+        mesh, groups = self.planned.mesh, self.planned.everywhere
         for field, layout in self._layouts.items():
             apart = field == "residual" or (self._outer is not None and field != "outer")
             count, spec = (mesh.size, P((STAGE, DATA))) if apart else (mesh.shape[STAGE], P(STAGE))
             groups[field] = tuple(self._shaped((count * x.size,), x, spec) for x in layout.buffers)
-        owned = zip(by_stage.state_avals, by_stage.state_stage, strict=True)
-        groups["shared"] = tuple(self._shaped(a.shape, a, P()) for a, owner in owned if owner is None)
-        key, step = jax.eval_shape(lambda: (jax.random.key(0), jnp.int32(0)))
-        groups |= {"key": self._shaped((), key, P()), "step": self._shaped((), step, P())}
-        return TrainState(**groups, skipped=groups["step"], plan=self.planned.plan.identity)
+        return TrainState(**groups, plan=self.planned.plan.identity)
 
     def _shaped(self, shape: Sequence[int], x: Shaped, spec: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(tuple(shape), x.dtype, sharding=NamedSharding(self.planned.mesh, spec))

@@ -334,7 +334,7 @@ def partitioned(case, stages=1, m=2, **options):
 def test_residuals_are_the_stash_of_one_stage(name):
     pipeline = partitioned(CASES[name](8))
     program = pipeline._planned.program
-    stashed = program.stash_avals(program.stages[0])
+    stashed = program.stages[0].stash_avals
     assert sum(pipeline.profile.residual_bytes) == sum(a.size * a.dtype.itemsize for a in stashed) > 0
 
 

@@ -130,7 +130,7 @@ class Candidate:
         """Bytes of stashes on the device that keeps most."""
         held = [0] * self.program.num_devices
         for s, stage in zip(self.program.stage_numbers, self.program.stages, strict=True):
-            held[self.program.device(s)] += self.program.in_flight(s) * _stash_bytes(self.program, stage)
+            held[self.program.device(s)] += self.program.in_flight(s) * _stash_bytes(stage)
         return max(held)
 
     @cached_property
@@ -264,7 +264,7 @@ def build_candidate(cut: Cut, schedule: Schedule, maker: schedule_makers.Schedul
     request, partition = cut.traced.request, cut.on_devices(schedule)
     program = make_program(cut, schedule)
     if request.budget is not None and request.network is not None and program.stage_replicas.is_single:
-        stashes = [_stash_bytes(program, stage) for stage in program.stages]
+        stashes = list(map(_stash_bytes, program.stages))
         period = longest_microbatch(program, partition)
         partition = best_mapping(partition, program.schedule, stashes, period)
     return Candidate(cut, partition, program, schedule, maker)
@@ -286,5 +286,5 @@ def make_program(cut: Cut, schedule: Schedule) -> Program:
     )
 
 
-def _stash_bytes(program: Program, stage: Stage) -> int:
-    return sum(a.size * a.dtype.itemsize for a in program.stash_avals(stage))
+def _stash_bytes(stage: Stage) -> int:
+    return sum(a.size * a.dtype.itemsize for a in stage.stash_avals)

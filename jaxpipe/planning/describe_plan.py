@@ -338,8 +338,7 @@ def _away(program: Program, partition: Partition, s: StageNumber) -> dict[str, A
     if stage.swap is None:
         return {}
     points = swap_points(program.schedule, s)
-    sizes = dict(zip(stage.vjp.plan.stored, stage.vjp.stash_avals, strict=True)) if stage.vjp else {}
-    size = sum(4 * word_count(aval) for t in stage.swap.tensors for aval in sizes.get(t, ()))
+    size = sum(4 * word_count(aval) for t in stage.swap.tensors for aval in stage.stashed.get(t, ()))
     pieces = tuple(
         StashPiece(target.stage, partition.stages[s if target.stage == HOST else target.stage].devices, n)
         for target in stage.swap.targets

@@ -5,9 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import cast
 
-import jax
-
-from jaxpipe.array_types import AbstractArray, DType, TensorNumber
+from jaxpipe.array_types import AbstractArray, DType, Shaped, TensorNumber
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.runtime.gradient_precision import sum_dtype
 from jaxpipe.runtime.stages import Placement, Stage
@@ -38,8 +36,11 @@ class Program:
 
     def bytes_of(self, numbers: Sequence[TensorNumber]) -> int:
         """Bytes of some tensors on each device of a stage, in words."""
-        sizes = ((4 * word_count(a), t) for a, t in zip(self.avals(numbers), numbers, strict=True))
-        return sum(-(-size // self.specs.submesh.shards(self.specs.of_tensor(t))) for size, t in sizes)
+        return sum(self._bytes(t, a) for t, a in zip(numbers, self.avals(numbers), strict=True))
+
+    def _bytes(self, t: TensorNumber, aval: Shaped) -> int:
+        """Bytes of a tensor, or of an array that it is stored as, on each device of a stage."""
+        return -(-4 * word_count(aval) // self.specs.submesh.shards(self.specs.of_tensor(t)))
 
     def avals(self, numbers: Sequence[TensorNumber]) -> list[AbstractArray]:
         """Shapes of some tensors."""
@@ -96,22 +97,9 @@ class Program:
         device = self.device(stage)
         return self.schedule.in_flight(device, self.schedule.chunk(stage)) * self.stage_replicas.per_device(device)
 
-    def stash_avals(self, stage: Stage) -> list[jax.ShapeDtypeStruct]:
-        """Shapes of what one micro-batch of a stage keeps for its backward pass."""
-        assert stage.vjp is not None
-        kept = set(stage.stashed)
-        stored = zip(stage.vjp.plan.stored, stage.vjp.stash_avals, strict=True)
-        return [aval for t, avals in stored if t in kept for aval in avals]
-
     def stash_bytes(self, stage: Stage) -> int:
-        """Bytes of the same on each device of a stage, in words."""
-        assert stage.vjp is not None
-        kept, total = set(stage.stashed), 0
-        for t, avals in zip(stage.vjp.plan.stored, stage.vjp.stash_avals, strict=True):
-            if t in kept:
-                shards = self.specs.submesh.shards(self.specs.of_tensor(t))
-                total += sum(-(-4 * word_count(a) // shards) for a in avals)
-        return total
+        """Bytes of what one micro-batch of a stage keeps for its backward pass, on each of its devices, in words."""
+        return sum(self._bytes(t, a) for t, avals in stage.stashed.items() for a in avals)
 
     def tangents(self, numbers: Sequence[TensorNumber]) -> list[AbstractArray]:
         """Shapes of the cotangents of some tensors."""

@@ -41,8 +41,7 @@ def stage_forward(stage: Stage, known: Values, trains: bool) -> Forward:
         outputs = stage.graph.evaluate(inputs)
         return Forward(dict(zip(stage.graph.outputs, outputs, strict=True)), {}, jnp.int32(0))
     outputs, parts = vjp_program.forward(stage.vjp, inputs)
-    stored, kept = zip(stage.vjp.plan.stored, parts, strict=True), set(stage.stashed)
-    stash = {t: arrays for t, arrays in stored if t in kept}
+    stash = {t: arrays for t, arrays in zip(stage.vjp.plan.stored, parts, strict=True) if t in stage.stashed}
     return Forward(dict(zip(stage.graph.outputs, outputs, strict=True)), stash, vjp_program.overflows(stage.vjp, parts))
 
 

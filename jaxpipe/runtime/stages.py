@@ -3,7 +3,10 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Generic, TypeVar
+
+import jax
 
 from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.allowed_codecs import FAST, Policy
@@ -57,12 +60,18 @@ class Stage:
     swap: StashSwap | None = None  # the part of its stash that is in other memory between the passes
     slices: int = 1  # into how many its largest product is cut
 
-    @property
-    def stashed(self) -> tuple[TensorNumber, ...]:
-        """The stored tensors that go through the arena: those that the backward pass does not get as arguments."""
+    @cached_property
+    def stashed(self) -> dict[TensorNumber, tuple[jax.ShapeDtypeStruct, ...]]:
+        """The stored tensors that the backward pass does not get as arguments: shapes of what each is stored as."""
         if self.vjp is None:
-            return ()
-        return tuple(t for t in self.vjp.plan.stored if t not in self.used)
+            return {}
+        stored = zip(self.vjp.plan.stored, self.vjp.stash_avals, strict=True)
+        return {t: avals for t, avals in stored if t not in self.used}
+
+    @property
+    def stash_avals(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes of what one micro-batch keeps for its backward pass."""
+        return [aval for avals in self.stashed.values() for aval in avals]
 
     @property
     def is_trained(self) -> bool:

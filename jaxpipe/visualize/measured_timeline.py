@@ -49,8 +49,6 @@ def _pass(program: Program, stage: Stage, following: Stage | None, kind: Kind) -
 
         return TimedProgram(forward, (inputs,))
     assert stage.vjp is not None
-    stored = zip(stage.vjp.plan.stored, stage.vjp.stash_avals, strict=True)
-    stash = {t: tuple(avals) for t, avals in stored if t in set(stage.stashed)}
     known = {t: inputs[t] for t in (*stage.vjp.parameters, *stage.used)}
     waited = stage.saved if kind is Kind.BACKWARD_WEIGHT else following.returning if following else ()
     received = dict(zip(waited, program.tangents(waited), strict=True))
@@ -58,4 +56,4 @@ def _pass(program: Program, stage: Stage, following: Stage | None, kind: Kind) -
     def backward(known: Values, stash: Stash, received: Values) -> PyTree:
         return stage_backward(program.objective, stage, kind, known, stash, received)
 
-    return TimedProgram(backward, (known, stash, received))
+    return TimedProgram(backward, (known, stage.stashed, received))

@@ -18,4 +18,4 @@ def plain_stash_bytes(program: Program) -> tuple[int, ...]:
         for stage in program.stages
     ]
     plain = with_backward(program.objective, stages, parse(()))
-    return tuple(sum(4 * word_count(a) for a in program.stash_avals(stage)) for stage in plain)
+    return tuple(sum(4 * word_count(a) for a in stage.stash_avals) for stage in plain)

@@ -117,7 +117,7 @@ class LockstepProgram(Program):
         if not self.trains(s):
             return arriving, [], [], []
         saved = stage.saved if self.schedule.splits_backward else ()
-        return arriving, self.tangents(self.returned(s)), self.stash_avals(stage), self.tangents(saved)
+        return arriving, self.tangents(self.returned(s)), stage.stash_avals, self.tangents(saved)
 
     @cached_property
     def pages(self) -> list[list[int]]:

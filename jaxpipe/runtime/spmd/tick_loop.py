@@ -191,10 +191,8 @@ def _backward(
     stage, is_weight = program.stages[s], kind is Kind.BACKWARD_WEIGHT
     names = stage.saved if is_weight else program.returned(s)
     received = dict(zip(names, _kept(program, s, SAVED if is_weight else RETURNED, given), strict=True))
-    assert stage.vjp is not None
     stored = iter(_kept(program, s, STASH, given))
-    parts = zip(stage.vjp.plan.stored, stage.vjp.stash_avals, strict=True)
-    stash = {t: tuple(next(stored) for _ in avals) for t, avals in parts if t in stage.stashed}
+    stash = {t: tuple(next(stored) for _ in avals) for t, avals in stage.stashed.items()}
     gradients, saved = stage_backward(program.objective, stage, kind, known, stash, received)
     added = program.with_borrowed(program.gradients).write(program.device(s), gradients)
     if is_weight:

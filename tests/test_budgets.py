@@ -20,8 +20,9 @@ from jaxpipe.plan import Plan, StagePlan
 from jaxpipe.planning import budget_search, make_plan, refuse_budget
 from jaxpipe.planning.candidate import PlannedStep
 from jaxpipe.planning.level_search import LevelSearch
-from jaxpipe.planning.storage import integer_program, solver_time
-from jaxpipe.planning.storage.solver_time import SolverTime
+from jaxpipe.planning.storage import integer_program, solving
+from jaxpipe.planning.storage.solving import Solving
+from jaxpipe.planning.storage.storage_problem import Problem
 from jaxpipe.runtime.executable_plan import CompiledStep
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
 from jaxpipe.targets.building import current
@@ -415,19 +416,20 @@ def test_a_budget_that_is_raised_is_kept_by_the_compiled_step():
 def test_all_solutions_together_keep_the_time_limit(monkeypatch):
     """Each takes all that it is given: half of what is left."""
     clock = [0.0]
-    monkeypatch.setattr(solver_time.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(solving.time, "perf_counter", lambda: clock[0])
     given = []
 
-    def slow_solver(time_limit):
-        given.append(time_limit)
-        clock[0] += time_limit
+    def slow_choice(problem, options):
+        given.append(options.time_limit)
+        clock[0] += options.time_limit
 
-    time = SolverTime(40.0)
+    monkeypatch.setattr(solving, "choose", slow_choice)
+    shared = Solving("HIGHS", 40.0)
     for _ in range(60):
-        time.solve(slow_solver)
+        shared.fastest(Problem((), (0,), 100.0), 0.0)
     assert given[:3] == [20.0, 10.0, 5.0]
-    assert sum(given) == clock[0] == time.spent <= 40.0
-    assert given[-1] == 0.0 and time.left == 0.0  # too little is left to start a solver
+    assert sum(given) == clock[0] == shared.spent <= 40.0
+    assert given[-1] == 0.0 and shared.left == 0.0  # too little is left to start a solver
 
 
 def test_a_plan_without_time_is_greedy_and_says_so(monkeypatch):

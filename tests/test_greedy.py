@@ -8,10 +8,9 @@ from jaxpipe.planning.storage import integer_program
 from jaxpipe.planning.storage.fastest_choice import choose
 from jaxpipe.planning.storage.greedy import give_up, give_up_all
 from jaxpipe.planning.storage.integer_program import solve
-from jaxpipe.planning.storage.program_front import Solving
 from jaxpipe.planning.storage.small_items import without_small_items
-from jaxpipe.planning.storage.solver_time import SolverTime
-from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Option, Problem, outcome_of
+from jaxpipe.planning.storage.solving import Solving
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Option, Problem, SolverOptions, outcome_of
 
 
 LAYERS, INPUT, INNER, SECONDS = 24, 10, 400, 3.0
@@ -62,7 +61,7 @@ def test_choices_without_small_items_fit_the_whole_problem(held):
     assert [len(item.options) for item in reduced.items] == [len(item.options) for item in whole.items]
     small = [k for k, item in enumerate(reduced.items) if whole.items[k].seconds is not None and item.seconds is None]
     assert small and min(small) >= 2 * LAYERS
-    answer = solve(reduced)
+    answer = solve(reduced, SolverOptions())
     inner, outer = outcome_of(reduced, answer.choice), outcome_of(whole, answer.choice)
     assert outer.fits(whole) and outer.seconds == inner.seconds
     assert all(b <= a for a, b in zip(inner.bytes, outer.bytes, strict=True))
@@ -88,24 +87,26 @@ def test_no_solver_is_asked_where_no_more_than_the_slack_can_be_won(monkeypatch)
 
     monkeypatch.setattr(integer_program, "solve", never)
     problem = equal_layers(LAYERS * INPUT + (LAYERS - 1) * INNER)
-    answer = choose(problem, slack=SECONDS)
+    answer = choose(problem, SolverOptions(slack=SECONDS))
     assert (answer.status, answer.outcome.seconds, answer.bound) == ("gap", SECONDS, 0.0)
     with pytest.raises(AssertionError, match="a solver was called"):
-        choose(problem, slack=0.9 * SECONDS)
-    assert choose(replace(problem, base=(problem.capacity + 1,) * LAYERS)) is None  # whatever is chosen
+        choose(problem, SolverOptions(slack=0.9 * SECONDS))
+    assert (
+        choose(replace(problem, base=(problem.capacity + 1,) * LAYERS), SolverOptions()) is None
+    )  # whatever is chosen
 
 
 def test_a_solver_stops_within_the_slack():
     problem = equal_layers(LAYERS * INPUT + 7 * INNER)
     best = (LAYERS - 7) * SECONDS
-    solution = solve(problem, slack=4 * SECONDS)
+    solution = solve(problem, SolverOptions(slack=4 * SECONDS))
     assert best <= outcome_of(problem, solution.choice).seconds <= best + 4 * SECONDS
     assert best - 4 * SECONDS <= solution.bound <= best + 1e-3  # of equals the smallest stash
 
 
 def test_equal_stages_are_solved_once():
     """Names do not count; what is the fastest within more bytes is so within fewer, if it still fits."""
-    solving = Solving("HIGHS", SolverTime(60.0))
+    solving = Solving("HIGHS", 60.0)
     problem = equal_layers(LAYERS * INPUT + 7 * INNER + INNER // 2)
     named = replace(problem, items=tuple(replace(item, name=f"other {item.name}") for item in problem.items))
     answer, _ = solving.fastest(problem, 0.0)

@@ -12,7 +12,7 @@ import jaxpipe
 from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.planning.budget_search import BudgetSearch
 from jaxpipe.planning.storage import fastest_choice, integer_program, kept_solutions
-from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Option, Problem, Solution
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Option, Problem, Solution, SolverOptions
 from jaxpipe.text import kept_files
 from tests.support.meshes import mesh_of
 
@@ -22,7 +22,7 @@ ITEM = Item("x", (Option("keep", 8),), (0,), 8, (), 1.0)
 PROBLEM = Problem((ITEM, ITEM), (0,), 100.0, held=1)
 STORED, COMPUTED = Solution((0, 0)), Solution((NOT_STORED, NOT_STORED))
 
-SETTINGS = {"solver": "HIGHS", "gap": 0.01, "least_peak": False}
+SETTINGS = {"solver": "HIGHS", "gap": 0.01}
 
 
 @pytest.fixture(autouse=True)
@@ -35,10 +35,10 @@ def ask(*answers, seconds=10.0, **settings):
     """Return what is found, and how often the solver was asked for it, which answers in turn."""
     left = list(answers)
 
-    def solve(problem, **options):
-        return left.pop(0)
-
-    found = kept_solutions.kept_or_solved(solve, PROBLEM, time_limit=seconds, **{**SETTINGS, **settings})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(integer_program, "solve", lambda problem, options: left.pop(0))
+        options = SolverOptions(time_limit=seconds, **{**SETTINGS, **settings})
+        found = kept_solutions.kept_or_solved(PROBLEM, options)
     return found, len(answers) - len(left)
 
 

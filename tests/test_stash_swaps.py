@@ -17,7 +17,7 @@ from jaxpipe import Network
 from jaxpipe.errors import PartitionError
 from jaxpipe.planning.storage.choose_swaps import SwapLink, choose_targets
 from jaxpipe.planning.storage.fastest_choice import choose
-from jaxpipe.planning.storage.storage_problem import Item, Option, Problem
+from jaxpipe.planning.storage.storage_problem import Item, Option, Problem, SolverOptions
 from jaxpipe.runtime.mpmd import device_bytes
 from jaxpipe.runtime.mpmd.instructions import Call, Send, Wait
 from jaxpipe.runtime.mpmd.swap_stashes import cut_arrays
@@ -223,14 +223,14 @@ def test_the_program_swaps_what_overlaps_and_computes_the_rest_again():
     kept, swapped = Option("keep", 10), Option("swap keep", 10, held=1, link_seconds=2.0)
     items = tuple(Item(f"t{k}", (kept, swapped), (k,), 10, seconds=price) for k, price in enumerate((5.0, 0.5, 7.0)))
     problem = Problem(items, (0, 0, 0), 60, held=4, frees=False, overlap=4.0)
-    answer = choose(problem)
+    answer = choose(problem, SolverOptions())
     # Of t1, computing again costs 0.5; the others are swapped within the overlap and need 10 bytes each.
     assert (answer.outcome.seconds, answer.outcome.swapped_bytes) in ((0.0, 20), (0.0, 10))
-    tight = choose(replace(problem, capacity=30))
+    tight = choose(replace(problem, capacity=30), SolverOptions())
     assert tight.outcome.swapped_bytes == 20 and tight.outcome.seconds == 0.5
-    less = choose(replace(problem, capacity=30, most_swapped=10))
+    less = choose(replace(problem, capacity=30, most_swapped=10), SolverOptions())
     assert less.outcome.swapped_bytes == 10 and less.outcome.seconds == 5.5
-    slow = choose(replace(problem, capacity=30, overlap=1.0))
+    slow = choose(replace(problem, capacity=30, overlap=1.0), SolverOptions())
     assert slow.outcome.seconds == pytest.approx(3.5)  # two are away for 4 seconds, one of which overlaps
 
 

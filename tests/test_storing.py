@@ -15,7 +15,14 @@ from jaxpipe.planning.storage.fastest_choice import lowest_peak
 from jaxpipe.planning.storage.greedy import give_up
 from jaxpipe.planning.storage.integer_program import solve
 from jaxpipe.planning.storage.storage_items import stage_items
-from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Option, Problem, outcome_of
+from jaxpipe.planning.storage.storage_problem import (
+    NOT_STORED,
+    Item,
+    Option,
+    Problem,
+    SolverOptions,
+    outcome_of,
+)
 from jaxpipe.residuals.vjp_program import build
 from jaxpipe.targets.building import building_for
 
@@ -118,7 +125,7 @@ def instance(seed, count=None, forms=None):
 def check_instance(seed):
     problem = instance(seed)
     best = fastest(problem)
-    answer = solve(problem)
+    answer = solve(problem, SolverOptions())
     if best == math.inf:
         assert answer.choice is None and answer.infeasible, seed
     else:
@@ -127,7 +134,7 @@ def check_instance(seed):
         assert answer.optimal and outcome.seconds == best, seed
     unlimited = Problem(problem.items, problem.base, math.inf, problem.held, problem.frees)
     lowest = min((f.peak_bytes for _, f in all_choices(unlimited) if f.fits(unlimited)), default=None)
-    least = solve(unlimited, least_peak=True)
+    least = solve(unlimited, SolverOptions(least_peak=True))
     if lowest is None:
         assert least.choice is None, seed
     else:
@@ -156,14 +163,14 @@ def test_outcomes_in_arrays_are_those_of_the_simulation():
 def check_large_instance(seed):
     """Ten tensors, each stored in one of three forms or computed again: a million choices."""
     problem = instance(seed, count=10, forms=3)
-    arrays, answer = AllAtOnce(problem), solve(problem)
+    arrays, answer = AllAtOnce(problem), solve(problem, SolverOptions())
     if arrays.fastest() == math.inf:
         assert answer.choice is None and answer.infeasible, seed
     else:
         outcome = outcome_of(problem, answer.choice)
         assert outcome is not None and outcome.fits(problem), seed
         assert answer.optimal and outcome.seconds == arrays.fastest(), seed
-    least = solve(problem, least_peak=True)
+    least = solve(problem, SolverOptions(least_peak=True))
     if arrays.lowest_peak() is None:
         assert least.choice is None, seed
     else:
@@ -214,7 +221,7 @@ def test_the_lowest_peak_with_and_without_a_solver():
     for seed in range(60):
         problem = replace(instance(seed), capacity=math.inf)
         least = AllAtOnce(problem).lowest_peak()
-        solved, greedy = lowest_peak(problem), lowest_peak(problem, time_limit=0.0)
+        solved, greedy = (lowest_peak(problem, SolverOptions(time_limit=t)) for t in (10.0, 0.0))
         if least is None:
             assert solved is None and greedy is None, seed
             continue
@@ -232,8 +239,8 @@ def test_bounds_hold_where_a_solver_stops_early():
         problem = replace(instance(seed, count=10, forms=3), capacity=math.inf)
         arrays = AllAtOnce(problem)
         # Seconds and bytes are whole numbers here. Of equals the smallest stash: that and rounding are thousandths.
-        assert solve(problem, gap=0.3).bound <= arrays.fastest() + 1e-3, seed
-        assert solve(problem, gap=0.3, least_peak=True).bound <= arrays.lowest_peak() + 1e-3, seed
+        assert solve(problem, SolverOptions(gap=0.3)).bound <= arrays.fastest() + 1e-3, seed
+        assert solve(problem, SolverOptions(gap=0.3, least_peak=True)).bound <= arrays.lowest_peak() + 1e-3, seed
 
 
 def chain(layers, budget):
@@ -272,7 +279,7 @@ def executions_with_any_recomputation(layers, budget):
     [(4, 5, 10), (4, 7, 9), (6, 5, 16), (6, 7, 14), (8, 5, 22), (8, 7, 20)],
 )
 def test_known_optima_of_chains(layers, budget, executions):
-    answer = solve(chain(layers, budget))
+    answer = solve(chain(layers, budget), SolverOptions())
     assert answer.optimal
     outcome = outcome_of(chain(layers, budget), answer.choice)
     assert outcome.peak_bytes <= budget
@@ -284,8 +291,8 @@ def test_a_chain_that_needs_a_tensor_three_times():
     assert executions_with_any_recomputation(6, 4) == 18
     assert executions_with_any_recomputation(6, 5) == 16
     assert all(not outcome.fits(chain(6, 4)) for _, outcome in all_choices(chain(6, 4)))
-    assert solve(chain(6, 4)).infeasible
-    assert solve(chain(6, 4), least_peak=True).choice is not None
+    assert solve(chain(6, 4), SolverOptions()).infeasible
+    assert solve(chain(6, 4), SolverOptions(least_peak=True)).choice is not None
 
 
 ROWS, WIDTH, CLASSES = 64, 16, 1000

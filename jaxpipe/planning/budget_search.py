@@ -23,8 +23,8 @@ from jaxpipe.planning.compile_plan import with_step
 from jaxpipe.planning.level_search import INEXACT, LevelSearch
 from jaxpipe.planning.list_candidates import cut_again, leanest, list_candidates, price
 from jaxpipe.planning.price_storage import longest_microbatch, price_storage
-from jaxpipe.planning.storage.program_front import Solving, reruns_products
-from jaxpipe.planning.storage.solver_time import SolverTime
+from jaxpipe.planning.storage.program_front import reruns_products
+from jaxpipe.planning.storage.solving import Solving
 from jaxpipe.planning.storage.stage_levels import StageLevels
 from jaxpipe.planning.trace_request import trace_request
 from jaxpipe.text.progress import phase, tell
@@ -51,7 +51,7 @@ class BudgetSearch:
         limit = max(LEAST_SECONDS, SOLVER_SHARE * traced.trace_seconds)
         limit = multihost.from_first(lambda: limit) if options.time_limit is None else options.time_limit
         self.candidates, self._log, self._compiles = candidates, log, options.compile is not False
-        self._solving = Solving(options.solver, SolverTime(limit))
+        self._solving = Solving(options.solver, limit)
         self._searches: dict[Candidate, LevelSearch] = {}
         self._levels: dict[Candidate, StageLevels] = {}
         self._wrong: tuple[int, ...] | None = None

@@ -3,14 +3,13 @@
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 from jaxpipe.errors import PartitionError
 from jaxpipe.options import Solver
 from jaxpipe.planning.storage.greedy import give_up, give_up_all
 from jaxpipe.planning.storage.kept_solutions import kept_or_solved
 from jaxpipe.planning.storage.small_items import SHARE, without_small_items
-from jaxpipe.planning.storage.storage_problem import NOT_STORED, Outcome, Problem, Solution, outcome_of
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, Outcome, Problem, SolverOptions, outcome_of
 
 
 #: A solver's numbers are exact to this fraction; one that is over the limit by so little is solved again.
@@ -45,12 +44,10 @@ class Answer:
         return (seconds - self.bound) / seconds if seconds > self.bound else 0.0
 
 
-def choose(
-    problem: Problem, *, solver: str | Solver = "HIGHS", time_limit: float = 10.0, gap: float = 0.0, slack: float = 0.0
-) -> Answer | None:
+def choose(problem: Problem, options: SolverOptions) -> Answer | None:
     """The fastest choice within the limits, as far as it is found in the time; None if none was found.
 
-    Without any time, the solver is not called, nor where it cannot save more than ``slack`` seconds.
+    The solver is not called where it cannot save more than the slack.
     """
     if problem.capacity < max(problem.base):
         return None
@@ -60,16 +57,17 @@ def choose(
     if greedy is not None:
         outcome = outcome_of(problem, greedy)
         assert outcome is not None
-        if outcome.seconds <= least + slack:
+        if outcome.seconds <= least + options.slack:
             return Answer(greedy, outcome, "optimal" if outcome.seconds <= least else "gap", least)
         candidates.append((1, greedy))
-    solved = _solve(problem, solver, time_limit, gap, slack)
+    small = max(SHARE, options.gap)
+    solved = kept_or_solved(without_small_items(problem, small), options)
     if solved.choice is not None:
         outcome = outcome_of(problem, solved.choice)
         if outcome is not None and not outcome.fits(problem):
             # Once more, with the capacity lowered by what the solver's arithmetic leaves open.
             strict = replace(problem, capacity=problem.capacity * (1 - ACCURACY))
-            solved = _solve(strict, solver, time_limit, gap, slack)
+            solved = kept_or_solved(without_small_items(strict, small), options)
             outcome = None if solved.choice is None else outcome_of(problem, solved.choice)
         if solved.choice is not None and outcome is not None and outcome.fits(problem):
             candidates.append((0, solved.choice))
@@ -94,27 +92,6 @@ def greedy_choice(problem: Problem) -> Answer | None:
         return None
     choice, outcome = _tidy(problem, choice)
     return Answer(choice, outcome, "greedy", least_seconds(problem))
-
-
-def _solve(
-    problem: Problem,
-    solver: str | Solver,
-    time_limit: float,
-    gap: float,
-    slack: float = 0.0,
-    *,
-    least_peak: bool = False,
-) -> Solution:
-    """Ask a solver, if there is time for it, or take what it found before."""
-
-    def solve(*args: Any, **options: Any) -> Solution:
-        from jaxpipe.planning.storage import integer_program  # cvxpy takes a second to import
-
-        return integer_program.solve(*args, **options)
-
-    reduced = without_small_items(problem, SHARE if least_peak else max(SHARE, gap))
-    limits = {"time_limit": time_limit, "gap": gap, "slack": slack, "least_peak": least_peak}
-    return kept_or_solved(solve, reduced, solver=solver, **limits)
 
 
 def check_solver(solver: str | Solver) -> str | Solver:
@@ -143,14 +120,12 @@ def raised(budget: int, least: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)  # asked again with every budget; a problem holds numbers alone
-def lowest_peak(
-    problem: Problem, *, solver: str | Solver = "HIGHS", time_limit: float = 10.0, gap: float = 0.0
-) -> Answer | None:
+def lowest_peak(problem: Problem, options: SolverOptions) -> Answer | None:
     """A choice with as low a peak as is found in the time, whatever it costs; None if nothing can be had at all.
 
     Equal problems have equal answers, also where the time was too short to prove that nothing is lower.
     """
-    solved = _solve(problem, solver, time_limit, gap, least_peak=True)
+    solved = kept_or_solved(without_small_items(problem), replace(options, gap=0.0, least_peak=True))
     choices = [choice for choice in (solved.choice, give_up_all(problem)) if choice is not None]
     answers = [_tidy(problem, choice) for choice in choices if outcome_of(problem, choice) is not None]
     if not answers:

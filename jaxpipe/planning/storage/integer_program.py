@@ -28,9 +28,15 @@ import numpy as np
 from cvxpy.error import SolverError
 from scipy.sparse import csr_array
 
-from jaxpipe.options import Solver
 from jaxpipe.planning.storage.quiet_solver import silence_highs
-from jaxpipe.planning.storage.storage_problem import NOT_STORED, Option, Problem, Solution, outcome_of
+from jaxpipe.planning.storage.storage_problem import (
+    NOT_STORED,
+    Option,
+    Problem,
+    Solution,
+    SolverOptions,
+    outcome_of,
+)
 
 
 #: What storing as many bytes as there are in all costs beside the costliest item: of equals, the smallest stash.
@@ -96,25 +102,9 @@ def _program(problem: Problem) -> _Program:
     )
 
 
-def solve(
-    problem: Problem,
-    *,
-    solver: str | Solver = "HIGHS",
-    time_limit: float = 10.0,
-    gap: float = 0.0,
-    slack: float = 0.0,
-    least_peak: bool = False,
-) -> Solution:
-    """Ask a solver.
-
-    Args:
-      problem: what is to be chosen.
-      solver: the name of a mixed-integer solver that cvxpy finds, or a solver of the caller's own.
-      time_limit: seconds, for HiGHS itself and through SciPy, and a solver of one's own; others are not limited.
-      gap: relative difference from the bound at which to stop.
-      slack: the same in seconds; HiGHS alone can be told.
-      least_peak: make the peak as low as can be, whatever it costs, instead of keeping to the capacity.
-    """
+def solve(problem: Problem, options: SolverOptions) -> Solution:
+    """Ask a solver."""
+    least_peak = options.least_peak
     if not any(item.options for item in problem.items):  # nothing to choose, and a solver would refuse
         choice = (NOT_STORED,) * len(problem.items)
         outcome = outcome_of(problem, choice)
@@ -131,7 +121,7 @@ def solve(
         constraints += limits
         if np.isfinite(problem.capacity):
             constraints.append(memory <= problem.capacity / program.unit)
-    return _solved(program, cp.Problem(cp.Minimize(objective), constraints), scale, solver, time_limit, gap, slack)
+    return _solved(program, cp.Problem(cp.Minimize(objective), constraints), scale, options)
 
 
 def _choices(program: _Program) -> list[cp.Constraint]:
@@ -315,27 +305,20 @@ def _seconds(program: _Program) -> tuple[cp.Expression, float, list[cp.Constrain
     return cost + late, unit, limits
 
 
-def _solved(
-    program: _Program,
-    problem: cp.Problem,
-    scale: float,
-    solver: str | Solver,
-    time_limit: float,
-    gap: float,
-    slack: float,
-) -> Solution:
-    limits = {"time_limit": time_limit, "mip_rel_gap": gap}
-    for_highs = {**limits, "mip_abs_gap": max(1e-6, slack / scale), "random_seed": 0}  # 1e-6: as without a slack
-    options = {"HIGHS": for_highs, "SCIPY": {"scipy_options": limits}}
+def _solved(program: _Program, problem: cp.Problem, scale: float, options: SolverOptions) -> Solution:
+    solver, limits = options.solver, {"time_limit": options.time_limit, "mip_rel_gap": options.gap}
+    # The least absolute gap is that without a slack.
+    for_highs = {**limits, "mip_abs_gap": max(1e-6, options.slack / scale), "random_seed": 0}
+    settings = {"HIGHS": for_highs, "SCIPY": {"scipy_options": limits}}
     if solver == "HIGHS":
         silence_highs()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if isinstance(solver, str):
-                problem.solve(solver=solver, **options.get(solver, {}))
+                problem.solve(solver=solver, **settings.get(solver, {}))
             else:
-                solver.solve(problem, time_limit=time_limit, gap=gap)
+                solver.solve(problem, time_limit=options.time_limit, gap=options.gap)
     except SolverError:
         return Solution()
     infeasible = problem.status in (cp.INFEASIBLE, cp.INFEASIBLE_INACCURATE)

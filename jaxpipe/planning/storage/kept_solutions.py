@@ -5,13 +5,11 @@ must be met by the next process, so that solutions that are not proven to be the
 ``$JAXPIPE_CACHE_DIR/solutions``, or else in the user's cache folder. They may be deleted at any time.
 """
 
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 from jaxpipe.costs.profile_cache import cache_folder
-from jaxpipe.options import Solver
-from jaxpipe.planning.storage.storage_problem import Problem, Solution, outcome_of
+from jaxpipe.planning.storage.storage_problem import Problem, Solution, SolverOptions, outcome_of
 from jaxpipe.text.kept_files import keep, read_kept
 from jaxpipe.text.stable_text import digest, stable_text
 
@@ -20,31 +18,24 @@ from jaxpipe.text.stable_text import digest, stable_text
 PATIENCE = 4
 
 
-def kept_or_solved(
-    solve: Callable[..., Solution],
-    problem: Problem,
-    *,
-    solver: str | Solver,
-    time_limit: float,
-    gap: float,
-    slack: float = 0.0,
-    least_peak: bool,
-) -> Solution:
+def kept_or_solved(problem: Problem, options: SolverOptions) -> Solution:
     """Return the solution of a solver within some time, or that of an earlier call that had about as much.
 
     Without any time, the solver is not called. What is proven is found again without being kept.
     """
-    path = _path(problem, solver if isinstance(solver, str) else stable_text(solver), gap, slack, least_peak)
+    path = _path(problem, options)
     kept, seconds = _load(path, problem)
-    if kept is not None and PATIENCE * seconds >= time_limit:
+    if kept is not None and PATIENCE * seconds >= options.time_limit:
         return kept
-    if time_limit <= 0:
+    if options.time_limit <= 0:
         return Solution()
-    solution = solve(problem, solver=solver, time_limit=time_limit, gap=gap, slack=slack, least_peak=least_peak)
+    from jaxpipe.planning.storage import integer_program  # cvxpy takes a second to import
+
+    solution = integer_program.solve(problem, options)
     if solution.optimal or solution.infeasible:
         return solution
-    solution = _better(problem, kept, solution, least_peak)
-    keep(path, {**asdict(solution), "seconds": time_limit})
+    solution = _better(problem, kept, solution, options.least_peak)
+    keep(path, {**asdict(solution), "seconds": options.time_limit})
     return solution
 
 
@@ -58,8 +49,10 @@ def _better(problem: Problem, kept: Solution | None, new: Solution, least_peak: 
     return min(rated)[2] if rated else new
 
 
-def _path(problem: Problem, *settings: object) -> Path:
-    return cache_folder().parent / "solutions" / f"{digest(repr((problem, *settings)))}.json"
+def _path(problem: Problem, options: SolverOptions) -> Path:
+    solver = options.solver if isinstance(options.solver, str) else stable_text(options.solver)
+    settings = problem, solver, options.gap, options.slack, options.least_peak
+    return cache_folder().parent / "solutions" / f"{digest(repr(settings))}.json"
 
 
 def _load(path: Path, problem: Problem) -> tuple[Solution | None, float]:

@@ -10,7 +10,7 @@ from jaxpipe.graph.graph import Graph, Operator, is_differentiable
 from jaxpipe.options import Solver
 from jaxpipe.planning.storage.fastest_choice import Answer, check_solver, choose, lowest_peak, raised
 from jaxpipe.planning.storage.storage_items import Items, limited, stage_items, storage_plan
-from jaxpipe.planning.storage.storage_problem import NOT_STORED, outcome_of
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, SolverOptions, outcome_of
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import ResidualPlan
 from jaxpipe.residuals.vjp_program import VJPProgram
@@ -118,7 +118,7 @@ def plan_storage(
       >>> plan_storage(graph, "16KiB").status
       'optimal'
     """
-    budget, solver = int(parse_bytes(budget_bytes)), check_solver(solver)
+    budget, options = int(parse_bytes(budget_bytes)), SolverOptions(check_solver(solver), time_limit, gap)
     if isinstance(stage, Graph):
         wrt = [t for t in stage.inputs if is_differentiable(stage.tensors[t].aval)]
         stage = vjp_program.build(stage, wrt, held=stage.inputs)
@@ -128,13 +128,13 @@ def plan_storage(
     problem = functools.partial(limited, items, held=in_flight - 1)
     default = outcome_of(problem(math.inf), items.default)
     asked = budget
-    answer = choose(problem(budget), solver=solver, time_limit=time_limit, gap=gap)
+    answer = choose(problem(budget), options)
     if answer is None:
-        lowest = lowest_peak(problem(math.inf), solver=solver, time_limit=time_limit)
+        lowest = lowest_peak(problem(math.inf), options)
         if lowest is None or not allow_over_budget:
             raise _too_small(items, budget, lowest)
         budget = raised(asked, lowest.outcome.peak_bytes)
-        answer = choose(problem(budget), solver=solver, time_limit=time_limit, gap=gap) or lowest
+        answer = choose(problem(budget), options) or lowest
     before = 0.0 if default is None else default.seconds
     return StoragePlan(
         tensors=_rows(items, answer),

@@ -14,13 +14,12 @@ from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.allowed_codecs import Policy
 from jaxpipe.graph.graph import Operator
 from jaxpipe.graph.op_cost import is_product
-from jaxpipe.options import Solver
 from jaxpipe.planning.storage.choose_swaps import Targets
-from jaxpipe.planning.storage.fastest_choice import Answer, choose, greedy_choice, least_seconds, lowest_peak
+from jaxpipe.planning.storage.fastest_choice import Answer, greedy_choice, least_seconds, lowest_peak
 from jaxpipe.planning.storage.hand_placed import Placement, hand_placed
-from jaxpipe.planning.storage.solver_time import SolverTime
+from jaxpipe.planning.storage.solving import Solving
 from jaxpipe.planning.storage.storage_items import Items, limited, storage_plan
-from jaxpipe.planning.storage.storage_problem import NOT_STORED, Option, Problem, outcome_of
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, Option, Problem, SolverOptions, outcome_of
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import GPU_RERUN_SHARE, ResidualPlan, default_plan
 from jaxpipe.residuals.vjp_program import VJPProgram
@@ -30,38 +29,6 @@ from jaxpipe.targets.building import current
 #: Where memory is left, products that run again may take an eighth less of the time that default storage allows, two
 #: eighths less, and so on.
 RERUN_LEVELS = 8
-
-#: How far from the best a search may stop: the share of a micro-batch's seconds on the slowest stage that a better
-#: choice could save, or of what codecs and recomputation take.
-GAP = 0.01
-
-
-@dataclass(frozen=True)
-class Solving:
-    """A solver, and the time that it has for a plan.
-
-    Attributes:
-      solver: for cvxpy, or one that solves its problems.
-      time: what is left for them.
-    """
-
-    solver: str | Solver
-    time: SolverTime
-    _fronts: dict[Problem, list[tuple[float, Answer]]] = field(default_factory=dict)
-
-    def fastest(self, problem: Problem, slack: float) -> tuple[Answer | None, float]:
-        """Return the fastest choice but for ``slack`` seconds, and the seconds that it took to find.
-
-        Equal stages have one front: what was the fastest within more bytes, and is within these, is so still.
-        """
-        front = self._fronts.setdefault(replace(problem, capacity=math.inf), [])
-        for capacity, answer in front:
-            if answer.outcome.peak_bytes <= problem.capacity <= (1 + GAP) * capacity:
-                return answer, 0.0
-        answer, spent = self.time.solve(choose, problem, solver=self.solver, gap=GAP, slack=slack)
-        if answer is not None:
-            front.append((problem.capacity, answer))
-        return answer, spent
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,7 +184,7 @@ class Front:
     @cached_property
     def smallest(self) -> Point:
         """The smallest point that is found without a solver, whatever it costs."""
-        answers = ((way, lowest_peak(self._problem(way, math.inf), time_limit=0.0)) for way in self.ways)
+        answers = ((way, lowest_peak(self._problem(way, math.inf), SolverOptions(time_limit=0.0))) for way in self.ways)
         points = [self._point(way, answer) for way, answer in answers if answer is not None]
         return min(points, key=lambda point: point.bytes, default=self.default)
 

@@ -20,7 +20,8 @@ from jaxpipe.graph.allowed_codecs import FAST, Policy
 from jaxpipe.graph.sharding_propagation import of_one_device, propagate
 from jaxpipe.planning.storage.choose_swaps import SwapLink, Targets, choose_targets
 from jaxpipe.planning.storage.prices import Prices
-from jaxpipe.planning.storage.program_front import GAP, RERUN_LEVELS, Front, Point, Solving, Way
+from jaxpipe.planning.storage.program_front import RERUN_LEVELS, Front, Point, Way
+from jaxpipe.planning.storage.solving import GAP, Solving
 from jaxpipe.planning.storage.storage_items import Items, stage_items
 from jaxpipe.residuals.backward_graph import BackwardGraph
 from jaxpipe.residuals.sliced_program import in_slices
@@ -129,10 +130,10 @@ class StageLevels:
     def program_at(self, place: int) -> tuple[Program, tuple[Fitted, ...]]:
         """Return the program of a level, and how the storage of each stage was chosen."""
         if place not in self._points:
-            room, time = self.rooms[place], self._solving.time
+            room, solving = self.rooms[place], self._solving
             tell(
                 f"{self.program.schedule.name}: choosing what {len(self.program.stages)} stage(s) store within "
-                f"{bytes_text(room)}; solvers took {time.spent:.1f} of {time.limit:.1f} s"
+                f"{bytes_text(room)}; solvers took {solving.spent:.1f} of {solving.limit:.1f} s"
             )
             self._points[place] = self._within(room)
         points = self._points[place]

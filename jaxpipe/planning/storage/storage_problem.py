@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
+from jaxpipe.options import Solver
+
 
 #: The choice of an item that is not stored.
 NOT_STORED = -1
@@ -134,6 +136,26 @@ class Outcome:
     def fits(self, problem: Problem) -> bool:
         """Return whether the limits of a problem hold."""
         return self.swapped_bytes <= problem.most_swapped and self.peak_bytes <= problem.capacity
+
+
+@dataclass(frozen=True)
+class SolverOptions:
+    """Settings of a solver.
+
+    Attributes:
+      solver: the name of a mixed-integer solver that cvxpy finds, or a solver of the caller's own.
+      time_limit: seconds, for HiGHS itself and through SciPy, and a solver of one's own; others are not limited. At 0
+        no solver is asked.
+      gap: relative difference from the bound at which to stop.
+      slack: the same in seconds; HiGHS alone can be told.
+      least_peak: make the peak as low as can be, whatever it costs, instead of keeping to the capacity.
+    """
+
+    solver: str | Solver = "HIGHS"
+    time_limit: float = 10.0
+    gap: float = 0.0
+    slack: float = 0.0
+    least_peak: bool = False
 
 
 @dataclass(frozen=True)

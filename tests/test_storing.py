@@ -14,6 +14,7 @@ from jaxpipe.graph.graph import is_differentiable, trace
 from jaxpipe.planning.storage.fastest_choice import lowest_peak
 from jaxpipe.planning.storage.greedy import give_up
 from jaxpipe.planning.storage.integer_program import solve
+from jaxpipe.planning.storage.prices import Prices
 from jaxpipe.planning.storage.storage_items import stage_items
 from jaxpipe.planning.storage.storage_problem import (
     NOT_STORED,
@@ -25,6 +26,7 @@ from jaxpipe.planning.storage.storage_problem import (
 )
 from jaxpipe.residuals.vjp_program import build
 from jaxpipe.targets.building import building_for
+from jaxpipe.targets.rates import OTHER
 
 
 def all_choices(problem):
@@ -309,7 +311,7 @@ def events_of(platform):
     with building_for(platform):
         graph = trace(loss, jnp.ones((ROWS, WIDTH)), *weights, jnp.zeros(ROWS, jnp.int32))
         stage = build(graph, [t for t in graph.inputs if is_differentiable(graph.tensors[t].aval)], held=graph.inputs)
-        problem = stage_items(stage.backward_graph, stage.plan, lambda op: 1.0, 1e9, graph.inputs).problem
+        problem = stage_items(stage, Prices(OTHER), graph.inputs).problem
     return problem.base, max(problem.items, key=lambda item: item.bytes)
 
 
@@ -341,9 +343,7 @@ def convolution_events(platform):
     with building_for(platform):
         graph = trace(loss, *arguments).with_parameters([False, True, True])
         stage = build(graph, graph.inputs[1:], held=graph.inputs)
-        return stage_items(
-            stage.backward_graph, stage.plan, lambda op: 1.0, 1e9, graph.inputs, released=graph.inputs[1:]
-        ).problem
+        return stage_items(stage, Prices(OTHER), graph.inputs, released=graph.inputs[1:]).problem
 
 
 def test_on_a_gpu_a_convolution_frees_what_its_kernels_gradient_reads_before_its_inputs_cotangent():

@@ -25,7 +25,7 @@ from jaxpipe.planning.list_candidates import cut_again, leanest, list_candidates
 from jaxpipe.planning.price_storage import longest_microbatch, price_storage
 from jaxpipe.planning.storage.program_front import reruns_products
 from jaxpipe.planning.storage.solving import Solving
-from jaxpipe.planning.storage.stage_levels import StageLevels
+from jaxpipe.planning.storage.stage_levels import StageLevels, stage_levels
 from jaxpipe.planning.trace_request import trace_request
 from jaxpipe.text.progress import phase, tell
 from jaxpipe.text.units import bytes_text, seconds_text
@@ -154,7 +154,7 @@ class BudgetSearch:
             needs = candidate.graphs.needs(candidate.default, candidate.program)
             besides = self._estimated(candidate).besides_of(needs)
             self._wrong = self._wrong or tuple(map(operator.sub, besides, candidate.held_bytes))
-            levels = self._estimated(candidate).with_besides(besides)
+            levels = replace(self._estimated(candidate), besides=besides)
             self._searches[candidate] = LevelSearch(candidate, levels, self._with_step if self._compiles else None)
         return self._searches[candidate]
 
@@ -166,13 +166,13 @@ class BudgetSearch:
         if candidate not in self._levels:
             program, partition, request = candidate.program, candidate.partition, candidate.traced.request
             prices, period = price_storage(request, program, partition), longest_microbatch(program, partition)
-            self._levels[candidate] = StageLevels(
+            self._levels[candidate] = stage_levels(
                 program, candidate.held_bytes, prices, self._solving, period, request.policy
             )
         levels = self._levels[candidate]
         if self._wrong is None or len(self._wrong) != candidate.program.num_devices:
             return levels
-        return levels.with_besides(tuple(map(operator.add, candidate.held_bytes, self._wrong)))
+        return replace(levels, besides=tuple(map(operator.add, candidate.held_bytes, self._wrong)))
 
     def _with_step(self, planned: PlannedStep) -> PlannedStep:
         """Compile a plan, once for equal programs."""

@@ -26,7 +26,7 @@ def price_storage(request: Request, program: Program, partition: Partition) -> P
     if request.network is None:  # nobody has said that devices exchange more than messages
         links = replace(links, bandwidth=tuple((0.0,) * len(row) for row in links.bandwidth))
     scale = sum(profile.forward_seconds) / estimated if estimated else 1.0
-    return Prices(profiled, rates_in(profile), scale, _slowness(program, partition), links)
+    return Prices(rates_in(profile), profiled, scale, _slowness(program, partition), links)
 
 
 def longest_microbatch(program: Program, partition: Partition) -> float:

@@ -8,7 +8,6 @@ depend on a budget.
 """
 
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,17 +15,15 @@ from functools import cached_property
 import jax
 
 from jaxpipe.array_types import Device
-from jaxpipe.costs.kernels import operator_seconds
 from jaxpipe.planning.storage.hand_placed import POLICIES, Placement
-from jaxpipe.planning.storage.program_front import RERUN_LEVELS, Front, Point, Way
-from jaxpipe.planning.storage.storage_items import Items, stage_items
+from jaxpipe.planning.storage.prices import Prices
+from jaxpipe.planning.storage.program_front import RERUN_LEVELS, Front, Point
+from jaxpipe.planning.storage.storage_items import stage_items
 from jaxpipe.residuals.checkpointed_passes import CheckpointedPasses, checkpointed_blocks
 from jaxpipe.residuals.chosen_storage import DecoratedProgram, Passes, Storage
 from jaxpipe.residuals.stored_passes import StoredPasses
-from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.targets.building import building_for, current
 from jaxpipe.targets.known import target_of
-from jaxpipe.targets.rates import Rates
 from jaxpipe.targets.target import Target
 
 
@@ -159,25 +156,13 @@ def _parsed(level: str) -> tuple[str, int]:
 
 def step_front(programs: Mapping[str, DecoratedProgram], device: Device) -> StepFront:
     """Return the levels of a step on a device."""
-    rates = target_of(device).rates
+    prices = Prices(target_of(device).rates)
     with building_for(device):
-        fronts = {key: _front(program, rates) for key, program in programs.items()}
+        fronts = {key: _front(program, prices) for key, program in programs.items()}
     return StepFront(fronts, target_of(device))
 
 
-def _front(program: DecoratedProgram, rates: Rates) -> Front:
-    def items_of(vjp: VJPProgram) -> Items:
-        price = functools.partial(operator_seconds, tensors=vjp.graph.tensors, rates=rates)
-        return stage_items(vjp.backward_graph, vjp.plan, price, rates.bytes, program.held)
-
-    vjp = program.default
-    ways = [Way(vjp, items_of(vjp))]
-    seconds = {op: operator_seconds(op, program.graph.tensors, rates) for op in program.graph.operators}
-    sliced = program.sliced
-    if sliced is not None:
-        again = sum(seconds[op] for op in sliced.operators)
-        ways.append(Way(sliced.vjp, items_of(sliced.vjp), again, sliced.count))
-    # No solver: it takes longer than tracing.
-    return Front(
-        tuple(ways), items_of, held=None, home=0, period=math.inf, slack=0.0, solving=None, policy=program.policy
-    )
+def _front(program: DecoratedProgram, prices: Prices) -> Front:
+    """Return the front of a program, without a solver: it takes longer than tracing."""
+    items_of = functools.partial(stage_items, prices=prices, held=program.held)
+    return Front(program.default, program.sliced, items_of, prices.seconds, program.policy)

@@ -25,11 +25,11 @@ class Links:
       host_latency: the same, in seconds.
     """
 
-    bandwidth: tuple[tuple[float, ...], ...]
-    latency: tuple[tuple[float, ...], ...]
-    host_bytes: int
-    host_bandwidth: tuple[float, ...]
-    host_latency: tuple[float, ...]
+    bandwidth: tuple[tuple[float, ...], ...] = ()
+    latency: tuple[tuple[float, ...], ...] = ()
+    host_bytes: int = 0
+    host_bandwidth: tuple[float, ...] = ()
+    host_latency: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,13 @@
 """``plan_storage``: what one stage stores under a budget."""
 
-import functools
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from jaxpipe.costs.kernels import operator_seconds
 from jaxpipe.errors import MemoryBudgetError
-from jaxpipe.graph.graph import Graph, Operator, is_differentiable
+from jaxpipe.graph.graph import Graph, is_differentiable
 from jaxpipe.options import Solver
 from jaxpipe.planning.storage.fastest_choice import Answer, check_solver, choose, lowest_peak, raised
-from jaxpipe.planning.storage.storage_items import Items, limited, stage_items, storage_plan
+from jaxpipe.planning.storage.prices import Prices
+from jaxpipe.planning.storage.storage_items import Items, stage_items, storage_plan
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, SolverOptions, outcome_of
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import ResidualPlan
@@ -122,23 +120,21 @@ def plan_storage(
     if isinstance(stage, Graph):
         wrt = [t for t in stage.inputs if is_differentiable(stage.tensors[t].aval)]
         stage = vjp_program.build(stage, wrt, held=stage.inputs)
-    graph = stage.graph
-    price = functools.partial(_seconds, graph, rates)
-    items = stage_items(stage.backward_graph, stage.plan, price, rates.bytes, graph.inputs)
-    problem = functools.partial(limited, items, held=in_flight - 1)
-    default = outcome_of(problem(math.inf), items.default)
+    items = stage_items(stage, Prices(rates), stage.graph.inputs)
+    unlimited = replace(items.problem, held=in_flight - 1)
+    default = outcome_of(unlimited, items.default)
     asked = budget
-    answer = choose(problem(budget), options)
+    answer = choose(replace(unlimited, capacity=budget), options)
     if answer is None:
-        lowest = lowest_peak(problem(math.inf), options)
+        lowest = lowest_peak(unlimited, options)
         if lowest is None or not allow_over_budget:
             raise _too_small(items, budget, lowest)
         budget = raised(asked, lowest.outcome.peak_bytes)
-        answer = choose(problem(budget), options) or lowest
+        answer = choose(replace(unlimited, capacity=budget), options) or lowest
     before = 0.0 if default is None else default.seconds
     return StoragePlan(
         tensors=_rows(items, answer),
-        choices=storage_plan(items, answer.choice),
+        choices=storage_plan(stage.backward_graph, items, answer.choice),
         budget_bytes=budget,
         peak_bytes=answer.outcome.peak_bytes,
         stash_bytes=answer.outcome.stash_bytes,
@@ -147,10 +143,6 @@ def plan_storage(
         status=answer.status,
         raised_from=asked if budget > asked else None,
     )
-
-
-def _seconds(graph: Graph, rates: Rates, op: Operator) -> float:
-    return operator_seconds(op, graph.tensors, rates)
 
 
 def _rows(items: Items, answer: Answer) -> tuple[TensorChoice, ...]:

@@ -1,7 +1,7 @@
 """The seconds that storage costs a stage: operators that are computed again, codecs, swaps."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxpipe.array_types import TensorNumber
 from jaxpipe.costs.kernels import operator_seconds
@@ -15,18 +15,18 @@ class Prices:
     """Costs of computing again, of codecs and of swaps.
 
     Attributes:
-      profiled: by the first result and the name of an operator, its seconds as profiled.
       rates: of the profiled device.
+      profiled: by the first result and the name of an operator, its seconds as profiled.
       scale: profiled seconds for each estimated one.
       slow: by stage, how many times slower than the profiled device the stage's own is, or are together.
       links: between the devices of stages, and to their host's memory if stashes may go there.
     """
 
-    profiled: Mapping[tuple[TensorNumber, str], float]
     rates: Rates
-    scale: float
-    slow: tuple[float, ...]
-    links: Links
+    profiled: Mapping[tuple[TensorNumber, str], float] = field(default_factory=dict)
+    scale: float = 1.0
+    slow: tuple[float, ...] = ()
+    links: Links = field(default_factory=Links)
 
     @property
     def bytes_per_second(self) -> float:

@@ -12,16 +12,17 @@ from functools import cached_property
 
 from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.allowed_codecs import Policy
-from jaxpipe.graph.graph import Operator
+from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.op_cost import is_product
 from jaxpipe.planning.storage.choose_swaps import Targets
 from jaxpipe.planning.storage.fastest_choice import Answer, greedy_choice, least_seconds, lowest_peak
 from jaxpipe.planning.storage.hand_placed import Placement, hand_placed
 from jaxpipe.planning.storage.solving import Solving
-from jaxpipe.planning.storage.storage_items import Items, limited, storage_plan
+from jaxpipe.planning.storage.storage_items import Items, storage_plan
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Option, Problem, SolverOptions, outcome_of
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import GPU_RERUN_SHARE, ResidualPlan, default_plan
+from jaxpipe.residuals.sliced_program import SlicedProgram
 from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.targets.building import current
 
@@ -95,14 +96,14 @@ class Point:
     @cached_property
     def plan(self) -> ResidualPlan:
         """The format of each tensor."""
-        items, choice = self.way.items, self.answer.choice
-        return self.way.vjp.plan if choice == items.default else storage_plan(items, choice)
+        vjp, items, choice = self.way.vjp, self.way.items, self.answer.choice
+        return vjp.plan if choice == items.default else storage_plan(vjp.backward_graph, items, choice)
 
     @cached_property
     def vjp(self) -> VJPProgram:
         """The programs with this storage."""
         same = self.plan is self.way.vjp.plan
-        return self.way.vjp if same else vjp_program.assemble(self.way.items.backward_graph, self.plan)
+        return self.way.vjp if same else vjp_program.assemble(self.way.vjp.backward_graph, self.plan)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,29 +111,42 @@ class Front:
     """The points of one program.
 
     Attributes:
-      ways: the program as it is, and others.
-      items_of: gives the items of a way's programs.
+      vjp: the program as it is.
+      sliced: with its largest product in slices, if it can be.
+      items_of: gives the items of programs.
+      price: gives the seconds of an operator that runs again.
+      policy: the codecs that it may use.
       held: its stashes at once; None where forward and backward pass are one program, whose only stash goes piece by
         piece. Other stashes are arrays that are there until the backward pass that reads them is done.
       home: its stashes at once on its device where stashes are swapped.
       period: seconds of a micro-batch on the slowest stage, with which swaps overlap.
       slack: seconds of a micro-batch that count for nothing.
       solving: by whom, and how long; None for greedy choices alone.
-      policy: the codecs that it may use.
     """
 
-    ways: tuple[Way, ...]
+    vjp: VJPProgram
+    sliced: SlicedProgram | None
     items_of: Callable[[VJPProgram], Items]
-    held: int | None
-    home: int
-    period: float
-    slack: float
-    solving: Solving | None
+    price: Callable[[Graph, Operator], float]
     policy: Policy
+    held: int | None = None
+    home: int = 0
+    period: float = math.inf
+    slack: float = 0.0
+    solving: Solving | None = None
     spent: list[float] = field(default_factory=list)  # seconds of solvers
     _points: dict[tuple[Way, tuple[int, ...], Targets | None], Point] = field(default_factory=dict)
     _levels: dict[int, Point] = field(default_factory=dict)
     _swapping: dict[tuple[Way, Targets], Way] = field(default_factory=dict)
+
+    @cached_property
+    def ways(self) -> tuple[Way, ...]:
+        """The program as it is, and in slices."""
+        way, sliced = Way(self.vjp, self.items_of(self.vjp)), self.sliced
+        if sliced is None:
+            return (way,)
+        again = sum(self.price(self.vjp.graph, op) for op in sliced.operators)
+        return way, Way(sliced.vjp, self.items_of(sliced.vjp), again, sliced.count)
 
     @cached_property
     def default(self) -> Point:
@@ -143,7 +157,7 @@ class Front:
     def hand_placed(self) -> dict[Placement, Point]:
         """Checkpoints as people place them."""
         way, points = self.ways[0], {}
-        for placement, choice in hand_placed(way.items).items():
+        for placement, choice in hand_placed(way.vjp.graph, way.items).items():
             outcome = outcome_of(self._problem(way, math.inf), choice)
             if outcome is not None:
                 points[placement] = self._point(way, Answer(choice, outcome, "checkpoints", outcome.seconds))
@@ -152,7 +166,7 @@ class Front:
     @cached_property
     def reruns_products(self) -> bool:
         """True if products run again with default storage, as many as a GPU may."""
-        return reruns_products(self.ways[0].vjp)
+        return reruns_products(self.vjp)
 
     def within(self, room: float, targets: Targets | None = None, *, exact: bool = True) -> Point | None:
         """Return the fastest point of no more bytes than a room; None if no point is small enough.
@@ -202,9 +216,9 @@ class Front:
         if level == RERUN_LEVELS or not self.reruns_products:
             return self.default
         if level not in self._levels:
-            items = self.ways[0].items
-            plan = default_plan(items.backward_graph, self.policy, items.held, GPU_RERUN_SHARE * level / RERUN_LEVELS)
-            vjp = vjp_program.assemble(items.backward_graph, plan)
+            backward_graph, held = self.vjp.backward_graph, self.ways[0].items.held
+            plan = default_plan(backward_graph, self.policy, held, GPU_RERUN_SHARE * level / RERUN_LEVELS)
+            vjp = vjp_program.assemble(backward_graph, plan)
             self._levels[level] = self._by_default(Way(vjp, self.items_of(vjp)), "fewer reruns")
         return self._levels[level]
 
@@ -219,9 +233,7 @@ class Front:
         return self._points.setdefault((way, answer.choice, targets), Point(way, answer, self.held or 0, targets))
 
     def _problem(self, way: Way, capacity: float) -> Problem:
-        if self.held is None:
-            return limited(way.items, capacity, frees=True)
-        return limited(way.items, capacity, held=self.held, frees=False)
+        return replace(way.items.problem, capacity=capacity, held=self.held or 0, frees=self.held is None)
 
     def _with_swaps(self, way: Way, targets: Targets) -> Way:
         """Return a way of which all items may also be in other memory between the passes."""

@@ -13,24 +13,24 @@ The last stage may also run its largest product in slices, logits as a rule, whe
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from jaxpipe.graph.allowed_codecs import FAST, Policy
+from jaxpipe.graph.allowed_codecs import Policy
 from jaxpipe.graph.sharding_propagation import of_one_device, propagate
-from jaxpipe.planning.storage.choose_swaps import SwapLink, Targets, choose_targets
+from jaxpipe.planning.storage.choose_swaps import Links, SwapLink, Targets, choose_targets
 from jaxpipe.planning.storage.prices import Prices
-from jaxpipe.planning.storage.program_front import RERUN_LEVELS, Front, Point, Way
+from jaxpipe.planning.storage.program_front import RERUN_LEVELS, Front, Point
 from jaxpipe.planning.storage.solving import GAP, Solving
 from jaxpipe.planning.storage.storage_items import Items, stage_items
-from jaxpipe.residuals.backward_graph import BackwardGraph
-from jaxpipe.residuals.sliced_program import in_slices
+from jaxpipe.residuals.sliced_program import SlicedProgram, in_slices
 from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.stages import Stage, StashSwap, with_storage
 from jaxpipe.schedules.joined_work import program_kinds
 from jaxpipe.schedules.swap_points import HOST, swap_points
 from jaxpipe.schedules.table import DeviceNumber, StageNumber
+from jaxpipe.sharding.partition_specs import Specs
 from jaxpipe.text.progress import tell
 from jaxpipe.text.units import bytes_text
 
@@ -65,45 +65,35 @@ class Fitted:
     solve_seconds: float = 0.0
 
 
+@dataclass(frozen=True, eq=False)
 class StageLevels:
-    """The levels of a program whose stages are compiled by themselves."""
+    """The levels of a program whose stages are compiled by themselves.
 
-    def __init__(
-        self,
-        program: Program,
-        besides: Sequence[int],
-        prices: Prices,
-        solving: Solving,
-        period: float = 0.0,
-        policy: Policy = FAST,
-        fronts: tuple[Front, ...] | None = None,
-    ):
-        """Nothing is chosen yet.
+    Attributes:
+      program: with default storage.
+      besides: what each device needs besides points.
+      fronts: the points of each stage.
+      links: between the devices of stages, and to their host's memory if stashes may go there.
+      solving: by whom, and how long.
+    """
 
-        Args:
-          program: with default storage.
-          besides: what each device needs besides points.
-          prices: what choices cost.
-          solving: by whom, and how long.
-          period: seconds of a micro-batch on the slowest stage, with which swaps overlap.
-          policy: the codecs that stages may use.
-          fronts: those of the stages, if they are known from other levels of the same program.
-        """
-        self.program, self._besides, self._prices, self._solving = program, tuple(besides), prices, solving
-        self._period, self._policy = period, policy
-        self._fronts = tuple(map(self._front, program.stage_numbers)) if fronts is None else fronts
-        self._points: dict[int, tuple[Point, ...]] = {}
-        self._stages: dict[Point, Stage] = {}
-        self._programs: dict[tuple[Point, ...], Program] = {}
+    program: Program
+    besides: tuple[int, ...]
+    fronts: tuple[Front, ...]
+    links: Links
+    solving: Solving
+    _points: dict[int, tuple[Point, ...]] = field(default_factory=dict, init=False)
+    _stages: dict[Point, Stage] = field(default_factory=dict, init=False)
+    _programs: dict[tuple[Point, ...], Program] = field(default_factory=dict, init=False)
 
     @cached_property
     def rooms(self) -> tuple[float, ...]:
         """The bytes of each level, the most first: no device is estimated to need more."""
         default, least = self._total(self._default), self.least
-        ample = {self._total([front.with_level(k) for front in self._fronts]) for k in range(RERUN_LEVELS)}
+        ample = {self._total([front.with_level(k) for front in self.fronts]) for k in range(RERUN_LEVELS)}
         floor = (1 - INEXACT) * least
         if self._has_links:
-            floor = max(self._besides[d] + self._least_base(d) for d in self.program.device_numbers)
+            floor = max(self.besides[d] + self._least_base(d) for d in self.program.device_numbers)
         rooms = sorted((room for room in ample if room > default), reverse=True)
         rooms += [default - (default - least) * k / ROOMS for k in range(ROOMS + 1)]
         return *rooms, *(least - (least - floor) * k / LOW_ROOMS for k in range(1, LOW_ROOMS + 1) if floor < least)
@@ -111,7 +101,7 @@ class StageLevels:
     @cached_property
     def least(self) -> float:
         """The bytes of the smallest points that are found without a solver, on the fullest device."""
-        return self._total([front.smallest for front in self._fronts])
+        return self._total([front.smallest for front in self.fronts])
 
     @property
     def default_place(self) -> int:
@@ -130,7 +120,7 @@ class StageLevels:
     def program_at(self, place: int) -> tuple[Program, tuple[Fitted, ...]]:
         """Return the program of a level, and how the storage of each stage was chosen."""
         if place not in self._points:
-            room, solving = self.rooms[place], self._solving
+            room, solving = self.rooms[place], self.solving
             tell(
                 f"{self.program.schedule.name}: choosing what {len(self.program.stages)} stage(s) store within "
                 f"{bytes_text(room)}; solvers took {solving.spent:.1f} of {solving.limit:.1f} s"
@@ -150,12 +140,8 @@ class StageLevels:
     @property
     def most_saved_seconds(self) -> float:
         """Seconds by which a step may be shorter than with default storage."""
-        seconds = (front.default.seconds for front in self._fronts if front.reruns_products)
+        seconds = (front.default.seconds for front in self.fronts if front.reruns_products)
         return self.program.num_microbatches * sum(seconds)
-
-    def with_besides(self, besides: Sequence[int]) -> "StageLevels":
-        """Return the levels of the same program for devices that need other bytes besides points."""
-        return StageLevels(self.program, besides, self._prices, self._solving, self._period, self._policy, self._fronts)
 
     def besides_of(self, needs: Sequence[int]) -> tuple[int, ...]:
         """Return the bytes that devices need besides points, if they need so many in all with default storage."""
@@ -166,22 +152,22 @@ class StageLevels:
 
         The stages of a device share its room as they would by default.
         """
-        points = zip(self._found(room, exact=exact), self._fronts, strict=True)
+        points = zip(self._found(room, exact=exact), self.fronts, strict=True)
         return tuple(front.smallest if point is None else point for point, front in points)
 
     def _found(self, room: float, *, exact: bool = True) -> list[Point | None]:
         targets, shared = self._swap_targets(room), self._bytes(self._default)
         points = []
-        for s, front in zip(self.program.stage_numbers, self._fronts, strict=True):
+        for s, front in zip(self.program.stage_numbers, self.fronts, strict=True):
             d = self.program.device(s)
-            share = (room - self._besides[d]) * front.default.bytes / max(1, shared[d])
+            share = (room - self.besides[d]) * front.default.bytes / max(1, shared[d])
             share = math.floor(share + ROUNDING)
             points.append(front.within(share, targets.get(s), exact=exact))
         return points
 
     def _total(self, points: Sequence[Point]) -> float:
         """Return about what the fullest device needs with some points."""
-        return float(max(map(sum, zip(self._besides, self._bytes(points), strict=True))))
+        return float(max(map(sum, zip(self.besides, self._bytes(points), strict=True))))
 
     def _bytes(self, points: Sequence[Point]) -> list[int]:
         """Return the bytes of the points of each device together: all stashes, and one backward pass at a time."""
@@ -194,7 +180,7 @@ class StageLevels:
 
     def _least_base(self, d: DeviceNumber) -> int:
         """Return the bytes that the backward passes of a device's stages need at once whatever is stored."""
-        return max(min(max(way.items.problem.base) for way in self._fronts[s].ways) for s in self._stages_of(d))
+        return max(min(max(way.items.problem.base) for way in self.fronts[s].ways) for s in self._stages_of(d))
 
     def _stages_of(self, d: DeviceNumber) -> list[StageNumber]:
         return [s for s in self.program.stage_numbers if self.program.device(s) == d]
@@ -202,7 +188,7 @@ class StageLevels:
     @property
     def _has_links(self) -> bool:
         """True if there is memory elsewhere, for stashes that leave their device."""
-        program, links = self.program, self._prices.links
+        program, links = self.program, self.links
         linked = links.host_bytes or any(map(any, links.bandwidth))
         return bool(linked) and program.stage_replicas.is_single and program.schedule.has_backward
 
@@ -210,15 +196,15 @@ class StageLevels:
         """Find memory elsewhere for the stages of devices that need more than a room by default, the fullest first."""
         if not self._has_links:
             return {}
-        program, links = self.program, self._prices.links
-        needs = [a + b for a, b in zip(self._besides, self._bytes(self._default), strict=True)]
+        program, links = self.program, self.links
+        needs = [a + b for a, b in zip(self.besides, self._bytes(self._default), strict=True)]
         over = [d for d in program.device_numbers if needs[d] > room]
         apart = [d for d in program.device_numbers if d not in over]
         rooms = {program.schedule.stage(d, 0): room - needs[d] for d in apart}
         chosen: dict[StageNumber, Targets] = {}
         for d in sorted(over, key=lambda d: -needs[d]):
             for s in self._stages_of(d):
-                points, held = swap_points(program.schedule, s), self._fronts[s].held
+                points, held = swap_points(program.schedule, s), self.fronts[s].held
                 if held is None or held <= points.home:
                     continue
                 reach = {t: SwapLink(links.bandwidth[s][t], links.latency[s][t], n) for t, n in rooms.items()}
@@ -228,7 +214,7 @@ class StageLevels:
                 if targets is None:
                     continue
                 chosen[s] = targets
-                size = min(targets.most_bytes, self._fronts[s].default.answer.outcome.stash_bytes)
+                size = min(targets.most_bytes, self.fronts[s].default.answer.outcome.stash_bytes)
                 for target in targets.targets:
                     if target.stage != HOST:
                         rooms[target.stage] -= int(points.away * size * target.share)
@@ -236,55 +222,7 @@ class StageLevels:
 
     @cached_property
     def _default(self) -> tuple[Point, ...]:
-        return tuple(front.default for front in self._fronts)
-
-    def _front(self, s: StageNumber) -> Front:
-        program = self.program
-        stays_apart = len(program_kinds(program.schedule, s)[0]) == 1  # its stash leaves its forward program
-        held = program.in_flight(s)
-        return Front(
-            ways=self._ways(s),
-            items_of=functools.partial(self._items, program.stages[s]),
-            held=held if stays_apart else None,
-            home=swap_points(program.schedule, s).home if stays_apart else 0,
-            period=self._period,
-            slack=GAP * self._period / self._prices.slow[s],
-            solving=self._solving,
-            policy=self._policy,
-        )
-
-    def _ways(self, s: StageNumber) -> tuple[Way, ...]:
-        """Return a stage's program as it is, and of the last stage with its largest product in slices if it can be."""
-        stage, program = self.program.stages[s], self.program
-        assert stage.vjp is not None
-        way = Way(stage.vjp, self._items(stage, stage.vjp))
-        is_last, on_one_device = s == len(program.stages) - 1, program.specs.submesh.size == 1
-        if not is_last or not on_one_device or not stage.is_trained or stage.fold is not None:
-            return (way,)
-        wrt, loss = stage.vjp.backward_graph.wrt, program.objective.results[0]
-        sliced = in_slices(stage.graph, wrt, policy=self._policy, held=stage.used, seeds=[loss])
-        if sliced is None:
-            return (way,)
-        again = sum(self._prices.seconds(stage.graph, op) for op in sliced.operators)
-        return way, Way(sliced.vjp, self._items(stage, sliced.vjp), again, sliced.count)
-
-    def _items(self, stage: Stage, built: VJPProgram) -> Items:
-        """Return the tensors that a program of a stage may store, on one of its devices."""
-        prices = self._prices
-        price = functools.partial(prices.seconds, built.backward_graph.graph)
-        summed = {*stage.parameters, *stage.borrowed}
-        sized = self._of_one_device(built.backward_graph)
-        items = stage_items(sized, built.plan, price, prices.bytes_per_second, stage.used, released=summed)
-        return replace(items, backward_graph=built.backward_graph)
-
-    def _of_one_device(self, backward_graph: BackwardGraph) -> BackwardGraph:
-        """A stage's program with tensors as large as their parts on one of its devices."""
-        specs, graph = self.program.specs, backward_graph.graph
-        if specs.submesh.size == 1:
-            return backward_graph
-        given = {t: specs.of_tensor(t) for t in graph.inputs}
-        split, shape = propagate(graph, given, specs.submesh.shape).specs, specs.submesh.shape
-        return replace(backward_graph, graph=of_one_device(graph, split, shape))
+        return tuple(front.default for front in self.fronts)
 
     def _stage_with(self, stage: Stage, point: Point) -> Stage:
         """Return a stage with the storage of a point; of the same point the same one."""
@@ -303,5 +241,56 @@ class StageLevels:
             Fitted(point.answer.status, point.seconds - front.default.seconds, point.answer.gap, sum(front.spent))
             if point is not front.default
             else Fitted()
-            for point, front in zip(points, self._fronts, strict=True)
+            for point, front in zip(points, self.fronts, strict=True)
         )
+
+
+def stage_levels(
+    program: Program, besides: Sequence[int], prices: Prices, solving: Solving, period: float, policy: Policy
+) -> StageLevels:
+    """Return the levels of a program with default storage; nothing is chosen yet.
+
+    Args:
+      program: with default storage.
+      besides: what each device needs besides points.
+      prices: what choices cost.
+      solving: by whom, and how long.
+      period: seconds of a micro-batch on the slowest stage, with which swaps overlap.
+      policy: the codecs that stages may use.
+    """
+    fronts = []
+    for s, stage in zip(program.stage_numbers, program.stages, strict=True):
+        assert stage.vjp is not None
+        stays_apart = len(program_kinds(program.schedule, s)[0]) == 1  # its stash leaves its forward program
+        front = Front(
+            vjp=stage.vjp,
+            sliced=_in_slices(program, stage, policy),
+            items_of=functools.partial(_items, program.specs, stage, prices),
+            price=prices.seconds,
+            policy=policy,
+            held=program.in_flight(s) if stays_apart else None,
+            home=swap_points(program.schedule, s).home if stays_apart else 0,
+            period=period,
+            slack=GAP * period / prices.slow[s],
+            solving=solving,
+        )
+        fronts.append(front)
+    return StageLevels(program, tuple(besides), tuple(fronts), prices.links, solving)
+
+
+def _in_slices(program: Program, stage: Stage, policy: Policy) -> SlicedProgram | None:
+    """Return the programs of the last stage with its largest product in slices, if that can be."""
+    is_last, on_one_device = stage is program.stages[-1], program.specs.submesh.size == 1
+    if stage.vjp is None or not (is_last and on_one_device and stage.is_trained and stage.fold is None):
+        return None
+    wrt, loss = stage.vjp.backward_graph.wrt, program.objective.results[0]
+    return in_slices(stage.graph, wrt, policy=policy, held=stage.used, seeds=[loss])
+
+
+def _items(specs: Specs, stage: Stage, prices: Prices, vjp: VJPProgram) -> Items:
+    """Return the tensors that a program of a stage may store, as large as their parts on one of its devices."""
+    graph, sized, shape = vjp.graph, None, specs.submesh.shape
+    if specs.submesh.size > 1:
+        split = propagate(graph, {t: specs.of_tensor(t) for t in graph.inputs}, shape).specs
+        sized = replace(vjp.backward_graph, graph=of_one_device(graph, split, shape))
+    return stage_items(vjp, prices, stage.used, {*stage.parameters, *stage.borrowed}, sized)

@@ -6,9 +6,11 @@ masks. All between them is cheap and fuses with what reads it.
 """
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from jax.core import ShapedArray
 
 from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.buffer_packing import alive_bytes
@@ -16,6 +18,7 @@ from jaxpipe.graph.codec import Codec
 from jaxpipe.graph.graph import Graph, Operator, Tensor
 from jaxpipe.graph.liveness import lifetimes
 from jaxpipe.graph.op_cost import weight
+from jaxpipe.planning.storage.prices import Prices
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Option, Problem
 from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, restricted
 from jaxpipe.residuals.choose_formats import (
@@ -31,6 +34,7 @@ from jaxpipe.residuals.choose_formats import (
 from jaxpipe.residuals.codecs.keep import KEEP
 from jaxpipe.residuals.rematerialize import is_heavy, parts
 from jaxpipe.residuals.stored_formats import stored_bytes
+from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.targets.building import current
 
 
@@ -46,7 +50,6 @@ class Items:
     """A problem without limits, and what its items are.
 
     Attributes:
-      backward_graph: the stage.
       problem: items and events; unlimited.
       tensors: the tensor of each item.
       formats: the codec that each option of each item stands for.
@@ -54,7 +57,6 @@ class Items:
       held: inputs that are in memory without being stored.
     """
 
-    backward_graph: BackwardGraph
     problem: Problem
     tensors: tuple[TensorNumber, ...]
     formats: tuple[tuple[Codec, ...], ...]
@@ -63,23 +65,22 @@ class Items:
 
 
 def stage_items(
-    backward_graph: BackwardGraph,
-    plan: ResidualPlan,
-    seconds: Callable[[Operator], float],
-    bytes_per_second: float,
+    vjp: VJPProgram,
+    prices: Prices,
     held: Iterable[TensorNumber] = (),
     released: Container[TensorNumber] = (),
+    sized: BackwardGraph | None = None,
 ) -> Items:
     """The items and events of a stage.
 
     Args:
-      backward_graph: the stage.
-      plan: its default storage plan.
-      seconds: what it takes to run an operator of ``backward_graph.graph`` again.
-      bytes_per_second: the rate of memory, for the codecs.
+      vjp: its programs with default storage.
+      prices: what it takes to run an operator again, and the codecs.
       held: inputs that cost nothing to store.
       released: inputs whose cotangent is gone once it has been made, as it is added to a sum.
+      sized: its backward pass with tensors as large as they are on one device, where these share them.
     """
+    backward_graph, plan = sized or vjp.backward_graph, vjp.plan
     graph, held = backward_graph.graph, frozenset(held)
     available = graph.derived_from_parameters
     producers = graph.producers
@@ -103,7 +104,7 @@ def stage_items(
             program, leaves = derivations.of(producer.inputs, everything, available)
             program = [*program, producer]
             if not missing_inputs(program, {*leaves, *available}) and stuck.isdisjoint(program):
-                again = sum(map(seconds, program))
+                again = sum(prices.seconds(vjp.graph, op) for op in program)
                 sources = tuple(sorted(position[u] for u in leaves if u in position))
         tensor = graph.tensors[t]
         dense = tensor.bytes
@@ -114,7 +115,7 @@ def stage_items(
                     Option(
                         codec.name,
                         stored_bytes(tensor, codec),
-                        codec.moves * dense / bytes_per_second,
+                        codec.moves * dense / prices.bytes_per_second,
                         0 if codec.fuses else dense,
                     )
                     for codec in options
@@ -127,7 +128,6 @@ def stage_items(
         )
         formats.append(tuple(options))
     return Items(
-        backward_graph=backward_graph,
         problem=Problem(tuple(items), base, float("inf")),
         tensors=tensors,
         formats=tuple(formats),
@@ -136,16 +136,15 @@ def stage_items(
     )
 
 
-def storage_plan(found: Items, choice: Sequence[int]) -> ResidualPlan:
+def storage_plan(backward_graph: BackwardGraph, items: Items, choice: Sequence[int]) -> ResidualPlan:
     """The plan that a choice stands for."""
-    backward_graph, graph = found.backward_graph, found.backward_graph.graph
-    producers = graph.producers
-    stored = dict.fromkeys(found.held, KEEP)
-    for t, formats, option in zip(found.tensors, found.formats, choice, strict=True):
+    graph, producers = backward_graph.graph, backward_graph.graph.producers
+    stored = dict.fromkeys(items.held, KEEP)
+    for t, formats, option in zip(items.tensors, items.formats, choice, strict=True):
         if option != NOT_STORED:
             stored[t] = formats[option]
     while True:
-        plan, hopeless = with_fallbacks(graph, derived_from(backward_graph, stored, producers), found.held)
+        plan, hopeless = with_fallbacks(graph, derived_from(backward_graph, stored, producers), items.held)
         if not hopeless:
             return plan
         stored.update(dict.fromkeys(hopeless, KEEP))
@@ -154,17 +153,7 @@ def storage_plan(found: Items, choice: Sequence[int]) -> ResidualPlan:
 def tensor_text(tensor: Tensor, producer: Operator | None, otherwise: str) -> str:
     """Return a tensor's name: module path and operator, ``otherwise`` without one, then element type and shape."""
     name = otherwise if producer is None else "/".join(filter(None, (producer.path, producer.label)))
-    shape = ",".join(map(str, tensor.shape))
-    return f"{name} {_short(tensor.dtype)}[{shape}]"
-
-
-def _short(dtype: Any) -> str:
-    """An element type as in JAX's programs: ``f32``, ``bf16``, ``i32``."""
-    name = str(dtype)
-    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
-        if name.startswith(long) and name[len(long) :].isdigit():
-            return short + name[len(long) :]
-    return name
+    return f"{name} {ShapedArray(tensor.shape, tensor.dtype).str_short(short_dtypes=True)}"
 
 
 def _starting_format(backward_graph: BackwardGraph, t: TensorNumber) -> Codec:
@@ -346,14 +335,3 @@ def _while_running(graph: Graph, step: BackwardOp, there: Container[int]) -> int
         recalled = sum(graph.tensors[t].bytes for t in part.needs if t not in there)
         needed.append(recalled + alive_bytes(lifetimes(part.program)))
     return max(needed)
-
-
-def limited(
-    found: Items,
-    capacity: float,
-    *,
-    held: int = 0,
-    frees: bool = True,
-) -> Problem:
-    """Return the problem under limits."""
-    return replace(found.problem, capacity=capacity, held=held, frees=frees)

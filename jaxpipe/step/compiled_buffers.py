@@ -19,36 +19,20 @@ _DUMP = {"xla_dump_hlo_as_proto": True}
 
 
 @dataclass(frozen=True)
-class Instruction:
-    """An instruction of a compiled program.
+class Buffer:
+    """A value in memory.
 
     Attributes:
-      operation: its name in HLO, such as ``fusion``.
-      path: JAX's name of what it computes, such as ``jit(step)/transpose(jvp(Net))/Dense_0/dot_general``.
-      shapes: of its result; of each part, if it has several.
+      name: of the instruction that makes it; may be empty.
+      path: JAX's name of what that computes, such as ``jit(step)/transpose(jvp(Net))/Dense_0/dot_general``.
+      shape: dimensions; none where they are not known.
     """
-
-    name: str
-    operation: str
-    path: str
-    shapes: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """A value in memory: the instruction that makes it, and which part of its result it is."""
 
     number: int
     bytes: int
-    instruction: Instruction | None
-    part: tuple[int, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Dimensions; none where they are not known."""
-        shapes = self.instruction.shapes if self.instruction else ()
-        index = self.part[0] if self.part else 0
-        return shapes[index] if index < len(shapes) else ()
+    name: str = ""
+    path: str = ""
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,11 +72,6 @@ class CompiledBuffers:
 
     allocations: tuple[Allocation, ...]
     buffers: dict[int, Buffer]
-
-    @property
-    def bytes(self) -> int:
-        """Arguments, results and temporaries; what an argument shares with a result counts once."""
-        return sum(allocation.bytes for allocation in self.allocations)
 
 
 def compile_with_buffers(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, CompiledBuffers | None]:
@@ -149,15 +128,16 @@ def _event(record: bytes) -> Event:
     return Event(buffer, begins=kind != 1, place_of=fields.get(5, 0) if kind == 2 else buffer)
 
 
-def _buffer(record: bytes, instructions: dict[int, Instruction]) -> Buffer:
+def _buffer(record: bytes, instructions: dict[int, tuple[str, str, list[tuple[int, ...]]]]) -> Buffer:
     fields = dict(_fields(record))
     place = list(_fields(fields.get(3, b"")))
-    part = tuple(k for field, value in place if field == 3 for k in _numbers(value))
-    return Buffer(fields.get(1, 0), fields.get(2, 0), instructions.get(dict(place).get(4, 0)), part)
+    name, path, shapes = instructions.get(dict(place).get(4, 0), ("", "", []))
+    part = next((k for field, value in place if field == 3 for k in _numbers(value)), 0)
+    return Buffer(fields.get(1, 0), fields.get(2, 0), name, path, shapes[part] if part < len(shapes) else ())
 
 
-def _instructions(module: bytes) -> dict[int, Instruction]:
-    """Return the instructions of a module by their number."""
+def _instructions(module: bytes) -> dict[int, tuple[str, str, list[tuple[int, ...]]]]:
+    """Return, by the number of an instruction, its name, JAX's name, and the shapes of its result or of its parts."""
     records = dict[int, dict[int, Any]]()
     roots = dict[int, int]()
     for field, computation in _fields(module):
@@ -180,7 +160,7 @@ def _instructions(module: bytes) -> dict[int, Instruction]:
         return next(filter(None, (path(source, depth - 1) for source in sources)), "")
 
     return {
-        number: Instruction(record[1].decode(), record[2].decode(), path(number), tuple(_shapes(record.get(3, b""))))
+        number: (record[1].decode(), path(number), list(_shapes(record.get(3, b""))))
         for number, record in records.items()
     }
 

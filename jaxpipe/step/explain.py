@@ -11,8 +11,7 @@ from jaxpipe.array_types import PyTree
 from jaxpipe.costs.count_products import count_products
 from jaxpipe.costs.device_memory import pool_fraction
 from jaxpipe.residuals.equal_blocks import counted, grouped, pattern
-from jaxpipe.step.explained_step import batch_size, compile_step
-from jaxpipe.step.largest_batch import largest_batch
+from jaxpipe.step.explained_step import batch_size, compile_step, largest_batch
 from jaxpipe.step.measures import Measure, measures
 from jaxpipe.step.peak import STORED, PeakPart
 from jaxpipe.step.target_device import target_device

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxpipe.array_types import PyTree
+from jaxpipe.costs.device_memory import pool_fraction
 from jaxpipe.costs.reserved_bytes import reserved_bytes
 from jaxpipe.step.compiled_buffers import compile_with_buffers
 from jaxpipe.step.peak import PeakPart, peak_parts
@@ -14,6 +15,10 @@ from jaxpipe.step.step_arguments import jitter
 from jaxpipe.step.target_device import TargetDevice, placed
 from jaxpipe.step.traced_step import Argument, Role, TracedStep, trace_step
 from jaxpipe.step.wrapped_modules import CalledModules, observed_modules
+
+
+#: Batches that are compiled to find the largest that fits.
+_MOST_BATCHES = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +63,7 @@ def compile_step(jitted: Any, args: PyTree, target: TargetDevice) -> Explained:
 
 def batch_size(arguments: Sequence[Argument]) -> int | None:
     """Return the length of the first axis of the batch, if all of its arrays have the same."""
-    sizes = {a.shape[0] for a in arguments if a.role is Role.BATCH and a.shape}
+    sizes = {a.array.shape[0] for a in arguments if a.role is Role.BATCH and a.array.shape}
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -73,9 +78,43 @@ def bytes_with_batch(explained: Explained, size: int) -> int | None:
         return None
     if size not in known:
         for k, argument in zip(places, arguments, strict=True):
-            if argument.role is Role.BATCH and argument.shape:
+            if argument.role is Role.BATCH and argument.array.shape:
                 x = leaves[k]
                 leaves[k] = jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype, sharding=getattr(x, "sharding", None))
         step = trace_step(explained.jitted, jax.tree.unflatten(treedef, leaves))
         known[size] = reserved_bytes(step.traced.lower().compile())
     return known[size]
+
+
+def largest_batch(explained: Explained) -> int | None:
+    """Return the most examples whose step is within the pool; None where the memory or the batch is not known.
+
+    Bytes are a straight line but for padding: between two sizes that were compiled the next is interpolated, and the
+    answer is one that was compiled and fits. After few programs it may be smaller than the very largest.
+    """
+    size = batch_size(explained.step.arguments)
+    if explained.target.memory is None or size is None:
+        return None
+    room = int(explained.target.memory * pool_fraction(explained.target.target))
+    known = {size: explained.bytes}
+    guess = max(1, size // 2)
+    for _ in range(_MOST_BATCHES):
+        try:
+            needed = None if guess in known else bytes_with_batch(explained, guess)
+        except Exception:  # a size that the user's step does not take, or too large for the compiler
+            needed = None
+        if needed is None:
+            break
+        known[guess] = needed
+        guess = _next(known, room)
+    return max((batch for batch, needed in known.items() if needed <= room), default=None)
+
+
+def _next(known: dict[int, int], room: int) -> int:
+    """Return the batch at which the line through the two sizes that are nearest to the limit meets it."""
+    nearest = sorted(known, key=lambda batch: abs(known[batch] - room))[:2]
+    (low, high) = sorted(nearest)
+    slope = (known[high] - known[low]) / max(high - low, 1)
+    if slope <= 0:
+        return high
+    return max(1, int(low + (room - known[low]) / slope))

@@ -22,7 +22,7 @@ from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.step.budgeted_jit import jit
 from jaxpipe.step.explained_step import Explained, batch_size, bytes_with_batch
 from jaxpipe.step.traced_step import Argument, Role, TracedStep, trace_step
-from jaxpipe.step.wrapped_modules import Wrapping, wrapped_modules
+from jaxpipe.step.wrapped_modules import wrapped_modules
 from jaxpipe.text.progress import tell
 from jaxpipe.text.units import bytes_text
 
@@ -107,7 +107,7 @@ def donate(explained: Explained) -> Measure | None:
     if not positions:
         return None
     chosen = [k for k, a in enumerate(arguments) if a.position in positions or a.donated]
-    compiled = _flat(explained.step, donate_argnums=chosen).lower(*explained.step.shapes).compile()
+    compiled = _flat(explained.step, donate_argnums=chosen).lower(*(a.array for a in arguments)).compile()
     numbers = sorted(positions | {p for p in kept if p is not None})
     shown = numbers[0] if len(numbers) == 1 else tuple(numbers)
     line = f"{explained.jit}(step, donate_argnums={shown})"
@@ -125,7 +125,7 @@ def encode(explained: Explained) -> Measure | None:
     classes = [cls.__name__ for cls in explained.called.outermost]
     if not classes:
         return None
-    step, needed = _retraced(explained, Wrapping.ENCODED)
+    step, needed = _retraced(explained)
     line = f"@jaxpipe.memory_encoded  # above class {', class '.join(classes)}"
     return _measure(explained, "decorate the model", line, step, needed)
 
@@ -135,7 +135,7 @@ def rematerialize_blocks(explained: Explained) -> Measure | None:
     blocks = explained.called.blocks()
     if blocks is None:
         return None
-    step, needed = _retraced(explained, Wrapping.REMAT, blocks)
+    step, needed = _retraced(explained, blocks)
     static = tuple(sorted(explained.called.static_arguments.get(blocks, ())))
     shown = f", static_argnums={static}" if static else ""
     name = blocks.__name__
@@ -159,8 +159,8 @@ def _takes_arrays_alone(cls: type) -> bool:
     )
 
 
-def _retraced(explained: Explained, wrapping: Wrapping, blocks: type | None = None) -> tuple[TracedStep, int]:
-    with wrapped_modules(wrapping, explained.args, blocks) as args:
+def _retraced(explained: Explained, blocks: type | None = None) -> tuple[TracedStep, int]:
+    with wrapped_modules(explained.args, blocks) as args:
         step = trace_step(explained.jitted, args)
         return step, reserved_bytes(step.traced.lower().compile())
 
@@ -176,7 +176,7 @@ def within_budget(explained: Explained) -> Measure | None:
     def step(*args: PyTree) -> PyTree:
         return explained.jitted(*args)
 
-    with wrapped_modules(Wrapping.ENCODED, explained.args) as args:
+    with wrapped_modules(explained.args) as args:
         budget = pool if pool < explained.bytes else explained.bytes // 2
         try:
             plan = jit(step, memory=budget, donate_argnums=donated).lower(*args).plan
@@ -212,18 +212,17 @@ def shard(explained: Explained) -> Measure | None:
     if len(devices) < 2 or not size or size % len(devices):
         return None
     mesh = Mesh(devices, "data")
-    shardings = [_sharding(a, mesh) for a in explained.step.arguments]
+    arguments = explained.step.arguments
+    shardings = [_sharding(a, mesh) for a in arguments]
     shapes = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        for x, sharding in zip(explained.step.shapes, shardings, strict=True)
+        jax.ShapeDtypeStruct(a.array.shape, a.array.dtype, sharding=sharding)
+        for a, sharding in zip(arguments, shardings, strict=True)
     ]
     by_kind: Mapping[Any, Any] = {
-        (a.shape, a.dtype): sharding
-        for a, sharding in zip(explained.step.arguments, shardings, strict=True)
-        if a.role is not Role.BATCH
+        (x.shape, x.dtype): x.sharding for a, x in zip(arguments, shapes, strict=True) if a.role is not Role.BATCH
     }
-    results = [by_kind.get((x.shape, x.dtype)) for x in explained.step.results]
-    donated = [k for k, a in enumerate(explained.step.arguments) if a.donated]
+    results = [by_kind.get((x.shape, x.dtype)) for x in jax.tree.leaves(explained.step.traced.out_info)]
+    donated = [k for k, a in enumerate(arguments) if a.donated]
     flat = _flat(explained.step, out_shardings=results, donate_argnums=donated)
     needed = reserved_bytes(flat.lower(*shapes).compile())
     line = 'jax.device_put(array, NamedSharding(mesh, P("data")))  # of state and batch'
@@ -233,11 +232,11 @@ def shard(explained: Explained) -> Measure | None:
 
 
 def _sharding(argument: Argument, mesh: Mesh) -> NamedSharding:
-    count = mesh.size
-    if argument.role is Role.BATCH and argument.shape:
+    count, shape = mesh.size, argument.array.shape
+    if argument.role is Role.BATCH and shape:
         return NamedSharding(mesh, PartitionSpec("data"))
-    axes = [k for k, length in enumerate(argument.shape) if length >= count and length % count == 0]
+    axes = [k for k, length in enumerate(shape) if length >= count and length % count == 0]
     if not axes or argument.role not in (Role.PARAMETERS, Role.OPTIMIZER):
         return NamedSharding(mesh, PartitionSpec())
-    largest = max(axes, key=lambda k: argument.shape[k])
+    largest = max(axes, key=lambda k: shape[k])
     return NamedSharding(mesh, PartitionSpec(*[None] * largest, "data"))

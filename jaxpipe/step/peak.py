@@ -1,5 +1,6 @@
 """The memory of a compiled step at its peak, by cause and module path."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -133,27 +134,21 @@ def _fullest(allocation: Allocation, buffers: CompiledBuffers) -> list[tuple[Buf
     return [(known[n], begins[n] < backward <= ends.get(n, end)) for n in fullest]
 
 
-def _path(buffer: Buffer) -> str:
-    return buffer.instruction.path if buffer.instruction else ""
-
-
 def _is_backward(buffer: Buffer) -> bool:
-    return "transpose(" in _path(buffer)
+    return "transpose(" in buffer.path
 
 
 def _module_path(buffer: Buffer) -> str:
     """Return a path without JAX's transformations: ``Net/Dense_0/dot_general``.
 
     Example:
-      >>> from jaxpipe.step.compiled_buffers import Instruction
-      >>> path = "jit(step)/transpose(jvp(Net))/Dense_0/dot_general"
-      >>> _module_path(Buffer(0, 4, Instruction("dot.1", "dot", path, ()), ()))
+      >>> _module_path(Buffer(0, 4, "dot.1", "jit(step)/transpose(jvp(Net))/Dense_0/dot_general"))
       'Net/Dense_0/dot_general'
     """
-    before, path = "", re.sub(r"^jit\([^()]*\)/", "", _path(buffer)).replace("rematted_computation/", "")
+    before, path = "", re.sub(r"^jit\([^()]*\)/", "", buffer.path).replace("rematted_computation/", "")
     while before != path:
         before, path = path, re.sub(r"\b(?:jit|jvp|transpose|vmap|remat|checkpoint)\(([^()]*)\)", r"\1", path)
-    return re.sub(r"/{2,}", "/", path).strip("/") or (buffer.instruction.name if buffer.instruction else "")
+    return re.sub(r"/{2,}", "/", path).strip("/") or buffer.name
 
 
 @dataclass(frozen=True)
@@ -169,7 +164,7 @@ class _Sort:
         return _Sort(frozenset(shape for shape in shapes if shape), _logits(step.program))
 
     def cause(self, buffer: Buffer, is_kept: bool) -> str:
-        path, shape = _path(buffer), buffer.shape
+        path, shape = buffer.path, buffer.shape
         if self._are_logits(shape):
             return LOGITS
         if path and "/" not in path:  # named as an argument
@@ -186,26 +181,19 @@ class _Sort:
             return False
         size, classes = self.logits
         if classes < _TILE:
-            return (_size(shape), shape[-1]) == self.logits
+            return (math.prod(shape), shape[-1]) == self.logits
         padded = -(-classes // _TILE) * _TILE
-        return any(classes <= length <= padded for length in shape) and 0.9 < _size(shape) / size < 1.15
+        return any(classes <= length <= padded for length in shape) and 0.9 < math.prod(shape) / size < 1.15
 
 
 def _long_axes(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(length for length in shape if length > 1))
 
 
-def _size(shape: Sequence[int]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
-
-
 def _logits(program: AnyJaxpr) -> tuple[int, int] | None:
     """Return the size and last axis of the result of the forward pass's last product, if no other result has them."""
     products = [shape for shape in _forward_products(program, "") if shape]
-    kinds = Counter((_size(shape), shape[-1]) for shape in products)
+    kinds = Counter((math.prod(shape), shape[-1]) for shape in products)
     last = next(reversed(list(kinds)), None) if products else None
     return last if last and kinds[last] == 1 and last[0] == max(size for size, _ in kinds) else None
 

@@ -82,7 +82,7 @@ def devices_of(leaves: Sequence[Any], options: Mapping[str, Any]) -> list[Device
 
 
 def _of_kind(kind: str) -> TargetDevice:
-    present = [*jax.devices(), *_cpus()]
+    present = [*jax.devices(), *_devices("cpu")]
     for device in present:
         words = {device.platform.lower(), *re.findall(r"\w+", device.device_kind.lower())}
         if kind.lower() in words:
@@ -110,22 +110,16 @@ def _of_kind(kind: str) -> TargetDevice:
 
 
 def _present(device: Any) -> TargetDevice:
-    return TargetDevice(device, _alike(device), device.device_kind, _memory(device), target_of(device))
+    alike = (d for d in _devices(device.platform) if d != device and d.device_kind == device.device_kind)
+    return TargetDevice(device, (device, *alike), device.device_kind, _memory(device), target_of(device))
 
 
-def _cpus() -> list[Any]:
+def _devices(platform: str) -> list[Any]:
+    """Return the devices of a platform; none where JAX_PLATFORMS leaves it out, or it is that of a topology."""
     try:
-        return jax.devices("cpu")
-    except RuntimeError:  # JAX_PLATFORMS leaves them out
+        return jax.devices(platform)
+    except RuntimeError:
         return []
-
-
-def _alike(device: Any) -> tuple[Any, ...]:
-    try:
-        others = jax.devices(device.platform)
-    except RuntimeError:  # of a topology
-        return (device,)
-    return (device, *(d for d in others if d != device and d.device_kind == device.device_kind))
 
 
 def _memory(device: Any) -> int | None:

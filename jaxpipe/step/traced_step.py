@@ -37,24 +37,28 @@ class Argument:
     Attributes:
       name: the parameter of the step, and the path in it, such as ``state.params['Dense_0']['kernel']``.
       position: of the positional argument that it is in; None of a keyword.
-      shard: the shape of what one device has of it.
+      array: its shape, type and sharding.
       donated: whether its memory may be used for a result.
       updated: whether it may be: a result has its shape and type.
     """
 
     name: str
     position: int | None
-    shape: tuple[int, ...]
-    dtype: Any
-    shard: tuple[int, ...]
+    array: jax.ShapeDtypeStruct
     role: Role
     donated: bool
     updated: bool
 
     @property
+    def shard(self) -> tuple[int, ...]:
+        """The shape of what one device has of it."""
+        shape, sharding = self.array.shape, self.array.sharding
+        return shape if sharding is None else tuple(sharding.shard_shape(shape))
+
+    @property
     def bytes(self) -> int:
         """Bytes on one device."""
-        return math.prod(self.shard) * self.dtype.itemsize
+        return math.prod(self.shard) * self.array.dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,17 +66,13 @@ class TracedStep:
     """A traced step: what is lowered, its program, and its arguments in the order of the program.
 
     Attributes:
-      shapes: of the arguments, with their shardings.
-      results: shapes of the results.
       places: of the arguments among the leaves that the step was given; None if nnx.jit has found fewer, as modules
         share variables.
     """
 
     traced: jax.stages.Traced
-    arguments: tuple[Argument, ...]
-    shapes: tuple[jax.ShapeDtypeStruct, ...]
-    results: tuple[jax.ShapeDtypeStruct, ...]
-    places: tuple[int, ...] | None
+    arguments: Sequence[Argument]
+    places: Sequence[int] | None
 
     @property
     def program(self) -> ClosedJaxpr:
@@ -116,8 +116,7 @@ def trace_step(step: Any, args: Sequence[PyTree]) -> TracedStep:
             "explain(step, state, batch); shapes (jax.ShapeDtypeStruct) will do."
         )
     infos = [info for _, info in flat]
-    results = jax.tree.leaves(traced.out_info)
-    unused = Counter(map(_shape_and_type, results))
+    unused = Counter(map(_shape_and_type, jax.tree.leaves(traced.out_info)))
     leaves = _leaves(args)
     places = _places([leaf.value for leaf in leaves], infos)
     if places is None:  # in the structure of nnx.jit, as modules share variables
@@ -126,24 +125,18 @@ def trace_step(step: Any, args: Sequence[PyTree]) -> TracedStep:
         chosen = [leaves[k] for k in places]
     roles = _roles(chosen, unused)
     names = _parameter_names(step)
-    arguments, shapes = [], []
-    for leaf, info, role in zip(chosen, infos, roles, strict=True):
-        shape, sharding = tuple(info.shape), getattr(leaf.value, "sharding", None)
-        argument = Argument(
+    arguments = [
+        Argument(
             name=_name(leaf.path, names),
             position=getattr(leaf.path[0], "idx", None),
-            shape=shape,
-            dtype=info.dtype,
-            shard=shape if sharding is None else tuple(sharding.shard_shape(shape)),
+            array=jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=getattr(leaf.value, "sharding", None)),
             role=role,
             donated=info.donated,
             updated=role is not Role.BATCH and _take(unused, _shape_and_type(info)),
         )
-        arguments.append(argument)
-        shapes.append(jax.ShapeDtypeStruct(shape, info.dtype, sharding=sharding))
-    return TracedStep(
-        traced, tuple(arguments), tuple(shapes), tuple(results), None if places is None else tuple(places)
-    )
+        for leaf, info, role in zip(chosen, infos, roles, strict=True)
+    ]
+    return TracedStep(traced, arguments, places)
 
 
 @dataclass(frozen=True)

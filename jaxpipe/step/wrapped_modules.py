@@ -8,9 +8,8 @@ import contextlib
 import contextvars
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import flax.linen as nn
@@ -23,13 +22,6 @@ from jaxpipe.models import purify_linen
 from jaxpipe.models.decorated_class import twin_class
 from jaxpipe.models.purify_nnx import is_array, is_module, part
 from jaxpipe.residuals.memory_encoded import is_enabled, memory_encoded, run_encoded
-
-
-class Wrapping(Enum):
-    """A way to run modules: ``ENCODED`` the outermost ones, ``REMAT`` blocks that repeat."""
-
-    ENCODED = 1
-    REMAT = 2
 
 
 # JAX's tracing caches know of it: a step that is jitted already is traced anew for each.
@@ -108,63 +100,56 @@ def observed_modules(args: PyTree) -> Iterator[tuple[CalledModules, PyTree]]:
 
 
 @contextlib.contextmanager
-def wrapped_modules(wrapping: Wrapping, args: PyTree, blocks: type | None = None) -> Iterator[PyTree]:
+def wrapped_modules(args: PyTree, blocks: type | None = None) -> Iterator[PyTree]:
     """Run modules otherwise while a step is traced; gives the arguments to trace it with.
 
     Args:
-      wrapping: how.
       args: the arguments of the step.
-      blocks: the class of blocks that repeat.
+      blocks: the class of blocks that repeat, each of which runs under ``remat``. Left out: the outermost modules run
+        as if they were decorated.
     """
-    run_method = _run_encoded_method if wrapping is Wrapping.ENCODED else _run_remat_method
 
     def wrap(run: Callable[..., PyTree], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> PyTree:
         module, name = context.module, context.method_name
-        chosen = name not in ("setup", "init") if wrapping is Wrapping.ENCODED else type(module) is blocks
+        chosen = name not in ("setup", "init") if blocks is None else type(module) is blocks
         if _inside.get() or not chosen or module.scope is None or module.is_initializing():
             return run(*args, **kwargs)
-        token = _inside.set(True)
+        method, token = getattr(type(module), name), _inside.set(True)
         try:
-            return run_method(getattr(type(module), name), module, *args, **kwargs)
+            if blocks is not None:
+                return _run_remat(nn.remat, method, module, *args, **kwargs)
+            run_as_decorated = functools.partial(run_encoded, policy=FAST)
+            return purify_linen.transform_method(method, run_as_decorated, is_enabled)(module, *args, **kwargs)
         finally:
             _inside.reset(token)
 
-    with _wrapping((wrapping, blocks)), nn.intercept_methods(wrap):
-        yield _with_other_classes(args, wrapping, blocks)
+    copies = jax.tree.map(lambda x: x, args)
+    for root in _modules(copies):
+        if blocks is None:
+            object.__setattr__(root, "__class__", _encoded_class(type(root)))
+            continue
+        for path, module in list(nnx.iter_modules(root)):
+            if path and type(module) is blocks:
+                object.__setattr__(module, "__class__", _remat_class(blocks))
+    with _wrapping(("wrapped", blocks)), nn.intercept_methods(wrap):
+        yield copies
 
 
-def _run_encoded_method(method: Callable[..., PyTree], module: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
-    run = functools.partial(run_encoded, policy=FAST)
-    return purify_linen.transform_method(method, run, is_enabled)(module, *args, **kwargs)
+def _run_remat(remat: Any, method: Callable[..., PyTree], module: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
+    """Run a method under Linen's or NNX's remat; what is no array stays outside, as under ``static_argnums``."""
+    given, fill = part((args, kwargs))
 
-
-def _run_remat_method(method: Callable[..., PyTree], module: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
-    given, fill = part((args, kwargs))  # what is no array stays outside, as under static_argnums
-
-    def run(module: nn.Module, *arrays: jax.Array) -> PyTree:
+    def run(module: Any, *arrays: jax.Array) -> PyTree:
         new_args, new_kwargs = fill(arrays)
         return method(module, *new_args, **new_kwargs)
 
-    return nn.remat(run)(module, *(x for _, x in given))
+    return remat(run)(module, *(x for _, x in given))
 
 
 def _modules(args: PyTree) -> list[Any]:
     """Return the NNX modules among arguments that compute something; optimizers do not."""
     nodes = [x for x in jax.tree.leaves(args, is_leaf=is_module) if is_module(x)]
     return [x for x in nodes if isinstance(x, nnx.Module) and callable(x)]
-
-
-def _with_other_classes(args: PyTree, wrapping: Wrapping, blocks: type | None) -> PyTree:
-    """Return arguments with private copies of NNX modules, whose calls are run otherwise."""
-    copies = jax.tree.map(lambda x: x, args)
-    for root in _modules(copies):
-        if wrapping is Wrapping.ENCODED:
-            chosen: Sequence[Any] = [root]
-        else:
-            chosen = [module for path, module in nnx.iter_modules(root) if path and type(module) is blocks]
-        for module in chosen:
-            object.__setattr__(module, "__class__", _other_class(type(module), wrapping))
-    return copies
 
 
 def _name_scopes(root: Any) -> None:
@@ -185,18 +170,12 @@ def _named_class(cls: type, scope: str) -> type:
     return twin_class(cls, {"__call__": __call__})
 
 
+_encoded_class = functools.cache(memory_encoded)
+
+
 @functools.cache
-def _other_class(cls: type, wrapping: Wrapping) -> type:
-    if wrapping is Wrapping.ENCODED:
-        return memory_encoded(cls)
-
+def _remat_class(cls: type) -> type:
     def __call__(self: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        given, fill = part((args, kwargs))
-
-        def run(module: Any, *arrays: jax.Array) -> PyTree:
-            new_args, new_kwargs = fill(arrays)
-            return cls.__call__(module, *new_args, **new_kwargs)
-
-        return nnx.remat(run)(self, *(x for _, x in given))
+        return _run_remat(nnx.remat, cls.__call__, self, *args, **kwargs)
 
     return twin_class(cls, {"__call__": __call__})

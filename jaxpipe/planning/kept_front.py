@@ -4,9 +4,9 @@ Storage is chosen by predictions, candidates are compared within a budget, and s
 lead to a faster plan. What a request has come by is on disk; a plan is made again from the budget it was found for.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxpipe import _compat, multihost
 from jaxpipe.costs.profile_cache import cache_folder
@@ -43,7 +43,7 @@ def front_path(traced: Traced) -> Path:
 
 def read_front(path: Path) -> list[Point]:
     """Return the points that the first process has."""
-    return multihost.from_first(lambda: _points(read_kept(path)))
+    return multihost.from_first(lambda: read_kept(path, list[Point]) or [])
 
 
 def better_point(front: Iterable[Point], budget: int, seconds: float, smallest: int | None) -> Point | None:
@@ -63,9 +63,3 @@ def add_point(path: Path, front: Iterable[Point], point: Point) -> None:
     if not any(other.bytes <= point.bytes and other.seconds <= point.seconds for other in kept):
         kept.append(point)
     multihost.from_first(lambda: keep(path, kept))
-
-
-def _points(data: Any) -> list[Point]:
-    rows: Sequence[Any] = data if isinstance(data, list) else []
-    rows = [row for row in rows if isinstance(row, list) and [*map(type, row)] == [int, float, int]]
-    return [Point(*row) for row in rows]

@@ -7,7 +7,7 @@ that it takes.
 import contextlib
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -81,7 +81,7 @@ class StepVariants:
         self.plain = self.variant(PLAIN)
         self._path = self._kept_path()
         assumed = {} if like is None else dict(like.known)
-        self._kept: dict[str, dict[str, Needs]] = multihost.from_first(lambda: _kept_needs(read_kept(self._path)))
+        self._kept = multihost.from_first(lambda: read_kept(self._path, dict[str, dict[str, Needs]]) or {})
         self._needs: dict[str, Needs] = assumed | self._kept.get("", {})
 
     @cached_property
@@ -172,12 +172,3 @@ def _by_default(program: DecoratedProgram) -> StoredPasses:
 
 def _digest(programs: Mapping[str, DecoratedProgram]) -> str:
     return digest(" ".join(sorted(programs)))
-
-
-def _kept_needs(kept: Any) -> dict[str, dict[str, Needs]]:
-    return {key: _needs_of(rows) for key, rows in kept.items()} if isinstance(kept, dict) else {}
-
-
-def _needs_of(kept: Any) -> dict[str, Needs]:
-    rows: Mapping[str, Sequence[Any]] = kept if isinstance(kept, dict) else {}
-    return {level: Needs(*row) for level, row in rows.items() if isinstance(row, list) and len(row) == 2}

@@ -5,18 +5,22 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
+
+
+T = TypeVar("T")
 
 
 #: At most so many files of a folder are kept, those that were written last.
 MOST_KEPT = 1000
 
 
-def read_kept(path: Path) -> Any:
-    """Return the contents of a JSON file; None if there is no such file, or none that can be read."""
-    with contextlib.suppress(OSError, ValueError):
-        if path.is_file():
-            return json.loads(path.read_text(encoding="utf-8"))
+def read_kept(path: Path, kind: type[T]) -> T | None:
+    """Return the contents of a JSON file; None if there is no such file, or it has no data of this kind."""
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     return None
 
 

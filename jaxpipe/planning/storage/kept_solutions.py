@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from jaxpipe.costs.profile_cache import cache_folder
-from jaxpipe.planning.storage.storage_problem import Problem, Solution, SolverOptions, outcome_of
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, Problem, Solution, SolverOptions, outcome_of
 from jaxpipe.text.kept_files import keep, read_kept
 from jaxpipe.text.stable_text import digest, stable_text
 
@@ -35,7 +35,7 @@ def kept_or_solved(problem: Problem, options: SolverOptions) -> Solution:
     if solution.optimal or solution.infeasible:
         return solution
     solution = _better(problem, kept, solution, options.least_peak)
-    keep(path, {**asdict(solution), "seconds": options.time_limit})
+    keep(path, (asdict(solution), options.time_limit))
     return solution
 
 
@@ -57,13 +57,9 @@ def _path(problem: Problem, options: SolverOptions) -> Path:
 
 def _load(path: Path, problem: Problem) -> tuple[Solution | None, float]:
     """Return a kept solution and the seconds that it took; None without a file that is a choice of the problem."""
-    kept = read_kept(path)
-    try:
-        seconds, choice = float(kept.pop("seconds")), kept.pop("choice")
-        solution = Solution(choice=None if choice is None else tuple(choice), **kept)
-        sizes = [len(item.options) for item in problem.items]
-        if solution.choice is None or all(-1 <= k < n for k, n in zip(solution.choice, sizes, strict=True)):
-            return solution, seconds
-    except (ValueError, TypeError, KeyError, AttributeError):  # none, or no solution of this problem
-        pass
-    return None, 0.0
+    kept, items = read_kept(path, tuple[Solution, float]), problem.items
+    if kept is None:
+        return None, 0.0
+    choice = kept[0].choice
+    known = (k in range(NOT_STORED, len(item.options)) for k, item in zip(choice or (), items, strict=False))
+    return kept if choice is None or (len(choice) == len(items) and all(known)) else (None, 0.0)

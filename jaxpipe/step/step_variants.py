@@ -82,14 +82,15 @@ class StepVariants:
         self._path = self._kept_path()
         assumed = {} if like is None else dict(like.known)
         self._kept = multihost.from_first(lambda: read_kept(self._path, dict[str, dict[str, Needs]]) or {})
-        self._needs: dict[str, Needs] = assumed | self._kept.get("", {})
+        # The needs of the levels that were compiled here or in an earlier process.
+        self.known: dict[str, Needs] = assumed | self._kept.get("", {})
 
     @cached_property
     def programs(self) -> Mapping[str, DecoratedProgram]:
         """The decorated programs that are differentiated, by key."""
         if self._template is None:
             self.variant(DEFAULT)
-        self._needs |= self._kept.get(_digest(self._met), {})
+        self.known |= self._kept.get(_digest(self._met), {})
         return self._met
 
     @cached_property
@@ -99,14 +100,9 @@ class StepVariants:
             return self._like.front
         return step_front(self.programs, self._call.device)
 
-    @property
-    def known(self) -> Mapping[str, Needs]:
-        """The needs of the levels that were compiled here or in an earlier process."""
-        return self._needs
-
     def needs(self, level: str) -> Needs:
         """Return the needs of a level, which is compiled if they are not known."""
-        return self._needs[level] if level in self._needs else self.compile(level)
+        return self.known[level] if level in self.known else self.compile(level)
 
     def compile(self, level: str) -> Needs:
         """Compile a level and return its needs."""
@@ -118,11 +114,11 @@ class StepVariants:
             size = reserved_bytes(variant.compiled)
         self.compilations += 1
         self.seconds += time.perf_counter() - start
-        self._needs[level] = Needs(size, count_products(variant.jaxpr)[0])
+        self.known[level] = Needs(size, count_products(variant.jaxpr)[0])
         tell(f"Step with {level} storage: XLA reserves {bytes_text(size)}")
-        self._kept.setdefault("" if level == PLAIN else _digest(self.programs), {})[level] = self._needs[level]
+        self._kept.setdefault("" if level == PLAIN else _digest(self.programs), {})[level] = self.known[level]
         multihost.from_first(lambda: keep(self._path, self._kept))
-        return self._needs[level]
+        return self.known[level]
 
     def variant(self, level: str) -> Variant:
         """Return the step with the storage of a level, traced."""

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from jaxpipe.errors import PartitionError
-from jaxpipe.targets.amd import MI300X
 from jaxpipe.targets.cpu import CPU
-from jaxpipe.targets.nvidia import GPU, GPUS
+from jaxpipe.targets.gpu import GPU, GPUS
 from jaxpipe.targets.target import Target
 from jaxpipe.targets.tpu import TPU, TPUS
 
@@ -110,5 +109,5 @@ def _first(targets: Iterable[Target]) -> Target | None:
     return next(iter(targets), None)
 
 
-for _target in (*GPUS, MI300X, *TPUS, CPU):
+for _target in (*GPUS, *TPUS, CPU):
     register(_target)

@@ -29,13 +29,13 @@ class Changes:
 
 def give_up(problem: Problem) -> tuple[int, ...] | None:
     """Return a fast choice within the limits; None if none is found."""
-    choice = _descended(problem, [_fastest(problem, k) for k in range(len(problem.items))], _alike(problem))
+    choice = _descended(problem, [item.fastest[1] for item in problem.items], _alike(problem))
     if not _fits(problem, choice):
         choice = _smallest(problem)
     if not _fits(problem, choice):
         return None
     ends = [_taken_back(problem, choice, order) for order in (_by_rate, _by_seconds)]
-    return tuple(min(ends, key=lambda choice: _seconds(problem, choice)))
+    return tuple(min(ends, key=lambda end: end[0])[1])
 
 
 def give_up_all(problem: Problem) -> tuple[int, ...] | None:
@@ -47,7 +47,7 @@ def give_up_all(problem: Problem) -> tuple[int, ...] | None:
 def _smallest(problem: Problem) -> list[int]:
     """Give up alike items and then single ones until nothing makes the peak lower; the other way around, too."""
     unlimited = replace(problem, capacity=min(0, *problem.base))
-    fastest = [_fastest(problem, k) for k in range(len(problem.items))]
+    fastest = [item.fastest[1] for item in problem.items]
     single, alike = _singles(problem), _alike(problem)
     ends = []
     for first, second in ((single, alike), (alike, single)):
@@ -77,8 +77,8 @@ def _by_rate(item: Item) -> float:
     return (item.seconds or 0.0) / max(1, item.bytes)
 
 
-def _taken_back(problem: Problem, choice: list[int], order: Callable[[Item], float]) -> list[int]:
-    """Store what is computed again as far as it fits, in descending order."""
+def _taken_back(problem: Problem, choice: list[int], order: Callable[[Item], float]) -> tuple[float, list[int]]:
+    """Store what is computed again as far as it fits, in descending order; returns the seconds and the choice."""
     now = outcome_of(problem, choice)
     assert now is not None
     before = None
@@ -90,7 +90,7 @@ def _taken_back(problem: Problem, choice: list[int], order: Callable[[Item], flo
                 outcome = outcome_of(problem, other)
                 if outcome is not None and outcome.fits(problem) and outcome.seconds < now.seconds:
                     choice, now = other, outcome
-    return choice
+    return now.seconds, choice
 
 
 def _singles(problem: Problem) -> Changes:
@@ -110,26 +110,9 @@ def _cost(item: Item) -> tuple:
     return item.options, item.bytes, item.seconds, len(item.uses)
 
 
-def _fastest(problem: Problem, k: int) -> int:
-    """The position of the fastest form of an item, the smallest of equals; what no event reads is not stored."""
-    item = problem.items[k]
-    if not item.uses:
-        return NOT_STORED
-    ways = [(option.seconds, option.bytes, position) for position, option in enumerate(item.options)]
-    if item.seconds is not None:
-        ways.append((item.seconds, item.bytes, NOT_STORED))
-    return min(ways)[2]
-
-
 def _fits(problem: Problem, choice: Sequence[int]) -> bool:
     outcome = outcome_of(problem, choice)
     return outcome is not None and outcome.fits(problem)
-
-
-def _seconds(problem: Problem, choice: Sequence[int]) -> float:
-    outcome = outcome_of(problem, choice)
-    assert outcome is not None
-    return outcome.seconds
 
 
 def _excess(problem: Problem, outcome: Outcome) -> tuple[float, float]:

@@ -5,7 +5,7 @@ given up: what products, reductions, windows and lookups make, with what is fuse
 masks. All between them is cheap and fuses with what reads it.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -266,23 +266,21 @@ def _events(
         last = chain[-1].name
         fresh = tuple((tensors[t].shape, tensors[t].dtype) for t in cotangents - before)
         events.append(_Event(frozenset(leaves & position.keys()), running, left, fresh))
-    base = _base_bytes(events, backward_graph.graph)
-    joined_reads: list[set[TensorNumber]] = []
-    joined_base: list[int] = []
-    for here, size in zip((event.reads for event in events), base, strict=True):
-        if joined_reads and ((not here and size <= joined_base[-1]) or here == joined_reads[-1]):
-            joined_base[-1] = max(joined_base[-1], size)
+    reads, base = list[frozenset[TensorNumber]](), list[int]()
+    for event, size in zip(events, _base_bytes(events, backward_graph.graph), strict=True):
+        if reads and ((not event.reads and size <= base[-1]) or event.reads == reads[-1]):
+            base[-1] = max(base[-1], size)
         else:
-            joined_reads.append(set(here))
-            joined_base.append(size)
+            reads.append(event.reads)
+            base.append(size)
     most = MOST_EVENTS if current().runs_early else MOST_GPU_EVENTS
-    per_event = -(-len(joined_reads) // most)
-    uses: dict[TensorNumber, list[int]] = {}
+    per_event = max(1, -(-len(reads) // most))
+    uses = defaultdict[TensorNumber, list[int]](list)
     total: list[int] = []
-    for e in range(0, len(joined_reads), max(1, per_event)):
-        for t in sorted(set().union(*joined_reads[e : e + per_event])):
-            uses.setdefault(t, []).append(len(total))
-        total.append(max(joined_base[e : e + per_event]))
+    for e in range(0, len(reads), per_event):
+        for t in sorted(frozenset().union(*reads[e : e + per_event])):
+            uses[t].append(len(total))
+        total.append(max(base[e : e + per_event]))
     return {t: tuple(events) for t, events in uses.items()}, tuple(total) or (0,)
 
 

@@ -62,6 +62,17 @@ class Item:
     sources: tuple[int, ...] = ()
     seconds: float | None = None
 
+    @property
+    def fastest(self) -> tuple[float, int]:
+        """The seconds and the position of its fastest form, the smallest of equals; what is not read is not stored."""
+        if not self.uses:
+            return 0.0, NOT_STORED
+        forms = [(option.seconds, option.bytes, position) for position, option in enumerate(self.options)]
+        if self.seconds is not None:
+            forms.append((self.seconds, self.bytes, NOT_STORED))
+        seconds, _, position = min(forms)
+        return seconds, position
+
 
 @dataclass(frozen=True)
 class Problem:

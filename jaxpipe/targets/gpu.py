@@ -1,10 +1,11 @@
-"""NVIDIA's GPUs.
+"""GPUs of NVIDIA and AMD.
 
-Peaks are those of NVIDIA's data sheets, of the SXM variant where a model has several, without sparsity: TF32 (float32
-for V100 and T4), 16-bit tensor cores, float32 without tensor cores, memory. ``jax.lax.Precision.DEFAULT`` is TF32 for
-float32 products on GPUs that have it.
+Peaks are those of the data sheets, without sparsity, of NVIDIA's in the SXM variant where a model has several: TF32
+(float32 for V100 and T4), 16-bit tensor cores, float32 without tensor cores, memory. ``jax.lax.Precision.DEFAULT`` is
+TF32 for float32 products on GPUs that have it. Nothing was compiled for AMD's here.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,7 +55,7 @@ def _h100s(count: int) -> Mapping[str, Any]:
 
 
 def _gpu(name: str, rates: Rates, gib: int | None = None, **others: Any) -> Target:
-    """Return a GPU for CUDA; ``gib`` of its variant with the least memory."""
+    """Return a GPU; ``gib`` of its variant with the least memory."""
     return Target(
         name,
         "gpu",
@@ -62,13 +63,18 @@ def _gpu(name: str, rates: Rates, gib: int | None = None, **others: Any) -> Targ
         memory=None if gib is None else gib << 30,
         pool_fraction=0.75,
         pool_variables=("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"),
-        lowers_for="cuda",
-        extra="cuda",
-        compilers=("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"),
-        variables=_ABSENT,
-        pads_contractions=True,
         **others,
     )
+
+
+_nvidia = functools.partial(
+    _gpu,
+    lowers_for="cuda",
+    extra="cuda",
+    compilers=("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"),
+    variables=_ABSENT,
+    pads_contractions=True,
+)
 
 
 def _rates(flops: float, half_flops: float, element_flops: float, memory: float) -> Rates:
@@ -76,14 +82,15 @@ def _rates(flops: float, half_flops: float, element_flops: float, memory: float)
 
 
 GPUS = (
-    _gpu("H200", _rates(494e12, 989e12, 67e12, 4.8e12), 141),
-    _gpu("H100", _rates(494e12, 989e12, 67e12, 3.35e12), 80, topology=_h100s),
-    _gpu("A100", _rates(156e12, 312e12, 19.5e12, 1.9e12), 40),
-    _gpu("V100", _rates(15.7e12, 125e12, 15.7e12, 0.9e12), 16),
-    _gpu("L40S", _rates(183e12, 362e12, 91.6e12, 0.864e12), 48),
-    _gpu("L4", _rates(60e12, 121e12, 30.3e12, 0.3e12), 24),
-    _gpu("T4", _rates(8.1e12, 65e12, 8.1e12, 0.32e12), 16),
+    _nvidia("H200", _rates(494e12, 989e12, 67e12, 4.8e12), 141),
+    _nvidia("H100", _rates(494e12, 989e12, 67e12, 3.35e12), 80, topology=_h100s),
+    _nvidia("A100", _rates(156e12, 312e12, 19.5e12, 1.9e12), 40),
+    _nvidia("V100", _rates(15.7e12, 125e12, 15.7e12, 0.9e12), 16),
+    _nvidia("L40S", _rates(183e12, 362e12, 91.6e12, 0.864e12), 48),
+    _nvidia("L4", _rates(60e12, 121e12, 30.3e12, 0.3e12), 24),
+    _nvidia("T4", _rates(8.1e12, 65e12, 8.1e12, 0.32e12), 16),
+    _gpu("MI300X", _rates(163.4e12, 1307.4e12, 163.4e12, 5.3e12), 192, lowers_for="rocm"),
 )
 
 #: Any other GPU.
-GPU = _gpu("gpu", OTHER)
+GPU = _nvidia("gpu", OTHER)

@@ -166,7 +166,7 @@ class Profile:
                 "that has another after it."
             )
         edges = tuple(Edge(k, k + 1, boundary_bytes[k]) for k in range(count - 1))
-        return cls(*map(tuple, columns), edges=edges)
+        return cls(*map(tuple, columns), edges=edges)  # pyright: ignore[reportArgumentType]
 
     @classmethod
     def from_pipedream(cls, path: str | os.PathLike[str]) -> "Profile":

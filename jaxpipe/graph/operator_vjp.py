@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
+from jax import core
 from jax.extend.core import ClosedJaxpr
 
 from jaxpipe import _compat
@@ -247,7 +248,7 @@ def _nonzero_gradients(
     """
     zeros = {t for op in builder.operators if writes_zeros(op) for t in op.outputs}
     known = {g: builder.constants[g] for _, g in gradients if g in builder.constants}
-    zeros |= {g for g, value in known.items() if not isinstance(value, jax.core.Tracer) and not np.any(value)}
+    zeros |= {g for g, value in known.items() if not isinstance(value, core.Tracer) and not np.any(value)}
     nonzero = [(k, g) for k, g in gradients if g not in zeros or k in ruled]
     made_at = {t: position for position, op in enumerate(builder.operators) for t in op.outputs}
     return nonzero if in_order else sorted(nonzero, key=lambda item: made_at.get(item[1], -1))

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import core
 from jax.extend.core import ClosedJaxpr
 
 from jaxpipe import _compat
@@ -114,7 +115,7 @@ def _setting(x: Any) -> Hashable:
 
 def bits_of(x: jax.typing.ArrayLike | np.generic) -> Hashable:
     """Return an array or a number with all its bits, signs of zero and NaN included."""
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, core.Tracer):
         return "itself", id(x)
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         return str(jax.random.key_impl(x)), bits_of(jax.random.key_data(x))

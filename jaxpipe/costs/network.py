@@ -1,5 +1,6 @@
 """``Network``: devices and the links between them."""
 
+import itertools
 import json
 import math
 from collections import defaultdict
@@ -403,9 +404,8 @@ def _link_table(network: Network) -> PlainTable:
 def _kinds_table(network: Network) -> PlainTable:
     """Return a table with a row for each kind of link."""
     kinds = defaultdict(list)
-    for a in range(network.num_devices):
-        for b in range(a + 1, network.num_devices):
-            kinds[network.bandwidth[a, b], network.latency[a, b]].append(f"{a}-{b}")
+    for a, b in itertools.combinations(range(network.num_devices), 2):
+        kinds[network.bandwidth[a, b], network.latency[a, b]].append(f"{a}-{b}")
     alike = defaultdict(list)
     for k in range(network.num_devices):
         host = f", host {_host(network, k)} GB/s" if _tells_of_host(network) else ""

@@ -285,7 +285,17 @@ class _InitializingLinenModel(LinenModel):
 
     def _with_initial(self, key: Array, args: PyTree, kwargs: PyTree) -> PyTree:
         """Return the variables of calls so far, and those that a call needs besides."""
-        initialize, arguments = self._initialization(args, kwargs)
+        given, fill = part((args, kwargs), lambda x: isinstance(x, jax.Array))
+        arguments = [x for _, x in given]
+        mutable = self._returns_initial() or nn.DenyList(_NOT_INITIALIZED)
+
+        def initialize(key: Array, arrays: list[Array]) -> tuple[PyTree, PyTree, PyTree]:
+            args, kwargs = fill(arrays)
+            with observed_calls(self.observed, has_streams=False):
+                initial: Any = self.module.init_with_output(self._rngs(key), *args, mutable=mutable, **kwargs)
+            sown, variables = separated(initial[1], self.observed.sown)
+            return initial[0], variables, sown
+
         if _compat.current_trace() is self._trace:
             self._output, new, self._sown = initialize(key, arguments)
             self._variables = merged(new, self._variables)
@@ -297,20 +307,6 @@ class _InitializingLinenModel(LinenModel):
         # The key is made outside of the transformation.
         self._made.append(lambda known: _made_inside(initialize, self._key_of(number), avals, known))
         return merged(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), self._variables)
-
-    def _initialization(self, args: PyTree, kwargs: PyTree) -> tuple[_Initialize, list[Array]]:
-        """Return how variables are made from a key and the arrays among the arguments, and these."""
-        given, fill = part((args, kwargs), lambda x: isinstance(x, jax.Array))
-        mutable = self._returns_initial() or nn.DenyList(_NOT_INITIALIZED)
-
-        def initialize(key: Array, arrays: list[Array]) -> tuple[PyTree, PyTree, PyTree]:
-            args, kwargs = fill(arrays)
-            with observed_calls(self.observed, has_streams=False):
-                initial: Any = self.module.init_with_output(self._rngs(key), *args, mutable=mutable, **kwargs)
-            sown, variables = separated(initial[1], self.observed.sown)
-            return initial[0], variables, sown
-
-        return initialize, [x for _, x in given]
 
 
 def _made_inside(initialize: _Initialize, key: Array, arguments: list[jax.ShapeDtypeStruct], known: PyTree) -> PyTree:

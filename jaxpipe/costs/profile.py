@@ -155,7 +155,7 @@ class Profile:
         Raises:
           PartitionError: if lengths differ or a number is negative or not finite.
         """
-        columns = names, forward_seconds, backward_seconds, parameter_bytes, residual_bytes
+        columns: list[Any] = [names, forward_seconds, backward_seconds, parameter_bytes, residual_bytes]
         for name, values in zip((*REQUIRED, "boundary_bytes"), (*columns, boundary_bytes), strict=True):
             if not hasattr(values, "__len__"):
                 raise PartitionError(f"{name}={values!r}; it must be a sequence with one entry for each operator.")
@@ -166,7 +166,7 @@ class Profile:
                 "that has another after it."
             )
         edges = tuple(Edge(k, k + 1, boundary_bytes[k]) for k in range(count - 1))
-        return cls(*map(tuple, columns), edges=edges)  # pyright: ignore[reportArgumentType]
+        return cls(*map(tuple, columns), edges=edges)
 
     @classmethod
     def from_pipedream(cls, path: str | os.PathLike[str]) -> "Profile":

@@ -18,7 +18,6 @@ from jaxpipe.errors import PartitionError, ScheduleError
 from jaxpipe.runtime.spmd.pair_ticks import pair_ticks
 from jaxpipe.runtime.spmd.tick_table import ARRIVED, tick_table
 from jaxpipe.schedules import Action, Kind, Schedule, gpipe, interleaved, one_f_one_b, zero_bubble
-from jaxpipe.schedules.table import table
 from tests.support.compare import FUSION, arrays, assert_same_bits, relative_l2
 from tests.support.meshes import mesh_of
 from tests.support.pipeline_models import CASES, case_of, pipeline_of, plain_gradients
@@ -135,7 +134,8 @@ def random_table(drawn: random.Random, p: int, m: int, v: int, split: bool) -> S
                     done[chosen] = tick
                     work.setdefault((tick, device), []).append(Action(kind, j, s // p))
         tick += 1
-    return table("random", p, m, work, v)
+    ticks = tuple(tuple(tuple(work.get((t, device), ())) for device in range(p)) for t in range(tick))
+    return Schedule("random", p, m, ticks, v)
 
 
 def check_random(seed: int, p: int, m: int, v: int, split: bool) -> None:

@@ -24,7 +24,7 @@ from jaxpipe.schedules import (
     to_csv,
     zero_bubble,
 )
-from jaxpipe.schedules.gpipe import forward_only
+from jaxpipe.schedules.synchronous import forward_only
 
 
 F, B = Kind.FORWARD, Kind.BACKWARD

@@ -30,8 +30,8 @@ from jaxpipe.schedules import (
     zero_bubble,
     zero_bubble_v,
 )
-from jaxpipe.schedules.gpipe import forward_only
 from jaxpipe.schedules.schedule_makers import BUILT_IN
+from jaxpipe.schedules.synchronous import forward_only
 from tests.support.compare import arrays, assert_same_bits
 from tests.support.meshes import mesh_of
 from tests.support.pipeline_models import (

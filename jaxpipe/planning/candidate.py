@@ -40,7 +40,7 @@ from jaxpipe.runtime.stage_outer_loop import stage_outer_loop
 from jaxpipe.runtime.stages import Placement, Stage, count_frozen, cut_stages, place_variables, with_backward
 from jaxpipe.schedules import schedule_makers
 from jaxpipe.schedules.replicas import StageReplicas
-from jaxpipe.schedules.table import Schedule, StageNumber, without_backward
+from jaxpipe.schedules.table import Kind, Schedule, StageNumber, without_backward
 from jaxpipe.sharding.mesh_axes import DATA
 
 
@@ -149,7 +149,8 @@ class Candidate:
         batch = sum(map(array_bytes, self.traced.local))
         for s, stage in zip(program.stage_numbers, program.stages, strict=True):
             d = program.device(s)
-            held[d] += program.schedule.waiting(d, program.schedule.chunk(s)) * program.bytes_of(stage.saved)
+            waiting = program.schedule.in_flight(d, program.schedule.chunk(s), since=Kind.BACKWARD_INPUT)
+            held[d] += waiting * program.bytes_of(stage.saved)
         users = {program.device(s) for s, x in zip(program.stage_numbers, program.stages, strict=True) if x.used}
         return [n + batch if d in users else n for d, n in zip(program.device_numbers, held, strict=True)]
 

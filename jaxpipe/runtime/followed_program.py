@@ -9,7 +9,7 @@ from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.runtime.executable_plan import ExecutablePlan
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.stages import Stage, cut_stages
-from jaxpipe.schedules.gpipe import forward_only
+from jaxpipe.schedules.synchronous import forward_only
 
 
 def forward_program(planned: ExecutablePlan, objective: MicrobatchProgram, name: str, num_microbatches: int) -> Program:

@@ -17,7 +17,7 @@ After the last micro-batch the pipeline drains; all stages then have the same nu
 from dataclasses import replace
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedules.one_f_one_b import one_f_one_b
+from jaxpipe.schedules.synchronous import one_f_one_b
 from jaxpipe.schedules.table import Kind, Schedule
 
 

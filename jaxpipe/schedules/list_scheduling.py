@@ -11,19 +11,24 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedules.gpipe import gpipe
-from jaxpipe.schedules.interleaved import interleaved
-from jaxpipe.schedules.one_f_one_b import one_f_one_b
+from jaxpipe.schedules import synchronous
 from jaxpipe.schedules.ordered import from_orders
-from jaxpipe.schedules.simulate import Seconds, simulate
+from jaxpipe.schedules.simulate import (
+    KIND_ARGUMENTS,
+    Costs,
+    Links,
+    Seconds,
+    both_parts,
+    run_free,
+    stage_links,
+    stage_seconds,
+)
 from jaxpipe.schedules.stage_map import StageMap, StageMapLike, stage_map, v_shape
-from jaxpipe.schedules.table import Kind, Schedule, check_size
-from jaxpipe.schedules.v_shaped import dual_pipe_v, v_half, zero_bubble_v
+from jaxpipe.schedules.table import KINDS, Kind, Schedule, check_size, needed_work
 from jaxpipe.schedules.work_graph import Operation, Ranks, Sequenced, WorkGraph, list_scheduled
-from jaxpipe.schedules.zero_bubble import zero_bubble
 from jaxpipe.text.units import whole_number
 
 
@@ -41,6 +46,9 @@ MOST_IMPROVED = 4
 
 #: By what share a step may be over the bound for the search to end: measured seconds are no better than this.
 CLOSE = 1e-3
+
+#: The work of a stage, with the backward pass in two parts and as a whole.
+SPLIT, WHOLE = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT), (Kind.FORWARD, Kind.BACKWARD)
 
 #: Rounding of sums of seconds.
 ROUNDING = 1e-9
@@ -89,27 +97,26 @@ def list_schedule(
       >>> table.simulate(forward=[1, 2, 1, 1], backward_input=1, backward_weight=1).makespan
       33.0
     """
-    times = forward, backward_input, backward_weight, backward
-    stages = _stages(num_devices, num_chunks, stage_of)
-    problem = _problem(stages, num_microbatches, times, communication, in_flight)
+    times = forward, backward, backward_input, backward_weight
+    problem = _problem(num_devices, num_microbatches, num_chunks, stage_of, times, communication, in_flight)
     fixed = [(problem.makespan(table), table) for table in _fixed_tables(problem)]
     best, seconds = None, min((makespan for makespan, _ in fixed), default=math.inf)
-    for splits in (True, False) if any(problem.backward_weight) else (False,):
-        least = _bound(problem if splits else problem.whole)
+    for kinds in (SPLIT, WHOLE) if any(problem.costs[Kind.BACKWARD_WEIGHT]) else (WHOLE,):
+        least = _bound(problem, kinds)
         if seconds <= least * (1 + CLOSE):
             continue
-        graph = _graph(problem, splits)
+        graph = _graph(problem, kinds)
         ordered = _Search(graph, problem.costliest, least).run()
         if ordered is not None and ordered.makespan < seconds * (1 - ROUNDING):
             best, seconds = ordered.orders(graph), ordered.makespan
+    chunks = len(problem.stages[0])
     if best is not None:
-        chunks = problem.num_chunks
-        name = "list-schedule" if chunks == 1 else f"list-schedule-{'v' if _is_v(stages) else chunks}"
-        return from_orders(name, best, num_microbatches, chunks, stages)
+        name = "list-schedule" if chunks == 1 else f"list-schedule-{'v' if _is_v(problem.stages) else chunks}"
+        return from_orders(name, best, num_microbatches, chunks, problem.stages)
     if not fixed:
         raise ScheduleError(
             f"in_flight={list(problem.in_flight)}: the search found no order of {num_microbatches} micro-batches on "
-            f"{num_devices} devices with {problem.num_chunks} stage(s) on each that keeps these limits. Raise them."
+            f"{num_devices} devices with {chunks} stage(s) on each that keeps these limits. Raise them."
         )
     return min(fixed, key=lambda pair: pair[0])[1]
 
@@ -144,125 +151,70 @@ def makespan_bound(
       >>> makespan_bound(8, 16, forward=1, backward_input=1, backward_weight=1)  # zero-bubble H1 takes as long
       55.0
     """
-    times = forward, backward_input, backward_weight, backward
-    stages = _stages(num_devices, num_chunks, stage_of)
-    problem = _problem(stages, num_microbatches, times, communication, in_flight)
-    return min(_bound(problem), _bound(problem.whole))
+    times = forward, backward, backward_input, backward_weight
+    problem = _problem(num_devices, num_microbatches, num_chunks, stage_of, times, communication, in_flight)
+    return min(_bound(problem, SPLIT), _bound(problem, WHOLE))
 
 
 @dataclass(frozen=True)
 class _Problem:
-    """Checked arguments; seconds by stage, limits by device."""
+    """Checked arguments: the stages of each device, seconds, and the most stashes of each device."""
 
     stages: StageMap
     num_microbatches: int
-    forward: tuple[float, ...]
-    backward_input: tuple[float, ...]
-    backward_weight: tuple[float, ...]
-    backward: tuple[float, ...]
-    links: tuple[tuple[float, float], ...]
+    costs: Costs
+    links: Links
     in_flight: tuple[int, ...]
-
-    @property
-    def num_devices(self) -> int:
-        """Devices."""
-        return len(self.stages)
-
-    @property
-    def num_chunks(self) -> int:
-        """Stages on each device."""
-        return len(self.stages[0])
-
-    @property
-    def whole(self) -> "_Problem":
-        """The problem with a backward pass that is not split."""
-        return replace(self, backward_input=self.backward, backward_weight=(0.0,) * len(self.backward))
 
     @property
     def costliest(self) -> int:
         """The stage with the most work."""
-        work = [sum(x) for x in zip(self.forward, self.backward, strict=True)]
+        work = [sum(x) for x in zip(self.costs[Kind.FORWARD], self.costs[Kind.BACKWARD], strict=True)]
         return work.index(max(work))
 
     def makespan(self, schedule: Schedule) -> float:
         """Return the seconds of a step with some table."""
-        walk = functools.partial(simulate, schedule, forward=self.forward, communication=self.links, lockstep=False)
-        if schedule.splits_backward:
-            return walk(backward_input=self.backward_input, backward_weight=self.backward_weight).makespan
-        return walk(backward=self.backward).makespan
+        return max(span.end for span in run_free(schedule, self.costs, self.links))
 
 
-#: Seconds forward, backward in two parts, and backward as a whole.
-_Times = tuple[Seconds, Seconds, Seconds, Seconds | None]
-
-
-def _stages(num_devices: int, num_chunks: int, stage_of: StageMapLike) -> StageMap:
-    """Return the stages of each device, checked."""
-    check_size(num_devices, 1)
+def _problem(
+    num_devices: int,
+    num_microbatches: int,
+    num_chunks: int,
+    stage_of: StageMapLike,
+    times: Sequence[Seconds | None],
+    communication: float | Sequence[tuple[float, float]],
+    in_flight: int | Sequence[int] | None,
+) -> _Problem:
+    check_size(num_devices, num_microbatches)
     chunks = whole_number(num_chunks, "num_chunks", ScheduleError)
     if chunks < 1:
         raise ScheduleError(f"num_chunks={chunks}; a device has at least 1 stage.")
     if isinstance(stage_of, Sequence) and stage_of and chunks == 1:
         chunks = len(stage_of[0])
-    return stage_map("list-schedule", stage_of, num_devices, chunks)
+    stages = stage_map("list-schedule", stage_of, num_devices, chunks)
+    count = num_devices * chunks
+    costs = stage_seconds(times, count, "there are")
+    for name, kind in zip(KIND_ARGUMENTS, KINDS, strict=True):
+        if kind in costs:
+            costs[kind] = _checked(name, costs[kind])
+    costs.setdefault(Kind.BACKWARD, both_parts(costs))
+    device_of = {s: d for d, row in enumerate(stages) for s in row}
+    given = stage_links(communication, count, "there are")
+    _checked("communication", list(itertools.chain.from_iterable(given)))
+    links = [link if device_of[s] != device_of[s + 1] else (0.0, 0.0) for s, link in enumerate(given)]
+    return _Problem(stages, num_microbatches, costs, links, _limits(in_flight, num_devices, num_microbatches, chunks))
 
 
 def _is_v(stages: StageMap) -> bool:
     return stages == v_shape(len(stages)) and len(stages) > 1
 
 
-def _problem(
-    stages: StageMap,
-    num_microbatches: int,
-    times: _Times,
-    communication: float | Sequence[tuple[float, float]],
-    in_flight: int | Sequence[int] | None,
-) -> _Problem:
-    num_devices, chunks = len(stages), len(stages[0])
-    check_size(num_devices, num_microbatches)
-    count = num_devices * chunks
-    device_of = {s: d for d, row in enumerate(stages) for s in row}
-    links = [
-        link if device_of[s] != device_of[s + 1] else (0.0, 0.0) for s, link in enumerate(_links(communication, count))
-    ]
-    names = ("forward", "backward_input", "backward_weight")
-    forward, first, second = (_by_stage(name, x, count) for name, x in zip(names, times[:3], strict=True))
-    both = tuple(i + w for i, w in zip(first, second, strict=True))
-    return _Problem(
-        stages,
-        num_microbatches,
-        forward,
-        first,
-        second,
-        both if times[3] is None else _by_stage("backward", times[3], count),
-        tuple(links),
-        _limits(in_flight, num_devices, num_microbatches, chunks),
-    )
-
-
-def _by_stage(name: str, seconds: Seconds, count: int) -> tuple[float, ...]:
-    times = tuple(seconds) if isinstance(seconds, Sequence) else (seconds,) * count
-    if len(times) != count:
-        raise ScheduleError(f"{name}= has {len(times)} times, but there are {count} stages: pass a time for each.")
-    _check_seconds(name, times)
-    return tuple(map(float, times))
-
-
-def _links(communication: float | Sequence[tuple[float, float]], count: int) -> tuple[tuple[float, float], ...]:
-    pairs = tuple(communication) if isinstance(communication, Sequence) else ((communication,) * 2,) * (count - 1)
-    if len(pairs) != count - 1:
-        raise ScheduleError(
-            f"communication= has {len(pairs)} pairs, but there are {count} stages: pass {count - 1}, one for each "
-            "stage and the next."
-        )
-    _check_seconds("communication", [seconds for pair in pairs for seconds in pair])
-    return tuple((float(ahead), float(back)) for ahead, back in pairs)
-
-
-def _check_seconds(name: str, times: Sequence[float]) -> None:
+def _checked(name: str, times: Sequence[float]) -> tuple[float, ...]:
     wrong = next((x for x in times if not (isinstance(x, int | float) and 0 <= x < math.inf)), None)
     if wrong is not None:
         raise ScheduleError(f"{name}= has {wrong!r} among its times; seconds are finite numbers, 0 or more.")
+    return tuple(map(float, times))
 
 
 def _limits(
@@ -288,11 +240,12 @@ def _limits(
 
 def _fixed_tables(problem: _Problem) -> Iterator[Schedule]:
     """Yield the tables of this size that keep the limits."""
-    size = problem.num_devices, problem.num_microbatches
-    makers = [one_f_one_b, zero_bubble, gpipe]
-    if problem.num_chunks > 1:
-        chunked = functools.partial(interleaved, num_chunks=problem.num_chunks)
-        makers = [zero_bubble_v, v_half, dual_pipe_v] if _is_v(problem.stages) else [chunked]
+    size, chunks = (len(problem.stages), problem.num_microbatches), len(problem.stages[0])
+    makers = [synchronous.one_f_one_b, synchronous.zero_bubble, synchronous.gpipe]
+    if chunks > 1:
+        chunked = functools.partial(synchronous.interleaved, num_chunks=chunks)
+        v_shaped = [synchronous.zero_bubble_v, synchronous.v_half, synchronous.dual_pipe_v]
+        makers = v_shaped if _is_v(problem.stages) else [chunked]
     for maker in makers:
         with contextlib.suppress(ScheduleError):  # some have no table of some sizes
             table = maker(*size)
@@ -301,24 +254,22 @@ def _fixed_tables(problem: _Problem) -> Iterator[Schedule]:
                 yield table
 
 
-def _graph(problem: _Problem, splits: bool) -> WorkGraph:
+def _graph(problem: _Problem, kinds: Sequence[Kind]) -> WorkGraph:
     """Return the work of a step, the backward pass in two parts or whole."""
-    p, count, parts = problem.num_devices, len(problem.forward), 3 if splits else 2
+    count = len(problem.costs[Kind.FORWARD])
+    numbers = {(kind, s): o for o, (s, kind) in enumerate(itertools.product(range(count), kinds))}
+    places = {s: (d, chunk) for d, row in enumerate(problem.stages) for chunk, s in enumerate(row)}
     operations = []
-    for s, d, chunk in sorted((s, d, chunk) for d, row in enumerate(problem.stages) for chunk, s in enumerate(row)):
+    for kind, s in numbers:
+        (d, chunk), takes = places[s], (kind is kinds[0]) - (kind is kinds[-1])
         # A stash stays free for each later stage, so that micro-batches that have begun can always go on.
-        room = problem.in_flight[d] - sum(later > s for later in problem.stages[d])
-        arrives = ((parts * (s - 1), problem.links[s - 1][0]),) if s else ()
-        operations.append(Operation(Kind.FORWARD, s, d, chunk, problem.forward[s], arrives, 1, room))
-        returns = ((parts * (s + 1) + 1, problem.links[s][1]),) if s + 1 < count else ()
-        needs = ((parts * s, 0.0), *returns)
-        if splits:
-            operations.append(Operation(Kind.BACKWARD_INPUT, s, d, chunk, problem.backward_input[s], needs))
-            needs = ((parts * s + 1, 0.0),)
-            operations.append(Operation(Kind.BACKWARD_WEIGHT, s, d, chunk, problem.backward_weight[s], needs, -1))
-        else:
-            operations.append(Operation(Kind.BACKWARD, s, d, chunk, problem.backward[s], needs, -1))
-    return WorkGraph(tuple(operations), p, problem.num_microbatches)
+        room = problem.in_flight[d] - sum(later > s for later in problem.stages[d]) if takes > 0 else 0
+        needs = tuple(
+            (numbers[needed, source], 0.0 if source == s else problem.links[min(source, s)][int(source > s)])
+            for needed, source in needed_work(kind, s, count)
+        )
+        operations.append(Operation(kind, s, d, chunk, problem.costs[kind][s], needs, takes, room))
+    return WorkGraph(tuple(operations), len(problem.stages), problem.num_microbatches)
 
 
 class _Search:
@@ -398,36 +349,32 @@ def _rank(rule: Sequence[str], operation: Operation, costliest: int) -> float:
     return rule[place].index(operation.kind.value)
 
 
-def _bound(problem: _Problem) -> float:
+def _bound(problem: _Problem, kinds: Sequence[Kind]) -> float:
     """Return the largest of the bounds of all devices."""
-    m, count = problem.num_microbatches, len(problem.forward)
+    forward, inputs = problem.costs[kinds[0]], problem.costs[kinds[1]]
+    m, count = problem.num_microbatches, len(forward)
+    weights = problem.costs[Kind.BACKWARD_WEIGHT] if Kind.BACKWARD_WEIGHT in kinds else (0.0,) * count
     ahead, back = zip(*problem.links, strict=True) if problem.links else ((), ())
     # By stage: when its first message may be there, when its first cotangent, and what follows its backward work.
-    first = list(itertools.accumulate(map(sum, zip(problem.forward, ahead, strict=False)), initial=0.0))
-    turn = first[-1] + problem.forward[-1]
-    inputs = problem.backward_input
+    first = list(itertools.accumulate(map(sum, zip(forward, ahead, strict=False)), initial=0.0))
+    turn = first[-1] + forward[-1]
     returned = list(itertools.accumulate((inputs[s + 1] + back[s] for s in range(count - 2, -1, -1)), initial=turn))
     returned.reverse()
-    after = list(
-        itertools.accumulate((inputs[s] + back[s] for s in range(count - 1)), initial=problem.backward_weight[0])
-    )
+    after = list(itertools.accumulate((inputs[s] + back[s] for s in range(count - 1)), initial=weights[0]))
     bounds = [0.0]
     for d, limit in enumerate(problem.in_flight):
         stages = sorted(problem.stages[d])
-        forward, backward, weight = (
-            m * sum(seconds[s] for s in stages)
-            for seconds in (problem.forward, problem.backward_input, problem.backward_weight)
-        )
-        early = min(forward, limit * max(problem.forward[s] for s in stages))
-        late = min(weight, limit * max(problem.backward_weight[s] for s in stages))
+        ahead_of, back_of, late_of = (m * sum(x[s] for s in stages) for x in (forward, inputs, weights))
+        early = min(ahead_of, limit * max(forward[s] for s in stages))
+        late = min(late_of, limit * max(weights[s] for s in stages))
         begins, follows = max(first[stages[0]] + early, returned[stages[-1]]), max(late, after[stages[0]])
-        bounds.append(begins + (forward - early) + backward + (weight - late) + follows)
-        if problem.num_chunks == 1:
+        bounds.append(begins + (ahead_of - early) + back_of + (late_of - late) + follows)
+        if len(stages) == 1:
             # A device's micro-batch number limit + 1 begins after the round trip of the first, and so on.
             s = stages[0]
             trip = returned[s] - first[s] + inputs[s]
             rounds, rest = divmod(m - 1, limit)
-            stays = trip + problem.backward_weight[s]
-            begins = first[s] + rounds * stays + rest * problem.forward[s]
+            stays = trip + weights[s]
+            begins = first[s] + rounds * stays + rest * forward[s]
             bounds.append(begins + max(trip + after[s], stays))
     return max(bounds)

@@ -1,12 +1,14 @@
 """A schedule from the order in which each device does its work."""
 
 import itertools
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedules.simulate import simulate
 from jaxpipe.schedules.stage_map import StageMapLike, stage_map
-from jaxpipe.schedules.table import Action, Schedule, check_cells, table
+from jaxpipe.schedules.table import Action, Kind, Schedule, check_cells
 
 
 def from_orders(
@@ -51,9 +53,47 @@ def from_orders(
     )
     stages = stage_map(name, stage_of, len(orders), num_chunks)
     listed = Schedule(name, len(orders), num_microbatches, columns, num_chunks, stage_of=stages)
-    if listed.splits_backward:
-        timeline = simulate(listed, forward=1, backward_input=1, backward_weight=1, lockstep=False)
-    else:
-        timeline = simulate(listed, forward=1, backward=1, lockstep=False)
-    work = {(int(span.start), span.stage): [span.action] for span in timeline.spans}
-    return table(name, len(orders), num_microbatches, work, num_chunks, stages)
+    part = 1.0 if listed.splits_backward else 0.5
+    timeline = simulate(listed, forward=1, backward_input=part, backward_weight=part)
+    check_cells(name, len(orders), int(timeline.makespan))
+    ticks: list[list[tuple[Action, ...]]] = [[()] * len(orders) for _ in range(int(timeline.makespan))]
+    for device, action, start, _ in timeline.spans:
+        ticks[int(start)][device] = (action,)
+    return replace(listed, ticks=tuple(map(tuple, ticks)))
+
+
+def from_words(
+    name: str,
+    words: Iterable[Iterable[str]],
+    num_microbatches: int,
+    num_chunks: int = 1,
+    stage_of: StageMapLike = None,
+) -> Schedule:
+    """Each device's order in words, without the numbers of micro-batches.
+
+    ``F0``, ``B0`` and ``I1`` are the next forward pass of chunk 0, its next backward pass, and the next one for inputs
+    of chunk 1; ``W`` is the oldest work for weights that waits, what is left of which comes last. A word without work
+    is left out.
+
+    Example:
+      >>> print(from_words("drawn", [["F0", "F0", "I0", "I0"]], 2))
+      tick      0  1  2  3  4  5
+      device 0  F0 F1 I0 I1 W0 W1
+    """
+    orders = [_order(row, num_microbatches) for row in words]
+    return from_orders(name, orders, num_microbatches, num_chunks, stage_of)
+
+
+def _order(words: Iterable[str], num_microbatches: int) -> list[Action]:
+    order, done, waiting = list[Action](), Counter[str](), deque[Action]()
+    for word in words:
+        if word == "W":
+            if waiting:
+                order.append(waiting.popleft())
+        elif done[word] < num_microbatches:
+            action = Action(Kind(word[0]), done[word], int(word[1:]))
+            order.append(action)
+            done[word] += 1
+            if action.kind is Kind.BACKWARD_INPUT:
+                waiting.append(action._replace(kind=Kind.BACKWARD_WEIGHT))
+    return [*order, *waiting]

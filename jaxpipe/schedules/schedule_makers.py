@@ -7,14 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxpipe.errors import PartitionError, ScheduleError
+from jaxpipe.schedules import synchronous
 from jaxpipe.schedules.asynchronous import double_buffered, local_accumulation, pipedream
-from jaxpipe.schedules.gpipe import gpipe
-from jaxpipe.schedules.interleaved import interleaved
-from jaxpipe.schedules.one_f_one_b import one_f_one_b
 from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.table import Schedule
-from jaxpipe.schedules.v_shaped import dual_pipe_v, v_half, zero_bubble_v
-from jaxpipe.schedules.zero_bubble import zero_bubble
 
 
 #: ``(num_devices, num_microbatches) -> Schedule``.
@@ -31,13 +27,13 @@ class BuiltIn(NamedTuple):
 
 #: Built-in schedules by name, a line for each; of those that are as fast, "auto" takes the first.
 BUILT_IN: dict[str, BuiltIn] = {
-    "one_f_one_b": BuiltIn(one_f_one_b, ("1f1b", "1f1b-textbook"), in_auto=True),
-    "zero_bubble": BuiltIn(zero_bubble, ("zb", "zb-h1", "zero-bubble-h1"), in_auto=True),
-    "interleaved": BuiltIn(interleaved, ("interleaved-1f1b",), in_auto=True),
-    "gpipe": BuiltIn(gpipe, in_auto=True),
-    "zero_bubble_v": BuiltIn(zero_bubble_v, ("zbv", "zb-v", "zbv-zero-bubble"), in_auto=True),
-    "dual_pipe_v": BuiltIn(dual_pipe_v),
-    "v_half": BuiltIn(v_half),
+    "one_f_one_b": BuiltIn(synchronous.one_f_one_b, ("1f1b", "1f1b-textbook"), in_auto=True),
+    "zero_bubble": BuiltIn(synchronous.zero_bubble, ("zb", "zb-h1", "zero-bubble-h1"), in_auto=True),
+    "interleaved": BuiltIn(synchronous.interleaved, ("interleaved-1f1b",), in_auto=True),
+    "gpipe": BuiltIn(synchronous.gpipe, in_auto=True),
+    "zero_bubble_v": BuiltIn(synchronous.zero_bubble_v, ("zbv", "zb-v", "zbv-zero-bubble"), in_auto=True),
+    "dual_pipe_v": BuiltIn(synchronous.dual_pipe_v),
+    "v_half": BuiltIn(synchronous.v_half),
     "pipedream": BuiltIn(pipedream),
     "double_buffered": BuiltIn(double_buffered, ("2bw", "pipedream-2bw")),
     "local_accumulation": BuiltIn(local_accumulation, ("paci",)),
@@ -68,7 +64,7 @@ def schedule_named(name: str) -> ScheduleMaker | None:
     plain = plain_name(name)
     chunks = re.fullmatch(r"interleaved(\d{1,3})", plain)
     if chunks:
-        return functools.partial(interleaved, num_chunks=int(chunks[1]))
+        return functools.partial(synchronous.interleaved, num_chunks=int(chunks[1]))
     named = ((known, x.maker) for name, x in BUILT_IN.items() for known in (name, *x.names))
     return next((maker for known, maker in named if plain_name(known) == plain), None)
 

@@ -12,6 +12,13 @@ from jaxpipe.schedules.table import KINDS, Action, Kind, Schedule
 #: Seconds of a micro-batch: for every stage the same, or by stage.
 Seconds = float | Sequence[float]
 
+#: Seconds of a micro-batch by kind of work and stage; arguments that give them, in the order of the kinds.
+Costs = dict[Kind, tuple[float, ...]]
+KIND_ARGUMENTS = ("forward", "backward", "backward_input", "backward_weight")
+
+#: Seconds of messages between each stage and the next, forward and back.
+Links = Sequence[tuple[float, float]]
+
 
 class Span(NamedTuple):
     """One action on the timeline, in seconds from the start of the step."""
@@ -80,57 +87,61 @@ def simulate(
       >>> simulate(one_f_one_b(4, 16), forward=1, backward=2).makespan
       57.0
     """
-    seconds = _seconds(schedule, forward, backward, backward_input, backward_weight)
-    if lockstep and isinstance(communication, Sequence):
+    if (backward_input is None) != (backward_weight is None) or (backward is None) == (backward_input is None):
+        raise ScheduleError("simulate takes either backward=, or backward_input= and backward_weight=.")
+    whose, given = f"{schedule.name} has", (forward, backward, backward_input, backward_weight)
+    costs = stage_seconds(given, schedule.total_stages, whose)
+    if backward is None:
+        costs[Kind.BACKWARD] = both_parts(costs)
+    elif schedule.splits_backward:
+        raise ScheduleError(f"{schedule.name} splits the backward work; pass backward_input= and backward_weight=.")
+    if not lockstep:
+        spans, after = run_free(schedule, costs, stage_links(communication, schedule.total_stages, whose), begins), 0.0
+    elif isinstance(communication, Sequence):
         raise ScheduleError("communication= by stage is for devices that run free: pass lockstep=False, or a number.")
-    if isinstance(communication, Sequence):
-        links = tuple(communication)
-        if len(links) != schedule.total_stages - 1:
-            raise ScheduleError(
-                f"communication= has {len(links)} pairs, but {schedule.name} has {schedule.total_stages} stages: pass "
-                f"{schedule.total_stages - 1}, one for each stage and the next."
-            )
-        spans = _free(schedule, seconds, links, begins or {})
-        communication = 0.0
-    elif lockstep:
-        spans = _in_step(schedule, seconds, communication)
     else:
-        spans = _free(schedule, seconds, ((communication, communication),) * (schedule.total_stages - 1), begins or {})
-    end = max((span.end for span in spans), default=0.0)
-    if lockstep and schedule.num_devices > 1:
-        end += communication
+        after = communication if schedule.num_devices > 1 else 0.0
+        spans = _in_step(schedule, costs, after)
+    end = max((span.end for span in spans), default=0.0) + after
     return Timeline(tuple(spans), float(end), schedule.most_in_flight)
 
 
-Costs = dict[Kind, tuple[float, ...]]
+def stage_seconds(given: Sequence[Seconds | None], count: int, whose: str) -> Costs:
+    """Return the seconds of each kind that are given, in the order of ``KINDS``, for each of ``count`` stages.
 
-
-def _seconds(
-    schedule: Schedule, forward: Seconds, backward: Seconds | None, first: Seconds | None, second: Seconds | None
-) -> Costs:
-    """Seconds of each kind by stage, chunk after chunk."""
-    count = schedule.total_stages
-
-    def by_stage(name: str, cost: Seconds) -> tuple[float, ...]:
-        seconds = tuple(cost) if isinstance(cost, Sequence) else (float(cost),) * count
-        if len(seconds) != count:
-            raise ScheduleError(f"{name}= has {len(seconds)} times, but {schedule.name} has {count} stages.")
-        return seconds
-
-    if (first is None) != (second is None) or (backward is None) == (first is None):
-        raise ScheduleError("simulate takes either backward=, or backward_input= and backward_weight=.")
-    costs = {Kind.FORWARD: by_stage("forward", forward)}
-    if first is not None and second is not None:
-        costs[Kind.BACKWARD_INPUT] = by_stage("backward_input", first)
-        costs[Kind.BACKWARD_WEIGHT] = by_stage("backward_weight", second)
-        parts = zip(costs[Kind.BACKWARD_INPUT], costs[Kind.BACKWARD_WEIGHT], strict=True)
-        costs[Kind.BACKWARD] = tuple(i + w for i, w in parts)
-    elif schedule.splits_backward:
-        raise ScheduleError(f"{schedule.name} splits the backward work; pass backward_input= and backward_weight=.")
-    else:
-        assert backward is not None
-        costs[Kind.BACKWARD] = by_stage("backward", backward)
+    Raises:
+      ScheduleError: if there are more or fewer; ``whose`` stages they are, as in ``"there are"``.
+    """
+    costs: Costs = {}
+    for name, kind, seconds in zip(KIND_ARGUMENTS, KINDS, given, strict=True):
+        if seconds is not None:
+            costs[kind] = tuple(seconds) if isinstance(seconds, Sequence) else (seconds,) * count
+            if len(costs[kind]) != count:
+                raise ScheduleError(
+                    f"{name}= has {len(costs[kind])} times, but {whose} {count} stages: pass a time for each."
+                )
     return costs
+
+
+def both_parts(costs: Costs) -> tuple[float, ...]:
+    """Return the seconds of both parts of the backward work of each stage."""
+    return tuple(i + w for i, w in zip(costs[Kind.BACKWARD_INPUT], costs[Kind.BACKWARD_WEIGHT], strict=True))
+
+
+def stage_links(communication: float | Sequence[tuple[float, float]], count: int, whose: str) -> Links:
+    """Return the seconds of messages between each of ``count`` stages and the next.
+
+    Raises:
+      ScheduleError: if there are more or fewer; ``whose`` stages they are, as in ``"there are"``.
+    """
+    alike = not isinstance(communication, Sequence)
+    links = ((communication, communication),) * (count - 1) if alike else tuple(communication)
+    if len(links) != count - 1:
+        raise ScheduleError(
+            f"communication= has {len(links)} pairs, but {whose} {count} stages: pass {count - 1}, one for each stage "
+            "and the next."
+        )
+    return links
 
 
 def _in_step(schedule: Schedule, seconds: Costs, communication: float) -> list[Span]:
@@ -145,17 +156,14 @@ def _in_step(schedule: Schedule, seconds: Costs, communication: float) -> list[S
                 free[s] = start + seconds[action.kind][schedule.stage(s, action.chunk)]
                 spans.append(Span(s, action, start, free[s]))
             now = max(free.values(), default=now)
-        if schedule.num_devices > 1 and tick is not schedule.ticks[-1]:
-            now += communication
+        now += communication
     return spans
 
 
-def _free(
-    schedule: Schedule, seconds: Costs, links: Sequence[tuple[float, float]], begins: Mapping[int, float]
-) -> list[Span]:
-    """Each action begins when its device is free, and all that it needs has arrived."""
+def run_free(schedule: Schedule, costs: Costs, links: Links, begins: Mapping[int, float] | None = None) -> list[Span]:
+    """Return the timeline in which each action begins when its device is free and all that it needs has arrived."""
     free, ends, spans = [0.0] * schedule.num_devices, dict[int, float](), list[Span]()
-    costs = [seconds[kind][s] if kind in seconds else 0.0 for s in range(schedule.total_stages) for kind in KINDS]
+    seconds = [costs[kind][s] if kind in costs else 0.0 for s in range(schedule.total_stages) for kind in KINDS]
     ways = [*itertools.chain.from_iterable(links), 0.0]
     for device, action, work, result, needs in schedule.steps:
         start = free[device]
@@ -163,6 +171,6 @@ def _free(
             start = max(start, ends[need] + ways[way])
         if begins:
             start = max(start, begins.get(result, 0.0))
-        free[device] = ends[result] = end = start + costs[work]
+        free[device] = ends[result] = end = start + seconds[work]
         spans.append(Span(device, action, start, end))
     return spans

@@ -215,24 +215,18 @@ class Schedule:
         """The actions of a device, one after the other."""
         return (a for tick in self.ticks for a in tick[stage])
 
-    def in_flight(self, stage: int, chunk: int | None = None) -> int:
-        """The most stashes that a device holds at the same time, of all its chunks or of one."""
+    def in_flight(self, stage: int, chunk: int | None = None, since: Kind = Kind.FORWARD) -> int:
+        """The most stashes that a device holds at the same time, of all its chunks or of one.
+
+        With ``since=Kind.BACKWARD_INPUT`` those of micro-batches whose backward work for weights waits.
+        """
         last = Kind.BACKWARD_WEIGHT if self.splits_backward else Kind.BACKWARD
         held = most = 0
         for action in self.order(stage):
             if chunk in (None, action.chunk) and self.is_trained(stage, action.chunk):
-                held += (action.kind is Kind.FORWARD) - (action.kind is last)
+                held += (action.kind is since) - (action.kind is last)
                 most = max(most, held)
         return most if self.has_backward else 0
-
-    def waiting(self, device: int, chunk: int) -> int:
-        """The most micro-batches whose backward work for weights waits in a chunk of a device at the same time."""
-        waits = most = 0
-        for action in self.order(device):
-            if action.chunk == chunk:
-                waits += (action.kind is Kind.BACKWARD_INPUT) - (action.kind is Kind.BACKWARD_WEIGHT)
-                most = max(most, waits)
-        return most
 
     @cached_property
     def most_in_flight(self) -> tuple[int, ...]:
@@ -274,17 +268,20 @@ class Schedule:
 
     def _step(self, device: int, action: Action) -> Step:
         kind, j, chunk = action
-        stage, m = self.stage_of[device][chunk], self.num_microbatches
-        work = len(KINDS) * stage + KINDS.index(kind)
-        if kind is Kind.FORWARD:
-            needs = (((work - len(KINDS)) * m + j, 2 * stage - 2 if self.apart[stage - 1] else -1),) if stage else ()
-        elif kind is Kind.BACKWARD_WEIGHT:
-            needs = (((work - 1) * m + j, -1),)
-        else:
-            needs = (((len(KINDS) * stage) * m + j, -1),)
-            if stage + 1 < self.total_stages:
-                needs += (((work + len(KINDS)) * m + j, 2 * stage + 1 if self.apart[stage] else -1),)
-        return Step(device, action, work, work * m + j, needs)
+        work, m = len(KINDS) * self.stage_of[device][chunk] + KINDS.index(kind), self.num_microbatches
+        return Step(device, action, work, work * m + j, tuple((need * m + j, way) for need, way in self._needs[work]))
+
+    @cached_property
+    def _needs(self) -> list[list[tuple[int, int]]]:
+        """By number of work, the numbers of the work that it needs, each with the way of the result."""
+        needs: list[list[tuple[int, int]]] = []
+        for stage, kind in itertools.product(range(self.total_stages), KINDS):
+            needs.append([])
+            for needed, source in needed_work(kind, stage, self.total_stages):
+                sent = source != stage and self.apart[min(source, stage)]
+                way = 2 * min(source, stage) + (source > stage) if sent else -1
+                needs[-1].append((len(KINDS) * source + KINDS.index(needed), way))
+        return needs
 
     @property
     def staleness(self) -> tuple[int, ...]:
@@ -338,14 +335,9 @@ class Schedule:
             kinds += [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT] if self.splits_backward else [Kind.BACKWARD]
         self._check_ticks(kinds)
         self._check_work(kinds)
-        back = self.backward_kind
-        for stage in range(self.total_stages):
-            self._check(Kind.FORWARD, stage, Kind.FORWARD, stage - 1)
-            if self.has_backward:
-                self._check(back, stage, Kind.FORWARD, stage)
-                self._check(back, stage, back, stage + 1)
-            if self.splits_backward:
-                self._check(Kind.BACKWARD_WEIGHT, stage, back, stage)
+        for stage, kind in itertools.product(range(self.total_stages), kinds):
+            for needed, source in needed_work(kind, stage, self.total_stages):
+                self._check_order(kind, stage, needed, source)
         if self.versions is not None:
             self._check_versions(self.versions)
 
@@ -414,19 +406,15 @@ class Schedule:
             return f"micro-batches {sorted(j for _, j in done)}"
         return f"(chunk, micro-batch) {sorted(done)}"
 
-    def _check(self, kind: Kind, stage: int, needed: Kind, source: int) -> None:
-        """A stage's work of one kind comes after another stage's of another kind."""
-        if 0 <= source < self.total_stages:
-            later, earlier = self.stage_ticks(stage, kind), self.stage_ticks(source, needed)
-            what, needs = f"{kind.value} of stage {stage}", f"{needed.value} of stage {source}"
-            self._check_order(later, earlier, int(self.device(stage) != self.device(source)), what, needs)
-
-    def _check_order(self, later: dict[int, int], earlier: dict[int, int], gap: int, what: str, needs: str) -> None:
-        for j, tick in later.items():
+    def _check_order(self, kind: Kind, stage: int, needed: Kind, source: int) -> None:
+        """Check that a stage's work of one kind comes after another stage's of another kind."""
+        earlier, gap = self.stage_ticks(source, needed), int(self.device(stage) != self.device(source))
+        for j, tick in self.stage_ticks(stage, kind).items():
             if tick < earlier[j] + gap:
                 raise ScheduleError(
-                    f"{self.name}: {what} for micro-batch {j} is in tick {tick}, but it needs {needs}, which is in "
-                    f"tick {earlier[j]}; it may start in tick {earlier[j] + gap}."
+                    f"{self.name}: {kind.value} of stage {stage} for micro-batch {j} is in tick {tick}, but it needs "
+                    f"{needed.value} of stage {source}, which is in tick {earlier[j]}; it may start in tick "
+                    f"{earlier[j] + gap}."
                 )
 
     def _rows(self) -> list[list[str]]:
@@ -443,15 +431,20 @@ class Schedule:
         return html_table(table)
 
     def __str__(self) -> str:
-        cells = self._rows()
-        widths = [max(len(row[k]) for row in cells) for k in range(len(cells[0]))]
-        lines = [" ".join(c.ljust(w) for c, w in zip(row, _spread(widths), strict=True)).rstrip() for row in cells]
-        return "\n".join(lines)
+        rows = self._rows()
+        first = max(len(name) for name, *_ in rows)
+        width = max((len(cell) for _, *cells in rows for cell in cells), default=0)
+        lines = (" ".join([f"{name:{first + 1}}", *(cell.ljust(width) for cell in cells)]) for name, *cells in rows)
+        return "\n".join(map(str.rstrip, lines))
 
 
-def _spread(widths: Sequence[int]) -> list[int]:
-    """The first column as wide as it needs, with a space after it; all others alike."""
-    return [widths[0] + 1, *([max(widths[1:], default=0)] * (len(widths) - 1))]
+def needed_work(kind: Kind, stage: int, num_stages: int) -> tuple[tuple[Kind, int], ...]:
+    """Return the work of the same micro-batch, by kind and stage, that work of a stage needs."""
+    if kind is Kind.FORWARD:
+        return ((kind, stage - 1),) if stage else ()
+    if kind is Kind.BACKWARD_WEIGHT:
+        return ((Kind.BACKWARD_INPUT, stage),)
+    return ((Kind.FORWARD, stage), *(((kind, stage + 1),) if stage + 1 < num_stages else ()))
 
 
 def without_backward(schedule: Schedule, frozen: int) -> Schedule:
@@ -478,24 +471,6 @@ def without_backward(schedule: Schedule, frozen: int) -> Schedule:
         for tick in schedule.ticks
     )
     return replace(trimmed, ticks=tuple(tick for tick in ticks if any(tick)))
-
-
-def table(
-    name: str,
-    num_devices: int,
-    num_microbatches: int,
-    work: dict[tuple[int, int], list[Action]],
-    num_chunks: int = 1,
-    stage_of: StageMap = (),
-) -> Schedule:
-    """A schedule from the actions of each ``(tick, stage)``, forward before backward."""
-    length = 1 + max(t for t, _ in work)
-    check_cells(name, num_devices, length)
-    ticks = tuple(
-        tuple(tuple(sorted(work.get((t, s), []), key=lambda a: KINDS.index(a.kind))) for s in range(num_devices))
-        for t in range(length)
-    )
-    return Schedule(name, num_devices, num_microbatches, ticks, num_chunks, stage_of=stage_of)
 
 
 def check_cells(name: str, num_devices: int, num_ticks: int) -> None:

@@ -1,13 +1,12 @@
 """1F1B in pair ticks, which lose nothing where all devices walk in step, and what this runtime runs for each name."""
 
+import itertools
 from collections.abc import Sequence
 
 from jaxpipe.schedules import schedule_makers
-from jaxpipe.schedules.interleaved import interleaved
-from jaxpipe.schedules.one_f_one_b import one_f_one_b
 from jaxpipe.schedules.schedule_makers import ScheduleMaker
-from jaxpipe.schedules.table import Action, Kind, Schedule, check_size, table
-from jaxpipe.schedules.zero_bubble import zero_bubble
+from jaxpipe.schedules.synchronous import interleaved, one_f_one_b, zero_bubble
+from jaxpipe.schedules.table import Action, Kind, Schedule, check_cells, check_size
 
 
 def pair_ticks(num_devices: int, num_microbatches: int) -> Schedule:
@@ -18,12 +17,13 @@ def pair_ticks(num_devices: int, num_microbatches: int) -> Schedule:
     longer of F and B twice.
     """
     check_size(num_devices, num_microbatches)
-    work: dict[tuple[int, int], list[Action]] = {}
-    for i in range(num_devices):
-        for j in range(num_microbatches):
-            work.setdefault((i + j, i), []).append(Action(Kind.FORWARD, j))
-            work.setdefault((2 * (num_devices - 1) - i + j, i), []).append(Action(Kind.BACKWARD, j))
-    return table("1f1b", num_devices, num_microbatches, work)
+    length = 2 * (num_devices - 1) + num_microbatches
+    check_cells("1f1b", num_devices, length)
+    ticks: list[list[tuple[Action, ...]]] = [[()] * num_devices for _ in range(length)]
+    for kind, i, j in itertools.product((Kind.FORWARD, Kind.BACKWARD), range(num_devices), range(num_microbatches)):
+        tick = j + (i if kind is Kind.FORWARD else 2 * (num_devices - 1) - i)
+        ticks[tick][i] += (Action(kind, j),)
+    return Schedule("1f1b", num_devices, num_microbatches, tuple(map(tuple, ticks)))
 
 
 #: The tables that ``schedule="auto"`` chooses from; of two that are as fast, the first.

@@ -2,15 +2,16 @@
 
 import contextlib
 import contextvars
+import functools
 import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from rich.console import Console
-from rich.status import Status
 from rich.text import Text
 
 from jaxpipe import multihost
@@ -20,8 +21,8 @@ from jaxpipe.text.plain_table import printable
 #: Its messages of level INFO say what is being done.
 LOGGER = logging.getLogger("jaxpipe")
 
-#: The line appears after so many seconds.
-PATIENCE = 2.0
+#: The line appears after so many seconds, and its text changes after so many.
+PATIENCE, REFRESH = 2.0, 0.1
 
 _T = TypeVar("_T")
 
@@ -36,8 +37,7 @@ def progress(text: str) -> Iterator[None]:
         if _line.get() is None:
             console = Console(stderr=True)
             if console.is_terminal and multihost.is_first():
-                shown = stack.enter_context(contextlib.closing(_Line(console)))
-                stack.callback(_line.reset, _line.set(shown))
+                stack.enter_context(_shown(functools.partial(_spin, console)))
         tell(text)
         yield
 
@@ -78,73 +78,55 @@ def track(items: Sequence[_T], text: str) -> Iterator[_T]:
 @contextlib.contextmanager
 def lines_each(seconds: float) -> Iterator[None]:
     """Write a line to stderr, where that is no terminal, after each so many seconds that says what is being done."""
-    if sys.stderr.isatty():
+    with contextlib.nullcontext() if sys.stderr.isatty() else _shown(functools.partial(_print_lines, seconds)):
         yield
-        return
-    with contextlib.closing(_Lines(seconds)) as shown:
-        token = _line.set(shown)
-        try:
-            yield
-        finally:
-            _line.reset(token)
 
 
-class _Shown(Protocol):
-    def update(self, text: str) -> None: ...
-
-
-class _Lines:
-    """Lines for a log, each with the seconds since the first."""
-
-    def __init__(self, seconds: float):
-        self._text = "Starting"
-        self._ended = threading.Event()
-        threading.Thread(target=self._write, args=(seconds, time.monotonic()), daemon=True).start()
-
-    def update(self, text: str) -> None:
-        self._text = text
-
-    def close(self) -> None:
-        self._ended.set()
-
-    def _write(self, seconds: float, start: float) -> None:
-        while not self._ended.wait(seconds):
-            print(f"jaxpipe: {time.monotonic() - start:.0f} s: {printable(self._text)}", file=sys.stderr, flush=True)
-
-
+@dataclass
 class _Line:
-    """A line with a spinner, which appears after a while."""
+    """The text that a thread shows until the work ends."""
 
-    def __init__(self, console: Console):
-        self._status = Status("", console=console)
-        self._lock = threading.Lock()
-        self._closed = False
-        self._timer = threading.Timer(PATIENCE, self._start)
-        self._timer.daemon = True
-        self._timer.start()
+    text: str = "Starting"
+    ended: threading.Event = field(default_factory=threading.Event)
 
-    def update(self, text: str) -> None:
-        self._status.update(Text(text))
 
-    def close(self) -> None:
-        with self._lock:
-            self._timer.cancel()
-            self._closed = True
-            self._status.stop()
+@contextlib.contextmanager
+def _shown(show: Callable[[_Line], None]) -> Iterator[None]:
+    """Let a thread show what is being done inside."""
+    line = _Line()
+    thread = threading.Thread(target=show, args=(line,), daemon=True)
+    token = _line.set(line)
+    thread.start()
+    try:
+        yield
+    finally:
+        _line.reset(token)
+        line.ended.set()
+        thread.join()
 
-    def _start(self) -> None:
-        with self._lock:
-            if not self._closed:
-                self._status.start()
+
+def _spin(console: Console, line: _Line) -> None:
+    """Show a spinner, after a while."""
+    if not line.ended.wait(PATIENCE):
+        with console.status(Text(line.text)) as status:
+            while not line.ended.wait(REFRESH):
+                status.update(Text(line.text))
+
+
+def _print_lines(seconds: float, line: _Line) -> None:
+    """Print lines for a log, each with the seconds since the first."""
+    start = time.monotonic()
+    while not line.ended.wait(seconds):
+        print(f"jaxpipe: {time.monotonic() - start:.0f} s: {printable(line.text)}", file=sys.stderr, flush=True)
 
 
 #: The seconds of each phase so far.
 _phases: contextvars.ContextVar[dict[str, float] | None] = contextvars.ContextVar("phases", default=None)
 
-_line: contextvars.ContextVar[_Shown | None] = contextvars.ContextVar("line", default=None)
+_line: contextvars.ContextVar[_Line | None] = contextvars.ContextVar("line", default=None)
 
 
 def _update(text: str) -> None:
     line = _line.get()
     if line is not None:
-        line.update(text)
+        line.text = text

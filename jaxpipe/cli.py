@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from jaxpipe._version import __version__
 from jaxpipe.errors import JaxpipeError
-from jaxpipe.text.plain_table import printable
+from jaxpipe.text.printed import printable
 
 
 try:

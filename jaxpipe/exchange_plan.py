@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxpipe.text.checked_json import Amount
-from jaxpipe.text.plain_table import PlainTable
+from jaxpipe.text.printed import PlainTable
 from jaxpipe.text.units import bytes_text, seconds_text
 
 

@@ -18,8 +18,7 @@ from jaxpipe.recipe import Recipe
 from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.swap_points import HOST
 from jaxpipe.text.checked_json import Amount, Count, Positive, read_json
-from jaxpipe.text.plain_table import PlainTable
-from jaxpipe.text.printed import Printed
+from jaxpipe.text.printed import PlainTable, Printed
 from jaxpipe.text.short_names import cut_middle, number_ranges, shorten
 from jaxpipe.text.units import bytes_text, seconds_text
 

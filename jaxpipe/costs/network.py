@@ -20,8 +20,7 @@ from jaxpipe.costs.topology import PCIE_3_X16, Node
 from jaxpipe.errors import PartitionError
 from jaxpipe.targets.known import target_of
 from jaxpipe.text.checked_json import LARGEST, read_json
-from jaxpipe.text.plain_table import PlainTable
-from jaxpipe.text.printed import Printed
+from jaxpipe.text.printed import PlainTable, Printed
 from jaxpipe.text.short_names import number_ranges
 from jaxpipe.text.units import bytes_text, whole_number
 from jaxpipe.text.value_text import shown

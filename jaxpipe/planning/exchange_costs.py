@@ -20,8 +20,7 @@ from jaxpipe.gradients.block_sparse import BlockSparse
 from jaxpipe.gradients.blocks import reduced_itemsize
 from jaxpipe.gradients.outer_loop import OuterLoop
 from jaxpipe.runtime.executable_plan import Update
-from jaxpipe.text.plain_table import PlainTable
-from jaxpipe.text.printed import Printed
+from jaxpipe.text.printed import PlainTable, Printed
 
 
 #: Rounds after which the timeline of an exchange repeats itself.

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from rich.box import SIMPLE_HEAD
 
-from jaxpipe.text.plain_table import PlainTable
-from jaxpipe.text.printed import Printed
+from jaxpipe.text.printed import PlainTable, Printed
 from jaxpipe.text.units import bytes_text
 
 

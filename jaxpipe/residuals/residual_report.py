@@ -26,8 +26,7 @@ from jaxpipe.residuals.equal_blocks import common_name, counted, grouped, patter
 from jaxpipe.residuals.memory_encoded import run_encoded, without_encoding
 from jaxpipe.residuals.residual_labels import Label, parse_label
 from jaxpipe.residuals.stored_formats import has_overflowed
-from jaxpipe.text.plain_table import PlainTable
-from jaxpipe.text.printed import Printed
+from jaxpipe.text.printed import PlainTable, Printed
 from jaxpipe.text.short_names import cut_middle
 from jaxpipe.text.units import bytes_text
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, NewType
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedules.stage_map import StageMap, stage_map
-from jaxpipe.text.html_table import html_table
-from jaxpipe.text.plain_table import PlainTable
+from jaxpipe.text.printed import PlainTable, html_table
 from jaxpipe.text.units import whole_number
 
 

@@ -22,8 +22,7 @@ from jaxpipe.step.step_front import PLAIN
 from jaxpipe.step.step_variants import StepVariants, Variant
 from jaxpipe.step.target_device import devices_of
 from jaxpipe.targets.known import target_of
-from jaxpipe.text.plain_table import PlainTable
-from jaxpipe.text.printed import Printed
+from jaxpipe.text.printed import PlainTable, Printed
 from jaxpipe.text.progress import progress
 from jaxpipe.text.units import asked_bytes, bytes_text, device_bytes, seconds_text
 from jaxpipe.text.value_text import shown

@@ -16,8 +16,7 @@ from jaxpipe.step.measures import Measure, measures
 from jaxpipe.step.peak import STORED, PeakPart
 from jaxpipe.step.target_device import target_device
 from jaxpipe.step.traced_step import jitted
-from jaxpipe.text.plain_table import PlainTable
-from jaxpipe.text.printed import Printed
+from jaxpipe.text.printed import PlainTable, Printed
 from jaxpipe.text.progress import progress, tell
 from jaxpipe.text.short_names import cut_middle
 from jaxpipe.text.units import bytes_text

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxpipe import multihost
-from jaxpipe.text.plain_table import printable
+from jaxpipe.text.printed import printable
 
 
 #: Its messages of level INFO say what is being done.

@@ -15,8 +15,7 @@ from jaxpipe.planning.memory_report import MemoryReport
 from jaxpipe.runtime.program import Program
 from jaxpipe.schedules import Timeline
 from jaxpipe.schedules.swap_points import HOST
-from jaxpipe.text.html_table import html_table, html_text
-from jaxpipe.text.plain_table import PlainTable
+from jaxpipe.text.printed import PlainTable, html_table, html_text
 from jaxpipe.text.units import bytes_text, seconds_text
 from jaxpipe.visualize.pictures import draw_memory, draw_stages, draw_timeline, load_figure_class
 from jaxpipe.visualize.plain_stash import plain_stash_bytes

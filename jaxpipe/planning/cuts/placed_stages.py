@@ -14,8 +14,7 @@ from jaxpipe.planning.cuts.cost_models import CostModel, Stages
 from jaxpipe.planning.cuts.cut_space import CutSpace
 from jaxpipe.planning.cuts.step_bound import step_bound
 from jaxpipe.text.checked_json import Amount, Count, read_json
-from jaxpipe.text.plain_table import PlainTable
-from jaxpipe.text.printed import Printed
+from jaxpipe.text.printed import PlainTable, Printed
 from jaxpipe.text.short_names import cut_middle
 from jaxpipe.text.units import bytes_text, seconds_text
 

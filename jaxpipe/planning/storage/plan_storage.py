@@ -13,8 +13,7 @@ from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import ResidualPlan
 from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.targets.rates import OTHER, Rates
-from jaxpipe.text.plain_table import PlainTable
-from jaxpipe.text.printed import Printed
+from jaxpipe.text.printed import PlainTable, Printed
 from jaxpipe.text.units import bytes_text, parse_bytes, seconds_text
 
 

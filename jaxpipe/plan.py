@@ -20,7 +20,7 @@ from jaxpipe.schedules.swap_points import HOST
 from jaxpipe.text.checked_json import Amount, Count, Positive, read_json
 from jaxpipe.text.printed import PlainTable, Printed
 from jaxpipe.text.short_names import cut_middle, number_ranges, shorten
-from jaxpipe.text.units import bytes_text, seconds_text
+from jaxpipe.text.units import byte_unit, bytes_text, seconds_text
 
 
 @dataclass(frozen=True)
@@ -402,8 +402,7 @@ def _memory_table(plan: Plan) -> PlainTable:
     names = list(dict.fromkeys(name for _, parts, _ in rows for name in parts))
     large = {name for _, parts, _ in rows for name, size in parts.items() if size >= 0.1 * fullest > 0}
     apart = [name for name in names if name in large or (name in _ALWAYS and any(p.get(name) for _, p, _ in rows))]
-    units = [(1024**k, unit) for k, unit in enumerate(("B", "KiB", "MiB", "GiB"))]
-    scale, unit = next((u for u in reversed(units) if fullest >= 10 * u[0]), units[0])
+    scale, unit = byte_unit(fullest / 10)
     table = PlainTable("stage")
     table.add_numbers(unit, *apart, *(["other"] if len(apart) < len(names) else []))
     for numbers, parts, call in rows:

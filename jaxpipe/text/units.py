@@ -92,11 +92,19 @@ def device_bytes(memory: float | str, name: str = "memory") -> int:
 
 def bytes_text(count: float) -> str:
     """A byte count to read: ``1.50 MiB``."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"
+    scale, unit = byte_unit(count)
+    return f"{count / scale:.{0 if scale == 1 else 2}f} {unit}"
+
+
+def byte_unit(count: float) -> tuple[int, str]:
+    """Return the largest unit of bytes in which a count is at least 1, and its name.
+
+    Example:
+      >>> byte_unit(5000)
+      (1024, 'KiB')
+    """
+    units = [(1024**k, unit) for k, unit in enumerate(("B", "KiB", "MiB", "GiB"))]
+    return next((unit for unit in reversed(units) if count >= unit[0]), units[0])
 
 
 def seconds_text(seconds: float) -> str:

@@ -78,25 +78,25 @@ def page(
 
     with rc_context({"text.parse_math": False, "svg.hashsalt": "jaxpipe"}):
         body = [
-            _heading("Plan"),
+            "<h2>Plan</h2>",
             plan._repr_html_(),
             _picture(draw_stages(partition), "compute and communication of each stage"),
-            _heading("Timeline"),
+            "<h2>Timeline</h2>",
         ]
         for source, timeline in timelines.items():
             name = source or f"predicted from the {plan.profile} profile"
             body.append(f"<h3>{html.escape(name)}</h3>")
             body.append(_picture(draw_timeline(plan, schedule, timeline, source=source), f"timeline, {name}"))
         body += [
-            _heading("Memory"),
+            "<h2>Memory</h2>",
             f"<p>{html_text(_memory_text(plan, memory))}</p>",
             _picture(draw_memory(plan, schedule, memory), "bytes by component, and stashes over time"),
         ]
-    body.append(_heading("What each method saves"))
+    body.append("<h2>What each method saves</h2>")
     methods = _methods(plan, plain_bytes, partition.network.is_uniform)
     body += [html_table(_stash_table(plan, plain_bytes)), html_table(methods)]
     if plan.search:
-        body += [_heading("How the plan was found"), f"<p>{html_text(chr(10).join(plan.search))}</p>"]
+        body += ["<h2>How the plan was found</h2>", f"<p>{html_text(chr(10).join(plan.search))}</p>"]
     title = f"jaxpipe: {len(plan.stages)} stages, {plan.num_microbatches} micro-batches, {plan.schedule}"
     # "<" cannot end the element that it stands in; JSON reads the escape as the same character.
     data = plan.to_json().replace("<", "\\u003c")
@@ -118,10 +118,6 @@ def page(
 </body>
 </html>
 """
-
-
-def _heading(name: str) -> str:
-    return f"<h2>{html.escape(name)}</h2>"
 
 
 def _picture(figure: "Figure", name: str) -> str:

@@ -32,10 +32,13 @@ def measure_timeline(program: Program, mesh: Mesh, lockstep: bool) -> Timeline:
         programs.append((timed, stage_devices(mesh, program.stage_replicas, program.device(s))[0]))
     for (s, kind), median in zip(passes, np.median(time_programs(programs), axis=0).tolist(), strict=True):
         seconds[kind][s] = program.stage_replicas.per_device(program.device(s)) * median
-    forward, backward, *weight = seconds.values()
-    if not weight:
-        return simulate(schedule, forward=forward, backward=backward, lockstep=lockstep)
-    return simulate(schedule, forward=forward, backward_input=backward, backward_weight=weight[0], lockstep=lockstep)
+    return simulate(
+        schedule,
+        forward=seconds[Kind.FORWARD],
+        backward_input=seconds[schedule.backward_kind],
+        backward_weight=seconds.get(Kind.BACKWARD_WEIGHT, 0.0),
+        lockstep=lockstep,
+    )
 
 
 def _pass(program: Program, stage: Stage, following: Stage | None, kind: Kind) -> TimedProgram:

@@ -11,7 +11,7 @@ from jaxpipe.planning.plan_timeline import check_size, plan_timeline
 from jaxpipe.schedules import Kind, Schedule, Timeline
 from jaxpipe.schedules.swap_points import swap_points
 from jaxpipe.text.short_names import number_ranges, shorten
-from jaxpipe.text.units import bytes_text, seconds_text
+from jaxpipe.text.units import byte_unit, bytes_text, seconds_text
 from jaxpipe.visualize.traces import KIND_NAMES
 
 
@@ -59,11 +59,10 @@ def draw_timeline(plan: Plan, schedule: Schedule, timeline: Timeline | None = No
       ImportError: if matplotlib is not installed.
       ScheduleError: if the schedule is not of the plan's size.
     """
-    figure_class = load_figure_class("draw_timeline")
+    rows = schedule.num_devices
+    figure = _figure("draw_timeline", 1.9 + 0.6 * rows)
     check_size(plan, schedule)
     timeline = plan_timeline(plan, schedule) if timeline is None else timeline
-    rows = schedule.num_devices
-    figure = figure_class(figsize=(WIDTH_INCHES, 1.9 + 0.6 * rows), layout="constrained")
     axes = figure.subplots()
     _draw_spans(axes, timeline)
     axes.set_yticks(range(rows), [_row_label(plan, schedule, d) for d in range(rows)])
@@ -98,9 +97,8 @@ def draw_memory(plan: Plan, schedule: Schedule, report: MemoryReport | None = No
       ImportError: if matplotlib is not installed.
       ScheduleError: if the schedule is not of the plan's size.
     """
-    figure_class = load_figure_class("draw_memory")
+    figure = _figure("draw_memory", max(4.8, 1.6 + 0.9 * schedule.num_devices))
     check_size(plan, schedule)
-    figure = figure_class(figsize=(WIDTH_INCHES, max(4.8, 1.6 + 0.9 * schedule.num_devices)), layout="constrained")
     left, right = figure.subfigures(1, 2, squeeze=False, width_ratios=(2, 3))[0]
     _draw_components(left.subplots(), plan, report)
     rows = right.subplots(schedule.num_devices, 1, sharex=True, sharey=True, squeeze=False)[:, 0]
@@ -130,9 +128,8 @@ def draw_stages(partition: Partition) -> "Figure":
     Raises:
       ImportError: if matplotlib is not installed.
     """
-    figure_class = load_figure_class("draw_stages")
+    figure = _figure("draw_stages", 4.8)
     stages, worst, whole = partition.stages, _bottleneck(partition), partition.cost_model == "synchronous"
-    figure = figure_class(figsize=(WIDTH_INCHES, 4.8), layout="constrained")
     axes = figure.subplots()
     axes.axvspan(worst - 0.5, worst + 0.5, color=VERMILION, alpha=0.12, linewidth=0, label="bottleneck stage")
     for shift, label, color, seconds in (
@@ -169,6 +166,10 @@ def load_figure_class(name: str) -> "type[Figure]":
     except ImportError as error:
         raise ImportError(f"{name} draws with matplotlib, which is not installed: pip install matplotlib") from error
     return Figure
+
+
+def _figure(name: str, height: float) -> "Figure":
+    return load_figure_class(name)(figsize=(WIDTH_INCHES, height), layout="constrained")
 
 
 def _bottleneck(partition: Partition) -> int:
@@ -229,7 +230,7 @@ def _row_label(plan: Plan, schedule: Schedule, device: int) -> str:
 
 def _draw_components(axes: "Axes", plan: Plan, report: MemoryReport | None) -> None:
     compiled = max(report.compiled_bytes) if report else 0
-    scale, unit = _unit(max(plan.predicted_bytes, compiled))
+    scale, unit = byte_unit(max(plan.predicted_bytes, compiled))
     below = 0
     for k, (name, count) in enumerate(plan.memory.items()):
         color = COMPONENT_COLORS[k % len(COMPONENT_COLORS)]
@@ -258,7 +259,7 @@ def _draw_stash(rows: Iterable["Axes"], plan: Plan, schedule: Schedule) -> None:
     reserved = _reserved_stash(plan)
     bars_of = [_stash_bars(plan, schedule, d) for d in range(schedule.num_devices)]
     totals = [sum(column) for bars in bars_of for column in zip(*(held for _, held in bars), strict=True)]
-    scale, unit = _unit(max(reserved, *totals))
+    scale, unit = byte_unit(max(reserved, *totals))
     ticks = range(len(schedule.ticks))
     last = schedule.num_devices - 1
     for d, axes in enumerate(rows):
@@ -327,9 +328,3 @@ def _held(schedule: Schedule, device: int, chunk: int) -> list[int]:
     last = Kind.BACKWARD_WEIGHT if schedule.splits_backward else Kind.BACKWARD
     starts, ends = schedule.when(device, Kind.FORWARD, chunk), schedule.when(device, last, chunk)
     return [sum(starts[j] <= t <= ends[j] for j in ends) for t in range(len(schedule.ticks))]
-
-
-def _unit(most: float) -> tuple[int, str]:
-    """The largest unit of bytes in which a number is at least 1."""
-    units = [(1024**k, name) for k, name in enumerate(("B", "KiB", "MiB", "GiB"))]
-    return next(((scale, name) for scale, name in reversed(units) if most >= scale), units[0])

@@ -10,7 +10,6 @@ torch's DualPipeV a cell ``(0F7;7B3)OVERLAP_F_B`` is read as two, one after the 
 import csv
 import io
 import re
-from typing import NamedTuple
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedules.ordered import from_orders
@@ -22,7 +21,6 @@ LARGEST_TEXT, LARGEST_DEVICES, LARGEST_NUMBER = 2**20, 2**12, 2**20
 
 _CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
-_KINDS = {kind.value: kind for kind in Kind}
 _PARTS = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
 
@@ -77,7 +75,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     works = [work for row in cells for work in row]
     if not works:
         raise ScheduleError(f"{name}: all cells are empty.")
-    stages = tuple(tuple(sorted({work.stage for work in row})) for row in cells)
+    stages = tuple(tuple(sorted({work.chunk for work in row})) for row in cells)
     size = 1 + max(work.microbatch for work in works), max(map(len, stages))
     if size[0] * size[1] > len(works):
         raise ScheduleError(
@@ -87,7 +85,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     splits = any(work.kind is Kind.BACKWARD_INPUT for work in works)
     orders = [
         [
-            Action(kind, work.microbatch, row.index(work.stage))
+            Action(kind, work.microbatch, row.index(work.chunk))
             for work in order
             for kind in (_PARTS if splits and work.kind is Kind.BACKWARD else (work.kind,))
         ]
@@ -98,27 +96,20 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     return schedule
 
 
-class _Work(NamedTuple):
-    """The work of a cell."""
-
-    stage: int
-    kind: Kind
-    microbatch: int
-
-
 def _parts(cell: str) -> tuple[str, ...]:
     """Return a cell, or the two that overlap in it."""
     match = _OVERLAP.fullmatch(cell)
     return match.groups() if match else (cell,)
 
 
-def _work(name: str, row: int, cell: str) -> _Work:
+def _work(name: str, row: int, cell: str) -> Action:
+    """Return the work of a cell, with the stage in place of the chunk."""
     match = _CELL.fullmatch(cell)
     if not match:
         raise ScheduleError(
             f"{name}: row {row} has {cell[:60]!r}; a cell is a stage, one of F, B, I, W, and a micro-batch: 0F0."
         )
-    work = _Work(int(match[1]), _KINDS[match[2]], int(match[3]))
-    if max(work.stage, work.microbatch) > LARGEST_NUMBER:
+    work = Action(Kind(match[2]), int(match[3]), int(match[1]))
+    if max(work.chunk, work.microbatch) > LARGEST_NUMBER:
         raise ScheduleError(f"{name}: row {row} has {cell}; numbers are at most {LARGEST_NUMBER}.")
     return work

@@ -51,59 +51,8 @@ class Timeline:
         return 1 - busy / total if total else 0.0
 
 
-def simulate(
-    schedule: Schedule,
-    *,
-    forward: Seconds,
-    backward: Seconds | None = None,
-    backward_input: Seconds | None = None,
-    backward_weight: Seconds | None = None,
-    communication: float | Sequence[tuple[float, float]] = 0.0,
-    begins: Mapping[int, float] | None = None,
-    lockstep: bool = False,
-) -> Timeline:
-    """Run a schedule on paper.
-
-    Free, a device begins its next action as soon as it is done with the last and all that the action needs has
-    arrived. In step, all devices do the work of one phase of a tick before the next begins (``Schedule.phases``), so
-    that it takes as long as the slowest device that has any; then neighbors exchange what they computed.
-
-    Args:
-      schedule: the table.
-      forward: seconds of one micro-batch.
-      backward: the same, for the whole of the backward work; or
-      backward_input, backward_weight: for its two parts. A schedule that does not split takes their sum.
-      communication: seconds from one device to another, for all, or for each stage and the next, forward and back. A
-        message leaves when its work is done and holds nobody up but whoever waits for it. In step: of the exchange
-        after a tick.
-      begins: running free, when an action may begin at the earliest, by the number of its result (``Step``).
-      lockstep: all devices walk through the ticks in step.
-
-    Raises:
-      ScheduleError: if costs do not fit the schedule, or an action waits for one behind it.
-
-    Example:
-      >>> from jaxpipe.schedules import one_f_one_b
-      >>> simulate(one_f_one_b(4, 16), forward=1, backward=2).makespan
-      57.0
-    """
-    if (backward_input is None) != (backward_weight is None) or (backward is None) == (backward_input is None):
-        raise ScheduleError("simulate takes either backward=, or backward_input= and backward_weight=.")
-    whose, given = f"{schedule.name} has", (forward, backward, backward_input, backward_weight)
-    costs = stage_seconds(given, schedule.total_stages, whose)
-    if backward is None:
-        costs[Kind.BACKWARD] = both_parts(costs)
-    elif schedule.splits_backward:
-        raise ScheduleError(f"{schedule.name} splits the backward work; pass backward_input= and backward_weight=.")
-    if not lockstep:
-        spans, after = run_free(schedule, costs, stage_links(communication, schedule.total_stages, whose), begins), 0.0
-    elif isinstance(communication, Sequence):
-        raise ScheduleError("communication= by stage is for devices that run free: pass lockstep=False, or a number.")
-    else:
-        after = communication if schedule.num_devices > 1 else 0.0
-        spans = _in_step(schedule, costs, after)
-    end = max((span.end for span in spans), default=0.0) + after
-    return Timeline(tuple(spans), float(end), schedule.most_in_flight)
+#: Running a schedule on paper, as a function of it.
+simulate = Schedule.simulate
 
 
 def stage_seconds(given: Sequence[Seconds | None], count: int, whose: str) -> Costs:
@@ -144,7 +93,8 @@ def stage_links(communication: float | Sequence[tuple[float, float]], count: int
     return links
 
 
-def _in_step(schedule: Schedule, seconds: Costs, communication: float) -> list[Span]:
+def run_in_step(schedule: Schedule, seconds: Costs, communication: float) -> list[Span]:
+    """Return the timeline in which all devices do the work of a phase before any begins the next."""
     spans = []
     now = 0.0
     for tick in schedule.ticks:

@@ -52,18 +52,12 @@ def swap_points(schedule: Schedule, stage: int) -> SwapPoints:
       (3, 9, 3, 4)
     """
     chunk, order = schedule.chunk(stage), list(schedule.order(schedule.device(stage)))
-    first: dict[int, int] = {}
-    backward: dict[int, int] = {}
-    last: dict[int, int] = {}
+    positions: dict[Kind, dict[int, int]] = {kind: {} for kind in Kind}
     for position, action in enumerate(order):
-        if action.chunk != chunk:
-            continue
-        j = action.microbatch
-        if action.kind is Kind.FORWARD:
-            first[j] = position
-            continue
-        backward.setdefault(j, position)
-        last[j] = position
+        if action.chunk == chunk:
+            positions[action.kind][action.microbatch] = position
+    first, backward = positions[Kind.FORWARD], positions[schedule.backward_kind]
+    last = positions[Kind.BACKWARD_WEIGHT] or backward
     returns = {j: position - LEAD for j, position in backward.items()}
     every = SwapPoints(first, returns, 0, 0)
     swapped = [j for j in backward if every.missing(j)]

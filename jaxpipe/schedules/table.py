@@ -3,7 +3,7 @@
 import enum
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, NewType
@@ -15,7 +15,7 @@ from jaxpipe.text.units import whole_number
 
 
 if TYPE_CHECKING:
-    from jaxpipe.schedules.simulate import Timeline
+    from jaxpipe.schedules.simulate import Seconds, Timeline
 
 
 #: The number of a stage, in the order of the program.
@@ -305,23 +305,59 @@ class Schedule:
     def simulate(
         self,
         *,
-        forward: float | Sequence[float],
-        backward_input: float | Sequence[float],
-        backward_weight: float | Sequence[float],
-        communication: float = 0.0,
+        forward: "Seconds",
+        backward: "Seconds | None" = None,
+        backward_input: "Seconds | None" = None,
+        backward_weight: "Seconds | None" = None,
+        communication: float | Sequence[tuple[float, float]] = 0.0,
+        begins: Mapping[int, float] | None = None,
         lockstep: bool = False,
     ) -> "Timeline":
-        """Run it on paper; see ``jaxpipe.schedules.simulate``."""
-        from jaxpipe.schedules.simulate import simulate
+        """Run it on paper.
 
-        return simulate(
-            self,
-            forward=forward,
-            backward_input=backward_input,
-            backward_weight=backward_weight,
-            communication=communication,
-            lockstep=lockstep,
-        )
+        Free, a device begins its next action as soon as it is done with the last and all that the action needs has
+        arrived. In step, all devices do the work of one phase of a tick before the next begins (``phases``), so
+        that it takes as long as the slowest device that has any; then neighbors exchange what they computed.
+
+        Args:
+          forward: seconds of one micro-batch.
+          backward: the same, for the whole of the backward work; or
+          backward_input, backward_weight: for its two parts. A schedule that does not split takes their sum.
+          communication: seconds from one device to another, for all, or for each stage and the next, forward and back.
+            A message leaves when its work is done and holds nobody up but whoever waits for it. In step: of the
+            exchange after a tick.
+          begins: running free, when an action may begin at the earliest, by the number of its result (``Step``).
+          lockstep: all devices walk through the ticks in step.
+
+        Raises:
+          ScheduleError: if costs do not fit the schedule, or an action waits for one behind it.
+
+        Example:
+          >>> from jaxpipe.schedules import one_f_one_b
+          >>> one_f_one_b(4, 16).simulate(forward=1, backward=2).makespan
+          57.0
+        """
+        from jaxpipe.schedules.simulate import Timeline, both_parts, run_free, run_in_step, stage_links, stage_seconds
+
+        if (backward_input is None) != (backward_weight is None) or (backward is None) == (backward_input is None):
+            raise ScheduleError("simulate takes either backward=, or backward_input= and backward_weight=.")
+        whose, given = f"{self.name} has", (forward, backward, backward_input, backward_weight)
+        costs = stage_seconds(given, self.total_stages, whose)
+        if backward is None:
+            costs[Kind.BACKWARD] = both_parts(costs)
+        elif self.splits_backward:
+            raise ScheduleError(f"{self.name} splits the backward work; pass backward_input= and backward_weight=.")
+        if not lockstep:
+            spans, after = run_free(self, costs, stage_links(communication, self.total_stages, whose), begins), 0.0
+        elif isinstance(communication, Sequence):
+            raise ScheduleError(
+                "communication= by stage is for devices that run free: pass lockstep=False, or a number."
+            )
+        else:
+            after = communication if self.num_devices > 1 else 0.0
+            spans = run_in_step(self, costs, after)
+        end = max((span.end for span in spans), default=0.0) + after
+        return Timeline(tuple(spans), float(end), self.most_in_flight)
 
     def validate(self) -> None:
         """Check that every stage does all its work once and that nothing is needed before it is there.

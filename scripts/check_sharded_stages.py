@@ -93,12 +93,13 @@ def measure(pipeline: jaxpipe.Pipeline) -> dict[str, Any]:
     dispatch = runtime.compiled_step
     peaks = device_peaks(dispatch, runtime.devices)
     programs = {}
-    for (_, place), run in dispatch.executables.items():
-        if place.replica in (-1, 0) and isinstance(run.run, jax.stages.Compiled):
-            programs[run.label] = {
+    for (task, place), run in dispatch.calls.items():
+        if place.replica in (-1, 0) and isinstance(run, jax.stages.Compiled):
+            needs = dispatch.needs[task, place]
+            programs[needs.label] = {
                 "devices": len(runtime.devices.of(place)),
-                "temporaries": run.temporary_bytes,
-                "collectives": collectives(run.run.as_text()),
+                "temporaries": needs.temporary_bytes,
+                "collectives": collectives(run.as_text()),
             }
     free = [value for value in dispatch.graph.values if value.form.is_free]
     stash = [(str(x.aval.shape), str(x.form.spec)) for x in free if x.aval.size > 2**16]

@@ -123,7 +123,7 @@ def measure(pipeline: Any) -> list[dict[str, Any]]:
                 "reused": run.alias_bytes,
                 **dict(zip(("products", "flops"), count_products(traced_program(dispatch, number)), strict=True)),
             }
-            for (number, place), run in dispatch.executables.items()
+            for (number, place), run in dispatch.needs.items()
             if place.stage in here
         }
         arrays = {k: n for k, n in estimated.items() if k not in ("stash", "temporaries")}

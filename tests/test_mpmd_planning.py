@@ -145,7 +145,7 @@ def test_all_micro_batches_in_flight_need_as_many_stashes():
 @pytest.mark.skipif(not _compat.barriers_hold(), reason="XLA drops barriers, and computes all means at once")
 def test_the_optimizer_writes_one_parameter_after_the_other():
     runtime = planned(optimizer=optax.adam(1e-3), stages=1)._runtime
-    updates = [run for run in runtime.compiled_step.executables.values() if run.label == "stage 0: update"]
+    updates = [run for run in runtime.compiled_step.needs.values() if run.label == "stage 0: update"]
     assert updates[0].temporary_bytes < 2 * 4 * WIDTH**2  # of 8 parameters, each with two moments
     assert updates[0].alias_bytes >= 3 * LAYERS * 4 * WIDTH**2
 

@@ -26,7 +26,7 @@ from jaxpipe.runtime.mpmd.trace_task import TaskWork, trace_task
 from tests.support.meshes import mesh_of
 
 
-HERE, THERE = Place(0, 0), Place(1, 0)
+HERE, THERE, WHOLE = Place(0, 0), Place(1, 0), Place(0)
 SHAPE = jax.ShapeDtypeStruct((4,), jnp.float32)
 
 
@@ -100,11 +100,11 @@ def test_operands_that_nobody_reads_afterwards_are_donated():
     again = [copies, Call(0, HERE, (2, 3), (4,)), Call(0, HERE, (4, 3), (5,))]
     assert donated(again, [0, 1], [5]) == {0}  # the first call's second operand is read by the second
     assert donated([copies, Call(0, HERE, (2, 2), (4,))], [0, 1], [4]) == set()
-    parts = [copies, Split(HERE.stage, (2,), (5, 6)), Call(0, HERE, (5, 3), (4,))]
+    parts = [copies, Split(WHOLE, (2,), (5, 6)), Call(0, HERE, (5, 3), (4,))]
     assert donated(parts, [0, 1], [4]) == {1}  # a part shares its memory
-    joined = [*parts[:2], Join(HERE.stage, (5, 6), (7,), True), Call(0, HERE, (7, 3), (4,))]
+    joined = [*parts[:2], Join(WHOLE, (5, 6), (7,), True), Call(0, HERE, (7, 3), (4,))]
     assert donated(joined, [0, 1], [4]) == {1}
-    whole = [copies, Split(HERE.stage, (2,), (5, 6)), Call(0, HERE, (2, 3), (4,)), Send(HERE, THERE, (5,), (8,))]
+    whole = [copies, Split(WHOLE, (2,), (5, 6)), Call(0, HERE, (2, 3), (4,)), Send(HERE, THERE, (5,), (8,))]
     assert donated(whole, [0, 1], [4, 8]) == {1}  # a part is read afterwards
 
 

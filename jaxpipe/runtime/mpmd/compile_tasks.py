@@ -4,12 +4,13 @@ tasks ──form──▶ equal ones are lowered and compiled once, in parallel 
 """
 
 import functools
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -49,21 +50,27 @@ class CompileJob:
         return _compat.is_absent(self.devices[0]) or _compat.needs_devices(self.task.program.closed)
 
 
-@dataclass(frozen=True, eq=False)
-class Executable:
+@dataclass(frozen=True)
+class Needs:
+    """Needs of a compiled task on each device besides operands and results, and how it splits its results."""
+
+    label: str
+    temporary_bytes: int = 0  # besides both
+    alias_bytes: int = 0  # of results that are written over operands
+    writes: tuple[P, ...] = ()  # by result
+
+
+class Executable(NamedTuple):
     """A compiled task."""
 
     run: Call
-    label: str
-    temporary_bytes: int  # besides operands and results
-    alias_bytes: int  # of results that are written over operands
-    writes: tuple[P, ...]  # by result
+    needs: Needs
 
 
-def compile_jobs(jobs: Sequence[CompileJob], platform: str) -> list[Executable | None]:
+def compile_jobs(jobs: Sequence[CompileJob], platform: str) -> dict[int, Executable]:
     """Compile this process's work, what is equal once, in as many threads as there are processors.
 
-    Takes the jobs of all processes, as equal work has one program in all of them; returns None for those of others.
+    Takes the jobs of all processes, as equal work has one program in all of them; returns its own by position.
     """
     groups: dict[Hashable, list[int]] = {}
     for number, job in enumerate(jobs):
@@ -73,28 +80,22 @@ def compile_jobs(jobs: Sequence[CompileJob], platform: str) -> list[Executable |
     local_jobs = {number for number, job in enumerate(jobs) if multihost.mine(job.devices)}
     local_groups = [numbers for numbers in groups.values() if not local_jobs.isdisjoint(numbers)]
     tell(f"Compiling {len(local_jobs)} programs, {len(local_groups)} of which differ")
-    done = 0
+    done = itertools.count(1)
 
     def build(equal: Sequence[CompileJob], lowered: Lowered, rows: Sequence[np.ndarray | None]) -> list[Executable]:
-        nonlocal done
         built = _compile(equal, lowered, rows)
-        done += 1
-        tell(f"Compiled {done} of {len(local_groups)} programs: {equal[0].task.label}")
+        tell(f"Compiled {next(done)} of {len(local_groups)} programs: {equal[0].task.label}")
         return built
 
     with warnings.catch_warnings(), ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         # A stash is donated to be freed; few results have the shape of one of its arrays.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        started = []
+        started: list[tuple[list[int], Future[list[Executable]]]] = []
         for numbers in local_groups:
             lowered, rows = _lower([jobs[k] for k in numbers], platform)
-            here = [(k, row) for k, row in zip(numbers, rows, strict=True) if k in local_jobs]
-            started.append(pool.submit(build, [jobs[k] for k, _ in here], lowered, [row for _, row in here]))
-        compiled: list[Executable | None] = [None] * len(jobs)
-        for numbers, built in zip(local_groups, started, strict=True):
-            for k, executable in zip([k for k in numbers if k in local_jobs], built.result(), strict=True):
-                compiled[k] = executable
-    return compiled
+            here = {k: row for k, row in zip(numbers, rows, strict=True) if k in local_jobs}
+            started.append((list(here), pool.submit(build, [jobs[k] for k in here], lowered, list(here.values()))))
+        return {k: built for here, run in started for k, built in zip(here, run.result(), strict=True)}
 
 
 def _compile(jobs: Sequence[CompileJob], lowered: Lowered, rows: Sequence[np.ndarray | None]) -> list[Executable]:
@@ -113,10 +114,7 @@ def _compile(jobs: Sequence[CompileJob], lowered: Lowered, rows: Sequence[np.nda
     return [
         Executable(
             call if row is None else _with_row(call, row, job.mesh),
-            job.task.label,
-            sizes.temp_size_in_bytes,
-            sizes.alias_size_in_bytes,
-            writes,
+            Needs(job.task.label, sizes.temp_size_in_bytes, sizes.alias_size_in_bytes, writes),
         )
         for job, call, row in zip(jobs, calls, rows, strict=True)
     ]

@@ -15,6 +15,7 @@ from jaxpipe.array_types import Device, Shaped
 from jaxpipe.graph.graph import itemsize, live, read_graph
 from jaxpipe.graph.liveness import temporary_bytes
 from jaxpipe.graph.sharding_propagation import of_one_device, propagate
+from jaxpipe.runtime.mpmd.compile_tasks import Needs
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
 from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Join, Place, Send, Split
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
@@ -59,28 +60,9 @@ class Peak:
         }
 
 
-@dataclass(frozen=True)
-class Needs:
-    """Bytes that a program needs besides its operands and its results.
-
-    Attributes:
-      label: of its work.
-      temporary: besides both.
-      reused: of results that are written over donated operands.
-    """
-
-    label: str
-    temporary: int = 0
-    reused: int = 0
-
-
-NOTHING = Needs("")
-
-
 def device_peaks(dispatch: Dispatch, devices: StageDevices) -> dict[Device, Peak]:
-    """Return the most bytes that each device of this process holds at once while it follows a graph."""
-    needs = {key: Needs(run.label, run.temporary_bytes, run.alias_bytes) for key, run in dispatch.executables.items()}
-    return walk(dispatch.graph, devices, needs)
+    """Return the most bytes that each device holds at once while it follows a compiled graph."""
+    return _walk(dispatch.graph, devices, dispatch.needs)
 
 
 def predicted_bytes(graph: StepGraph, devices: StageDevices) -> dict[Device, Peak]:
@@ -95,7 +77,7 @@ def predicted_bytes(graph: StepGraph, devices: StageDevices) -> dict[Device, Pea
             reused = _reusable_bytes(graph, call.task, [count_parts(spec, shape) for spec in specs])
             temporary = _working_bytes(graph, call.task, specs, shape)
             needs[call.task, call.place] = Needs(graph.tasks[call.task].label, temporary, reused)
-    return walk(graph, devices, needs)
+    return _walk(graph, devices, needs)
 
 
 def _working_bytes(graph: StepGraph, number: int, specs: Sequence[P], shape: Mapping[str, int]) -> int:
@@ -133,11 +115,11 @@ def _reusable_bytes(graph: StepGraph, number: int, parts: Sequence[int]) -> int:
     return sum(count * sizes[form] // split[form] for form, count in (given & written).items())
 
 
-def walk(graph: StepGraph, devices: StageDevices, needs: Mapping[tuple[int, Place], Needs]) -> dict[Device, Peak]:
+def _walk(graph: StepGraph, devices: StageDevices, needs: Mapping[tuple[int, Place], Needs]) -> dict[Device, Peak]:
     """Return the most bytes that each device holds at once.
 
     Args:
-      needs: of each task at each place; those that are left out need nothing besides their arrays.
+      needs: of each task at each place.
     """
     memory = _Memory(graph, devices)
     seen: set[tuple[Device, str, Hashable, int]] = set()
@@ -150,16 +132,14 @@ def walk(graph: StepGraph, devices: StageDevices, needs: Mapping[tuple[int, Plac
     for instruction, left in zip(graph.instructions, graph.drops, strict=True):
         if isinstance(instruction, (Split, Join)):
             memory.share(instruction)
-        elif isinstance(instruction, Exchange):
-            memory.send(instruction.forth)
-            memory.send(instruction.back)
-        elif isinstance(instruction, Send):
-            memory.send(instruction)
+        elif isinstance(instruction, (Send, Exchange)):
+            for send in (instruction,) if isinstance(instruction, Send) else (instruction.forth, instruction.back):
+                memory.send(send)
         elif isinstance(instruction, Call):
-            memory.call(instruction, needs.get((instruction.task, instruction.place), NOTHING))
+            memory.call(instruction, needs[instruction.task, instruction.place])
         for number in left:
             memory.drop(number)
-    return {d: replace(peak, host=memory.host_peaks.get(d, 0)) for d, peak in memory.peaks.items()}
+    return {d: replace(peak, host=memory.hosted[d]) for d, peak in memory.peaks.items()}
 
 
 class _Memory:
@@ -167,13 +147,12 @@ class _Memory:
 
     def __init__(self, graph: StepGraph, devices: StageDevices):
         self.peaks: dict[Device, Peak] = {d: Peak(0, 0, "") for d in devices.every}
+        self.hosted: dict[Device, int] = defaultdict(int)  # the most bytes in the host's memory
         self._graph, self._devices = graph, devices
-        self._held: dict[Device, int] = defaultdict(int)
-        self._parts: dict[Device, dict[str, int]] = {d: defaultdict(int) for d in devices.every}
+        self._held: dict[Device, dict[str, int]] = {d: defaultdict(int) for d in devices.every}  # by component
         self._components = _components(graph)
         self._alive: dict[int, dict[Device, int]] = {}
         self._waiting: set[int] = set()
-        self.host_peaks: dict[Device, int] = defaultdict(int)
 
     def _size(self, register: int, place: Place) -> int:
         """Return the bytes of an array on each device of a place."""
@@ -184,20 +163,19 @@ class _Memory:
     def add(self, register: int, place: Place) -> None:
         """Reserve an array."""
         self._alive[register] = dict.fromkeys(self._devices.of(place), self._size(register, place))
-        for device, size in self._alive[register].items():
-            self._change(device, self._components[register], size)
+        self._count(register, self._components[register])
 
     def drop(self, register: int) -> None:
         """Free an array."""
-        for device, size in self._alive.pop(register, {}).items():
-            self._change(device, self._components[register], -size)
+        self._count(register, self._components[register], -1)
+        self._alive.pop(register, None)
 
-    def _change(self, device: Device, component: str, size: int) -> None:
-        self._parts[device][component] += size
-        if component == HOST_PURPOSE:
-            self.host_peaks[device] = max(self.host_peaks[device], self._parts[device][HOST_PURPOSE])
-        else:
-            self._held[device] += size
+    def _count(self, register: int, component: str, sign: int = 1) -> None:
+        """Count an array in a component, or not any more."""
+        for device, size in self._alive.get(register, {}).items():
+            held = self._held[device]
+            held[component] += sign * size
+            self.hosted[device] = max(self.hosted[device], held[HOST_PURPOSE])
 
     def send(self, send: Send) -> None:
         """Receive a message. One that is kept for the backward pass is a message until its stage reads it."""
@@ -206,30 +184,24 @@ class _Memory:
                 self._waiting.add(register)
                 self._components[register] = "messages"
             self.add(register, send.target)
-        if send.to_host:
-            return
-        for device in self._devices.of(send.target):
-            self._note(device, Needs("a message"), {})
+        if not send.to_host:
+            self._note(send.target, Needs("a message"), {})
 
     def call(self, call: Call, needed: Needs) -> None:
         """Run a program, which needs some bytes besides its operands and results."""
         for register in self._waiting.intersection(call.reads):
             self._waiting.remove(register)
-            for device, size in self._alive[register].items():
-                self._change(device, "messages", -size)
-                self._change(device, "stash", size)
+            self._count(register, "messages", -1)
+            self._count(register, "stash")
             self._components[register] = "stash"
         for register in call.writes:
             self.add(register, call.place)
         written = [(self._size(register, call.place), self._components[register]) for register in call.writes]
-        reused = _reused(self._graph, call, needed, written)
-        for device in self._devices.of(call.place):
-            self._note(device, needed, reused)
+        self._note(call.place, needed, _reused(self._graph, call, needed, written))
 
     def share(self, instruction: Split | Join) -> None:
         """Give arrays that are taken apart or put together new registers; they stay where they are."""
         if isinstance(instruction, Split):
-            self._alive |= {register: {} for register in instruction.writes}
             return
         together: dict[Device, int] = {}
         for register in instruction.reads:
@@ -237,17 +209,18 @@ class _Memory:
                 together[device] = together.get(device, 0) + size
         self._alive[instruction.writes[0]] = together
 
-    def _note(self, device: Device, needed: Needs, reused: dict[str, int]) -> None:
-        total = self._held[device] + needed.temporary - needed.reused
-        if total > self.peaks[device].total:
-            parts = self._parts[device].items()
-            here = {name: n - reused.get(name, 0) for name, n in parts if name != HOST_PURPOSE}
-            self.peaks[device] = Peak(total, needed.temporary, needed.label, here)
+    def _note(self, place: Place, needed: Needs, reused: dict[str, int]) -> None:
+        for device in self._devices.of(place):
+            held = self._held[device]
+            total = sum(held.values()) - held[HOST_PURPOSE] + needed.temporary_bytes - needed.alias_bytes
+            if total > self.peaks[device].total:
+                here = {name: n - reused.get(name, 0) for name, n in held.items() if name != HOST_PURPOSE}
+                self.peaks[device] = Peak(total, needed.temporary_bytes, needed.label, here)
 
 
 def _reused(graph: StepGraph, call: Call, needed: Needs, written: Sequence[tuple[int, str]]) -> dict[str, int]:
     """By component, bytes of a call's results that are written over donated operands: those of an operand's shape."""
-    left, reused = needed.reused, defaultdict[str, int](int)
+    left, reused = needed.alias_bytes, defaultdict[str, int](int)
     avals, free = graph.avals, graph.donated[call.task]
     donated = {(avals[r].shape, avals[r].dtype) for k, r in enumerate(call.reads) if k in free}
     shaped = [(avals[r].shape, avals[r].dtype) in donated for r in call.writes]

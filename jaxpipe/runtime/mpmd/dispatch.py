@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 from jax.profiler import TraceAnnotation
@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe import agreement, multihost
 from jaxpipe.agreement import Part
-from jaxpipe.array_types import Array
-from jaxpipe.runtime.mpmd.compile_tasks import CompileJob, Executable, compile_jobs
+from jaxpipe.array_types import Array, Device
+from jaxpipe.runtime.mpmd.compile_tasks import CompileJob, Needs, compile_jobs
 from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Instruction, Join, Place, Send, Split, Spread, Wait, ends
 from jaxpipe.runtime.mpmd.send_between_processes import Transfer, Transfers, of_member
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
@@ -51,7 +51,8 @@ class Dispatch:
     """A graph that can be followed."""
 
     graph: StepGraph  # with the specs that XLA has chosen
-    executables: dict[tuple[int, Place], Executable]  # those of other processes cannot be run
+    needs: dict[tuple[int, Place], Needs]  # by task and place, in all processes
+    calls: dict[tuple[int, Place], Action]  # this process's
     steps: tuple[Step, ...]  # this process's
     registers: int  # those of the graph's values, and those for actions that have not ended
 
@@ -103,15 +104,15 @@ def compile_graph(graph: StepGraph, devices: StageDevices, call: str) -> Dispatc
     """Compile the tasks of a graph, that of a function of ``Pipeline``, for this process's devices."""
     if len(devices.processes) > 1:
         agreement.agree(call, lambda: _parts(graph))
-    executables, specs = _compile_tasks(graph, devices)
-    pairs = zip(graph.values, specs, strict=True)
-    graph = replace(graph, values=tuple(x._replace(form=x.form._replace(spec=spec)) for x, spec in pairs))
-    steps = _Steps(graph, devices, executables, call)
+    calls, needs, specs = _compile_tasks(graph, devices)
+    # Values that passes have left out have no spec by XLA.
+    values = (x._replace(form=x.form._replace(spec=specs.get(k, x.form.spec))) for k, x in enumerate(graph.values))
+    graph = replace(graph, values=tuple(values))
+    steps = _Steps(graph, devices, calls, call)
     for instruction, left in zip(graph.instructions, graph.drops, strict=True):
         steps.add(instruction, left)
     steps.end_all()
-    every = {key: program for some in multihost.gathered(_shown(executables)) for key, program in some.items()}
-    return Dispatch(graph, every | executables, tuple(steps.steps), steps.registers)
+    return Dispatch(graph, needs, calls, tuple(steps.steps), steps.registers)
 
 
 def _parts(graph: StepGraph) -> dict[str, Part | str]:
@@ -123,20 +124,22 @@ def _parts(graph: StepGraph) -> dict[str, Part | str]:
 
 def _compile_tasks(
     graph: StepGraph, devices: StageDevices
-) -> tuple[dict[tuple[int, Place], Executable], tuple[P, ...]]:
-    """Compile the tasks of a graph: those of this process, and by register how its array is split.
+) -> tuple[dict[tuple[int, Place], Action], dict[tuple[int, Place], Needs], dict[int, P]]:
+    """Compile the tasks of a graph: those of this process, what all need, and by register how its array is split.
 
     Where XLA chooses how results are split, programs that read them wait for it.
     """
-    first: dict[tuple[int, Place], Call] = {}
+    waiting: dict[tuple[int, Place], Call] = {}
     for instruction in graph.instructions:
         if isinstance(instruction, Call):
-            first.setdefault((instruction.task, instruction.place), instruction)
-    specs, open_registers = list(graph.specs), {k for k, value in enumerate(graph.values) if value.form.is_free}
-    executables: dict[tuple[int, Place], Executable] = {}
-    while first:
-        ready = {key: call for key, call in first.items() if open_registers.isdisjoint(call.reads)}
+            waiting.setdefault((instruction.task, instruction.place), instruction)
+    specs = {k: value.form.spec for k, value in enumerate(graph.values) if not value.form.is_free}
+    calls: dict[tuple[int, Place], Action] = {}
+    needs: dict[tuple[int, Place], Needs] = {}
+    while waiting:
+        ready = {key: call for key, call in waiting.items() if specs.keys() >= set(call.reads)}
         assert ready, "a program reads what no program before it has written"
+        waiting = {key: call for key, call in waiting.items() if key not in ready}
         jobs = [
             CompileJob(
                 graph.tasks[number],
@@ -147,79 +150,55 @@ def _compile_tasks(
             )
             for (number, place), call in ready.items()
         ]
-        compiled = compile_jobs(jobs, devices.target.lowers_for)
-        here = {key: program for key, program in zip(ready, compiled, strict=True) if program is not None}
-        executables |= here
-        first = {key: call for key, call in first.items() if key not in ready}
-        if open_registers:
-            shown = _shown(here) if first else here
-            known = {
-                key: x.writes for some in (multihost.gathered(shown) if first else [shown]) for key, x in some.items()
-            }
-            _follow_specs(graph, specs, open_registers, known)
-    return executables, tuple(specs)
+        keys = list(ready)
+        here = {keys[k]: program for k, program in compile_jobs(jobs, devices.target.lowers_for).items()}
+        calls |= {key: program.run for key, program in here.items()}
+        for known in multihost.gathered({key: program.needs for key, program in here.items()}):
+            needs |= known
+        _follow_specs(graph, specs, needs)
+    return calls, needs, specs
 
 
-def _follow_specs(
-    graph: StepGraph, specs: list[P], open_registers: set[int], known: dict[tuple[int, Place], tuple[P, ...]]
-) -> None:
-    """Note how the results of compiled programs are split (``known``), and with them their copies."""
-    for instruction in graph.instructions:
-        if isinstance(instruction, Call):
-            chosen = known.get((instruction.task, instruction.place))
-            pairs = () if chosen is None else zip(instruction.writes, chosen, strict=True)
-        else:
-            copies = (instruction.forth, instruction.back) if isinstance(instruction, Exchange) else (instruction,)
-            pairs = [
-                (write, specs[read])
-                for copy in copies
-                if isinstance(copy, (Send, Spread))
-                for read, write in zip(copy.reads, copy.writes, strict=True)
-                if read not in open_registers
-            ]
+def _follow_specs(graph: StepGraph, specs: dict[int, P], needs: dict[tuple[int, Place], Needs]) -> None:
+    """Note how the results of compiled programs are split, and with them their copies."""
+    for x in graph.instructions:
+        if isinstance(x, Call):
+            known = needs.get((x.task, x.place))
+            pairs = () if known is None else zip(x.writes, known.writes, strict=True)
+        else:  # of parts and of what is put together, specs are known
+            pairs = ((write, specs[k]) for k, write in zip(x.reads, x.writes, strict=False) if k in specs)
         for register, spec in pairs:
-            if register in open_registers:
-                open_registers.remove(register)
-                specs[register] = spec
-
-
-def _shown(executables: dict[tuple[int, Place], Executable]) -> dict[tuple[int, Place], Executable]:
-    """Return compiled programs as other processes see them."""
-    return {key: replace(program, run=_runs_elsewhere) for key, program in executables.items()}
+            specs.setdefault(register, spec)
 
 
 class _Steps:
     """The steps of this process for the instructions of a graph."""
 
-    def __init__(
-        self,
-        graph: StepGraph,
-        devices: StageDevices,
-        executables: dict[tuple[int, Place], Executable],
-        call: str,
-    ):
+    def __init__(self, graph: StepGraph, devices: StageDevices, calls: dict[tuple[int, Place], Action], call: str):
         self.steps: list[Step] = []
         self._call = call
         self.registers = len(graph.avals)
-        self._graph, self._devices, self._executables = graph, devices, executables
+        self._graph, self._devices, self._calls = graph, devices, calls
         self._transfers = Transfers(graph.avals, graph.specs)
         self._running: dict[int, tuple[Transfer, tuple[int, ...]]] = {}
 
     def add(self, instruction: Instruction, left: tuple[int, ...]) -> None:
         """Add what this process does for an instruction, if that is anything."""
-        part = self._part(instruction)
-        if part is None:
+        every = _devices_of(instruction, self._devices)
+        if not multihost.mine(every):
             return
+        part = self._part(instruction)
         positions = self._graph.donated[instruction.task] if isinstance(instruction, Call) else ()
         donated = {instruction.reads[k] for k in positions}
         for register, (running, _) in list(self._running.items()):
             if not (donated.isdisjoint(running.reads) and set(part.reads).isdisjoint(running.writes)):
                 self._end(register)
-        awaited, label = self._awaited(instruction), _label(instruction, self._graph)
-        if awaited is None:
+        others, label = {d.process_index for d in every} - {jax.process_index()}, _label(instruction, self._graph)
+        what = self._awaited(instruction) if others and self._devices.target.is_host else None
+        if what is None:
             self.steps.append(_step(part.run, part.reads, part.writes, left, label))
             return
-        action = started(part.run, awaited)
+        action = started(part.run, Awaited(self._call, what, frozenset(others)))
         self.steps.append(_step(action, part.reads, (self.registers,), left, label))
         self._running[self.registers] = part, left
         self.registers += 1
@@ -234,41 +213,38 @@ class _Steps:
         unread = set(left).intersection(running.writes)
         self.steps.append(_step(ended, (register,), running.writes, (register, *unread), "wait"))
 
-    def _part(self, instruction: Instruction) -> Transfer | None:
-        """Return the part of this process in an instruction; None if it has none."""
-        devices, action = self._devices, None
-        if isinstance(instruction, Spread):
-            takes_part = multihost.mine(devices.of_replicas(instruction.replicas))
-            return self._transfers.spread(instruction, devices) if takes_part else None
-        if isinstance(instruction, (Send, Exchange)) and devices.cross(*ends(instruction)):
-            takes_part = any(multihost.mine(devices.of(place)) for place in ends(instruction))
-            return self._transfers.between(instruction, devices) if takes_part else None
-        if isinstance(instruction, Call):
-            executable = self._executables.get((instruction.task, instruction.place))
-            action = None if executable is None else executable.run
-        elif isinstance(instruction, Send):
-            action = _send(instruction, devices, self._graph.specs)
-        elif isinstance(instruction, Wait):
-            action = _wait if multihost.mine(devices.of(instruction.place)) else None
-        elif isinstance(instruction, (Split, Join)):
-            action = _share(instruction, self._graph, devices)
-        return None if action is None else Transfer(action, instruction.reads, instruction.writes)
-
-    def _awaited(self, instruction: Instruction) -> Awaited | None:
-        """Return the processes that an instruction waits for on CPUs; None if for no other one."""
-        devices = self._devices
-        if isinstance(instruction, Call):
-            what, every = f"work of stage {instruction.place.stage}", devices.of(instruction.place)
-        elif isinstance(instruction, Spread):
-            what, every = f"values of stage {instruction.source.stage}", devices.of_replicas(instruction.replicas)
-        elif isinstance(instruction, (Send, Exchange)) and devices.cross(*ends(instruction)):
-            source, target = ends(instruction)
-            what = f"messages of stages {source.stage} and {target.stage}"
-            every = (*devices.of(source), *devices.of(target))
+    def _part(self, x: Instruction) -> Transfer:
+        """Return the part of this process in an instruction."""
+        if isinstance(x, Spread):
+            return self._transfers.spread(x, self._devices)
+        if isinstance(x, Exchange) or (isinstance(x, Send) and self._devices.cross(*ends(x))):
+            return self._transfers.between(x, self._devices)
+        if isinstance(x, Call):
+            action = self._calls[x.task, x.place]
+        elif isinstance(x, Send):
+            action = _send(x, self._devices, self._graph.specs)
         else:
-            return None
-        others = frozenset(d.process_index for d in every) - {jax.process_index()}
-        return Awaited(self._call, what, others) if others and devices.target.is_host else None
+            action = _wait if isinstance(x, Wait) else _share(x, self._graph, self._devices)
+        return Transfer(action, x.reads, x.writes)
+
+    def _awaited(self, x: Instruction) -> str | None:
+        """Return what an instruction waits for that comes from other processes; None if it does not."""
+        if isinstance(x, Call):
+            return f"work of stage {x.place.stage}"
+        if isinstance(x, Spread):
+            return f"values of stage {x.source.stage}"
+        if isinstance(x, (Send, Exchange)) and self._devices.cross(*ends(x)):
+            source, target = ends(x)
+            return f"messages of stages {source.stage} and {target.stage}"
+        return None
+
+
+def _devices_of(x: Instruction, devices: StageDevices) -> tuple[Device, ...]:
+    """Return the devices that take part in an instruction."""
+    if isinstance(x, Spread):
+        return devices.of_replicas(x.replicas)
+    places = ends(x) if isinstance(x, (Send, Exchange)) else (x.place,)
+    return tuple(d for place in places for d in devices.of(place))
 
 
 def _label(instruction: Instruction, graph: StepGraph) -> str:
@@ -280,11 +256,6 @@ def _label(instruction: Instruction, graph: StepGraph) -> str:
         source, target = (place.stage for place in ends(instruction))
         return f"send from stage {source} to {f'stage {target}' if source != target else 'other memory'}"
     return type(instruction).__name__.lower()
-
-
-def _runs_elsewhere(*_: Array) -> NoReturn:
-    """Stand for a program of another process."""
-    raise AssertionError
 
 
 def _wait(*arrays: Array | None) -> tuple[()]:
@@ -303,12 +274,12 @@ def _reader(reads: Sequence[int]) -> Callable[[Registers], Sequence[Array]]:
     return lambda registers: (registers[register],)
 
 
-def _share(instruction: Split | Join, graph: StepGraph, devices: StageDevices) -> Action | None:
-    """Return the action of this process that takes arrays apart or puts them together; None if it has none."""
-    places = [Place(instruction.stage, r) for r in devices.members(instruction.stage)]
+def _share(instruction: Split | Join, graph: StepGraph, devices: StageDevices) -> Action:
+    """Return the action of this process that takes arrays apart or puts them together."""
+    places = [Place(instruction.place.stage, r) for r in devices.members(instruction.place.stage)]
     mine = [r for r, place in enumerate(places) if multihost.mine(devices.of(place))]
     meshes, write = [devices.mesh(place) for place in places], instruction.writes[0]
-    sharding = NamedSharding(devices.mesh(Place(instruction.stage)), graph.specs[write])
+    sharding = NamedSharding(devices.mesh(instruction.place), graph.specs[write])
 
     def split(x: Array) -> list[Array | None]:
         shards = {shard.device: shard.data for shard in x.addressable_shards}
@@ -321,14 +292,12 @@ def _share(instruction: Split | Join, graph: StepGraph, devices: StageDevices) -
         local = [shard.data for x in members for shard in x.addressable_shards]
         return (jax.make_array_from_single_device_arrays(graph.avals[write].shape, sharding, local),)
 
-    return None if not mine else split if isinstance(instruction, Split) else join
+    return split if isinstance(instruction, Split) else join
 
 
-def _send(instruction: Send, devices: StageDevices, specs: Sequence[P]) -> Callable[..., Sequence[Array]] | None:
-    """Return the action for a message between devices of this process; None if it is not the sender."""
+def _send(instruction: Send, devices: StageDevices, specs: Sequence[P]) -> Action:
+    """Return the action for a message between devices of this process."""
     source, target = devices.of(instruction.source), devices.of(instruction.target)
-    if not multihost.mine(source):
-        return None
     kind = None
     if source == target:  # between the device's memory and its host's
         kind = "pinned_host" if instruction.to_host else "device"

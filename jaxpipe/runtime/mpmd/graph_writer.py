@@ -94,7 +94,8 @@ class GraphWriter:
             return [tree]
         leaves, structure = jax.tree.flatten(tree)
         rows = [[self.value(self.values[k]._replace(place=Place(stage, r))) for r in members] for k in leaves]
-        self.instructions += [Split(stage, (k,), tuple(row)) for k, row in zip(leaves, rows, strict=True)]
+        place = Place(stage)
+        self.instructions += [Split(place, (k,), tuple(row)) for k, row in zip(leaves, rows, strict=True)]
         return [structure.unflatten(row[r] for row in rows) for r in members]
 
     def join(self, trees: Sequence[Tree], own: bool) -> Tree:
@@ -111,8 +112,9 @@ class GraphWriter:
         if own:
             rows = (len(parts) * (aval.shape or (1,))[0], *aval.shape[1:])
             aval, form = jax.ShapeDtypeStruct(rows, aval.dtype), form._replace(spec=side_by_side(form.spec, DATA))
-        self._joined[parts, own] = whole = self.value(Value(aval, Place(place.stage), form))
-        self.instructions.append(Join(place.stage, parts, (whole,), own))
+        place = Place(place.stage)
+        self._joined[parts, own] = whole = self.value(Value(aval, place, form))
+        self.instructions.append(Join(place, parts, (whole,), own))
         return whole
 
     def finish(self, outputs: dict[Port, int]) -> StepGraph:

@@ -85,7 +85,7 @@ class Spread:
 class Split:
     """Take the array of all replicas of a stage apart."""
 
-    stage: StageNumber
+    place: Place
     reads: tuple[int, ...]
     writes: tuple[int, ...]
 
@@ -94,7 +94,7 @@ class Split:
 class Join:
     """Put arrays of all replicas together: side by side along their first axis, or, if they are equal, as one."""
 
-    stage: StageNumber
+    place: Place
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     sharded: bool

@@ -7,9 +7,9 @@ All take part in the order of the list, which rules out that two wait for each o
 """
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
 from jaxpipe import multihost
-from jaxpipe.array_types import Array, ArrayLike, Device, Shaped
+from jaxpipe.array_types import Array, Device, Shaped
 from jaxpipe.runtime.mpmd.instructions import Exchange, Send, Spread, ends
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.uint32_words import from_words, pack_words, to_words, unpack_words, word_count
@@ -83,106 +83,100 @@ class Transfers:
         registers = [next(k for k in slot.sent if k is not None) for slot in slots]
         avals, specs = [self._avals[k] for k in registers], [self._specs[k] for k in registers]
         routes = tuple(tuple(side for side in (0, 1) if slot.sent[side] is not None) for slot in slots)
-        meshes = [devices.mesh(place) for place in ends(message)]
-        mine = [multihost.mine(mesh.devices.flatten().tolist()) for mesh in meshes]
-        sides = [side for side in (0, 1) if mine[side]]
-        pair = _pair_mesh(meshes)
-        shardings = [
-            NamedSharding(pair, side_by_side(spec, AXIS) if a.shape else P())
-            for a, spec in zip(avals, specs, strict=True)
-        ]
-        key = tuple(pair.devices.flat), routes, tuple(map(_form, avals)), tuple(specs)
-        program = self._program(key, lambda *arrays: _permuted(arrays, routes), avals, shardings)
-        inputs = [(k, side) for side in sides for k, slot in enumerate(slots) if slot.sent[side] is not None]
-        outputs = [(k, side) for side in sides for k, slot in enumerate(slots) if slot.received[side] is not None]
-        unused = {
-            (k, side): [self._unused_array(_shard(avals[k], specs[k], meshes[side]), d) for d in mine[side]]
-            for side in sides
-            for k in range(len(slots))
-            if (k, side) not in inputs
-        }
+        meshes = [devices.mesh(place) for place in ends(message)]  # each of one member
+        pair = Mesh(np.array([mesh.devices[0] for mesh in meshes]), (AXIS, *meshes[0].axis_names[1:]))
+        sides = [side for side in (0, 1) if multihost.mine(list(meshes[side].devices.flat))]
+        every = [(k, side, slot) for side in sides for k, slot in enumerate(slots)]
+        sent = [(k, side, number) for k, side, slot in every if (number := slot.sent[side]) is not None]
+        received = [(k, side, number) for k, side, slot in every if (number := slot.received[side]) is not None]
+        send = self._message(
+            _permuted,
+            routes,
+            avals,
+            pair,
+            [side_by_side(spec, AXIS) if aval.shape else P() for aval, spec in zip(avals, specs, strict=True)],
+            {(k, d) for k, side, _ in sent for d in meshes[side].devices.flat},
+        )
 
         def run(*arrays: Array) -> list[Array | None]:
-            parts = unused | {
-                at: [shard.data for shard in x.addressable_shards] for at, x in zip(inputs, arrays, strict=True)
-            }
-            operands = [
-                jax.make_array_from_single_device_arrays(
-                    _stacked(aval, 2), shardings[k], [part for side in sides for part in parts[k, side]]
-                )
-                for k, aval in enumerate(avals)
-            ]
-            results = [{shard.device: shard.data for shard in x.addressable_shards} for x in program(*operands)]
-            return [of_member(avals[k].shape, results[k], meshes[side], specs[k]) for k, side in outputs]
+            pairs = zip(sent, arrays, strict=True)
+            results = send({(k, shard.device): shard.data for (k, *_), x in pairs for shard in x.addressable_shards})
+            shards = [{shard.device: shard.data for shard in x.addressable_shards} for x in results]
+            return [of_member(avals[k].shape, shards[k], meshes[side], specs[k]) for k, side, _ in received]
 
-        return Transfer(
-            run,
-            tuple(slots[k].sent[side] for k, side in inputs),  # pyright: ignore[reportArgumentType]
-            tuple(slots[k].received[side] for k, side in outputs),  # pyright: ignore[reportArgumentType]
-        )
+        return Transfer(run, tuple(number for *_, number in sent), tuple(number for *_, number in received))
 
     def spread(self, instruction: Spread, devices: StageDevices) -> Transfer:
         """Return this process's part in copying arrays to many devices."""
         source, every = devices.at(instruction.source), devices.of_replicas(instruction.replicas)
         avals = [self._avals[k] for k in instruction.reads]
         first, mesh = every.index(source), Mesh(np.array(every), (AXIS,))
-        shardings = [NamedSharding(mesh, _spec(aval)) for aval in avals]
-        program = self._program(
-            ("spread", every, first, tuple(map(_form, avals))),
-            lambda *arrays: _copied_from(first, arrays),
-            avals,
-            shardings,
-            replicated=True,
-        )
-        mine = multihost.mine(every)
-        unused = {device: [self._unused_array(aval, device) for aval in avals] for device in mine}
+        # Arrays are put side by side. Scalars cannot be: each device passes its own, and gets its own.
+        specs = [P(AXIS) if aval.shape else P() for aval in avals]
+        sources = {(k, source) for k in range(len(avals))}
+        send = self._message(_copied_from, first, avals, mesh, specs, sources, replicated=True)
 
         def run(*arrays: Array) -> list[Array]:
-            sent = [next(shard.data for shard in x.addressable_shards if shard.device == source) for x in arrays]
-            rows = [sent if device == source else unused[device] for device in mine]
-            columns = zip(*rows, strict=True)
-            operands = [
-                jax.make_array_from_single_device_arrays(_stacked(aval, len(every)), sharding, list(column))
-                for aval, sharding, column in zip(avals, shardings, columns, strict=True)
-            ]
-            return program(*operands)
+            shards = ((k, shard) for k, x in enumerate(arrays) for shard in x.addressable_shards)
+            return send({(k, shard.device): shard.data for k, shard in shards if shard.device == source})
 
-        return Transfer(run, instruction.reads if source in mine else (), instruction.writes)
+        reads = instruction.reads if source in multihost.mine(every) else ()
+        return Transfer(run, reads, instruction.writes)
 
-    def _program(
+    def _message(
         self,
-        key: Hashable,
-        function: Callable[..., tuple[Array, ...]],
+        function: Callable[[Any, Sequence[Array]], tuple[Array, ...]],
+        route: Hashable,
         avals: Sequence[jax.ShapeDtypeStruct],
-        shardings: Sequence[NamedSharding],
+        mesh: Mesh,
+        specs: Sequence[P],  # by array, side by side
+        sent: Collection[tuple[int, Device]],
         replicated: bool = False,
-    ) -> Compiled:
+    ) -> Callable[[dict[tuple[int, Device], Array]], list[Array]]:
+        """Return a function that runs a program of all that take part: ``function`` of a route and of their arrays.
+
+        It takes what is ``sent`` from this process, by position of the array and device; of the others, unused arrays.
+        """
+        shardings = [NamedSharding(mesh, spec) for spec in specs]
+        shaped = [
+            jax.ShapeDtypeStruct((a.shape[0] * mesh.shape[AXIS], *a.shape[1:]) if a.shape else (), a.dtype, sharding=to)
+            for a, to in zip(avals, shardings, strict=True)
+        ]
+        every = list(mesh.devices.flat)
+        key = function, route, tuple(every), tuple(map(_form, avals)), tuple(specs)
         if key not in self._programs:
-            mesh, specs = shardings[0].mesh, tuple(sharding.spec for sharding in shardings)
-            results = (P(),) * len(avals) if replicated else specs
-            mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=results, check_vma=False)
-            shaped = [
-                jax.ShapeDtypeStruct(_stacked(a, mesh.shape[AXIS]), a.dtype, sharding=sharding)
-                for a, sharding in zip(avals, shardings, strict=True)
-            ]
+            results = (P(),) * len(avals) if replicated else tuple(specs)
+            mapped = jax.shard_map(
+                lambda *arrays: function(route, arrays),
+                mesh=mesh,
+                in_specs=tuple(specs),
+                out_specs=results,
+                check_vma=False,
+            )
             self._programs[key] = jax.jit(mapped).lower(*shaped).compile()
-        return self._programs[key]
+        program, mine = self._programs[key], multihost.mine(every)
+        parts = [
+            jax.ShapeDtypeStruct(to.shard_shape(x.shape), x.dtype) for x, to in zip(shaped, shardings, strict=True)
+        ]
+        unused = {(k, d): self._unused_array(x, d) for k, x in enumerate(parts) for d in mine if (k, d) not in sent}
+
+        def run(given: dict[tuple[int, Device], Array]) -> list[Array]:
+            held = unused | given
+            return program(
+                *(
+                    jax.make_array_from_single_device_arrays(x.shape, to, [held[k, d] for d in mine])
+                    for k, (x, to) in enumerate(zip(shaped, shardings, strict=True))
+                )
+            )
+
+        return run
 
     def _unused_array(self, aval: jax.ShapeDtypeStruct, device: Device) -> Array:
         key = device, _form(aval)
         if key not in self._unused:
-            self._unused[key] = jax.device_put(_zeros(aval), device)
+            zeros = from_words(jnp.zeros(word_count(aval), jnp.uint32), aval)
+            self._unused[key] = jax.device_put(zeros, device)
         return self._unused[key]
-
-
-def _pair_mesh(meshes: Sequence[Mesh]) -> Mesh:
-    """Return the devices of two places, each of one member, with an axis over the two in front."""
-    axes = meshes[0].axis_names[1:]
-    return Mesh(np.array([mesh.devices[0] for mesh in meshes]), (AXIS, *axes))
-
-
-def _shard(aval: Shaped, spec: P, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(aval.shape), aval.dtype)
 
 
 def of_member(shape: tuple[int, ...], shards: Mapping[Device, Array], mesh: Mesh, spec: P) -> Array | None:
@@ -193,7 +187,7 @@ def of_member(shape: tuple[int, ...], shards: Mapping[Device, Array], mesh: Mesh
     return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, spec), local)
 
 
-def _permuted(arrays: Sequence[Array], routes: Sequence[tuple[int, ...]]) -> tuple[Array, ...]:
+def _permuted(routes: Sequence[tuple[int, ...]], arrays: Sequence[Array]) -> tuple[Array, ...]:
     """Send each array's bits from one device, or from each of the two, to the other one."""
 
     def sent(x: Array, route: tuple[int, ...]) -> Array:
@@ -211,23 +205,6 @@ def _copied_from(source: int, arrays: Sequence[Array]) -> tuple[Array, ...]:
     words = pack_words(arrays, sum(map(word_count, avals)))
     words = lax.psum(jnp.where(lax.axis_index(AXIS) == source, words, jnp.zeros_like(words)), AXIS)
     return tuple(unpack_words(words, avals))
-
-
-def _spec(aval: Shaped) -> P:
-    """Arrays are put side by side. Scalars cannot be: each device passes its own, and gets its own."""
-    return P(AXIS) if aval.shape else P()
-
-
-def _stacked(aval: Shaped, count: int) -> tuple[int, ...]:
-    return (count * aval.shape[0], *aval.shape[1:]) if aval.shape else ()
-
-
-def _zeros(aval: jax.ShapeDtypeStruct) -> ArrayLike:
-    if not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        return np.zeros(aval.shape, aval.dtype)
-    data = jax.eval_shape(jax.random.key_data, aval)
-    impl = jax.random.key_impl(jnp.empty((), aval.dtype))
-    return jax.random.wrap_key_data(jnp.zeros(data.shape, data.dtype), impl=impl)
 
 
 def _form(aval: Shaped) -> _Form:

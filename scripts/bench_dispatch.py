@@ -51,11 +51,10 @@ def measure(devices: Sequence[Device], steps: int) -> dict[str, Any]:
     state = pipeline.init(jax.random.key(0))
     state, _ = pipeline.step(state, batch)
     runtime = pipeline._runtime
-    compiled = runtime._training(pipeline._planned.batch)
+    compiled = runtime._compiled_for(pipeline._planned.batch)
     spent: dict[str, list[float]] = {}
     for _ in range(steps):
-        given = compiled.loader.load(state) | compiled.loader.place_batch([batch])
-        results = _timed(compiled.dispatch, given, spent)
+        results = _timed(compiled.dispatch, compiled.given(state, batch), spent)
         state = runtime._where.state_of(state, results)
         jax.block_until_ready(state)
     seconds = []

@@ -84,7 +84,7 @@ def list_of(name: str, stages: int, m: int, schedule):
     """The list of a training step, and where it is."""
     runtime = stages_of(name, stages, m, None, schedule=schedule)._runtime
     layout = runtime._layout
-    return training_graph(layout, runtime._update), layout
+    return training_graph(layout), layout
 
 
 def test_the_gradients_of_vectors_are_summed_in_one_array():
@@ -96,7 +96,7 @@ def test_the_gradients_of_vectors_are_summed_in_one_array():
         profile="analytic", schedule="zero_bubble", runtime="mpmd",
     )  # fmt: skip
     runtime = pipeline._runtime
-    for task in training_graph(runtime._layout, runtime._update).tasks:
+    for task in training_graph(runtime._layout).tasks:
         assert sum(path[0] in ("sums", "packs") for path in task.writes) <= 1
     (_, _), gradients = pipeline.value_and_grad(pipeline.init(jax.random.key(1)), batch)
     rows = batch.reshape(4, 2, 8)
@@ -113,7 +113,7 @@ def test_a_stage_holds_as_many_stashes_as_the_schedule_has_in_flight():
         num_microbatches=8, profile="analytic", schedule=one_f_one_b, runtime="mpmd",
     )  # fmt: skip
     runtime = pipeline._runtime
-    calls = training_graph(runtime._layout, runtime._update)
+    calls = training_graph(runtime._layout)
     stashes: dict[int, int] = {}  # by register, its stage: what a stage makes and its backward pass reads
     held, most = [set() for _ in range(4)], [0] * 4
     for instruction in calls.instructions:
@@ -296,7 +296,7 @@ def test_an_error_before_the_updates_leaves_the_state_usable(monkeypatch):
     case, pipeline = case_of("cnn-nnx"), stages_of("cnn-nnx", 2, 4, None)
     state = pipeline.init(jax.random.key(3))
     expected, _ = pipeline.step(pipeline.adopt(state), case.batch)
-    dispatch = pipeline._runtime._training(pipeline._planned.batch).dispatch
+    dispatch = pipeline._runtime._compiled_for(pipeline._planned.batch).dispatch
     tasks = [getattr(instruction, "task", None) for instruction in dispatch.graph.instructions]
     labels = ["" if k is None else dispatch.graph.tasks[k].label for k in tasks]
     update = next(k for k, label in enumerate(labels) if label.endswith("update"))

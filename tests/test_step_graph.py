@@ -22,7 +22,7 @@ from jaxpipe.runtime.mpmd.infer_donation import infer_donation
 from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Join, Place, Send, Split
 from jaxpipe.runtime.mpmd.remove_unread import remove_unread
 from jaxpipe.runtime.mpmd.step_graph import Form, Port, StepGraph, Value
-from jaxpipe.runtime.mpmd.trace_task import TaskWork, trace_task
+from jaxpipe.runtime.mpmd.trace_task import trace_task
 from tests.support.meshes import mesh_of
 
 
@@ -32,8 +32,11 @@ SHAPE = jax.ShapeDtypeStruct((4,), jnp.float32)
 
 def task(function, *groups: str, consumes: bool = False):
     """A task of one array in each of some groups."""
-    work = TaskWork("work", function, lambda path: Form("state"))
-    return trace_task(work, dict.fromkeys(groups, SHAPE), consumes).task
+    return traced(function, groups, consumes).task
+
+
+def traced(function, groups, consumes: bool = False):
+    return trace_task("work", function, lambda path: Form("state"), dict.fromkeys(groups, SHAPE), consumes)
 
 
 def graph(tasks, instructions, inputs, outputs) -> StepGraph:
@@ -44,20 +47,18 @@ def graph(tasks, instructions, inputs, outputs) -> StepGraph:
 
 
 def layout():
-    return SimpleNamespace(traces={})
+    return SimpleNamespace(planned=SimpleNamespace(traces={}))
 
 
 def test_a_result_that_is_an_operand_of_the_same_path_or_of_a_micro_batch_is_not_written():
     def function(x):
         return {"parameters": x["parameters"], "stash": x["arriving"], "state": x["parameters"], "sums": x["sums"] + 1}
 
-    traced = trace_task(TaskWork("work", function, lambda path: Form("state")), dict.fromkeys(
-        ("parameters", "arriving", "sums", "unread"), SHAPE
-    ))  # fmt: skip
+    work = traced(function, ("parameters", "arriving", "sums", "unread"))
     # Operands are sorted: arriving, parameters, sums, unread. The state is a copy, which outlives the parameters.
-    assert traced.task.writes == (("state",), ("sums",))
-    assert traced.task.reads == (("parameters",), ("sums",))
-    assert traced.sources == (~1, ~0, 0, 1)
+    assert work.task.writes == (("state",), ("sums",))
+    assert work.task.reads == (("parameters",), ("sums",))
+    assert work.sources == (~1, ~0, 0, 1)
 
 
 def test_what_nobody_reads_is_not_computed():

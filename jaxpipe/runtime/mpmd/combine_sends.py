@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from jaxpipe.array_types import Device
 from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Instruction, Send, ends
-from jaxpipe.runtime.mpmd.stage_devices import StageDevices, StageLayout
+from jaxpipe.runtime.mpmd.stage_devices import StageDevices
+from jaxpipe.runtime.mpmd.stage_layout import StageLayout
 from jaxpipe.runtime.mpmd.step_graph import StepGraph
 
 

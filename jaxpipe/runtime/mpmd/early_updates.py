@@ -4,15 +4,16 @@ Schedules say which version of the weights a micro-batch uses (``jaxpipe.schedul
 there until the last backward pass that reads it.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from jaxpipe.runtime.mpmd.microbatch_graph import put
-from jaxpipe.runtime.mpmd.stage_devices import StageLayout
-from jaxpipe.runtime.mpmd.stage_tasks import zeros_work
+from jaxpipe.runtime.mpmd.stage_layout import StageLayout
 from jaxpipe.runtime.mpmd.step_end_graph import StepEndWriter
-from jaxpipe.runtime.mpmd.trace_task import Arrays, TaskWork
-from jaxpipe.runtime.mpmd.update_tasks import StageUpdate, UpdateContext, chosen, in_groups, value_at
+from jaxpipe.runtime.mpmd.trace_task import Arrays
+from jaxpipe.runtime.mpmd.update_tasks import StageUpdate, chosen, in_groups, value_at
 from jaxpipe.schedules.joined_work import Kinds
 from jaxpipe.schedules.table import Kind, StageNumber
 
@@ -20,14 +21,14 @@ from jaxpipe.schedules.table import Kind, StageNumber
 class EarlyUpdateWriter(StepEndWriter):
     """A graph in which stages are updated after every group of micro-batches."""
 
-    def __init__(self, layout: StageLayout, update: UpdateContext):
-        super().__init__(layout, update)
+    def __init__(self, layout: StageLayout):
+        super().__init__(layout)
         assert layout.schedule.versions is not None
         self._used, self._group = layout.schedule.versions, layout.schedule.group
         self._versions = {s: [weights] for s, weights in self.weights.items()}
-        squares = {"squares": jax.ShapeDtypeStruct((), self.context.norm_dtype)}
+        squares = {"squares": jax.ShapeDtypeStruct((), layout.norm_dtype)}
         for s in layout.stages:
-            put(self.held[s], self.run_whole(s, zeros_work(self.context, s, "zero", squares), {}))
+            put(self.held[s], self.zeros(self.place(s), f"stage {s}: zero", squares))
 
     def weights_for(self, s: StageNumber, j: int, kinds: Kinds) -> list[Arrays]:
         """Return the version of a stage's parameters, by member, that work on a micro-batch uses."""
@@ -39,44 +40,40 @@ class EarlyUpdateWriter(StepEndWriter):
         """Update a stage that has the gradient of a group, and add up from zero again."""
         if Kind.BACKWARD not in kinds or (k + 1) % self._group:
             return
-        self.renew(s, _early_update(self.ends[s], self._group * self.update.replicas))
+        work = functools.partial(_early_update, self.ends[s], self._group * self.devices.replicas)
+        self.renew(s, "early update", work)
         self._versions[s].append(self.split(s, self.held[s]["parameters"]))
         for r in self.members_of(s):
             member = self.members[self.place(s, r)]
             member.arrays |= {"sums": {}, "packs": {}}
             member.started.clear()
 
-    def look(self, s: StageNumber) -> TaskWork:
+    def look(self, s: StageNumber) -> Arrays:
         """Return whether any gradient was not finite: the sum of their squares is not, either."""
-        what = "look for a norm that is not finite"
-        return self.ends[s].work(what, lambda x: {"nonfinite": (~jnp.isfinite(x["squares"])).astype(jnp.int32)})
+
+        def work(arrays: Arrays) -> Arrays:
+            return {"nonfinite": (~jnp.isfinite(arrays["squares"])).astype(jnp.int32)}
+
+        return self.run_whole(s, "look for a norm that is not finite", work)
 
     def update_stages(self) -> None:
         """End a step whose updates have been made."""
         for s in self.layout.stages:
-            self.renew(s, _end(self.ends[s], self.update.guarded))
-        self.count(self.context.num_microbatches // self._group)
+            self.renew(s, "end of the step", functools.partial(_end, self.ends[s]))
+        self.count(self.layout.num_microbatches // self._group)
 
 
-def _early_update(end: StageUpdate, count: int) -> TaskWork:
-    """Return the update by the mean gradient of so many micro-batches; adds up its squared norm."""
-
-    def function(arrays: Arrays) -> Arrays:
-        results, squares = end.new_values(arrays | {"weight": jnp.float32(count)}, None, True)
-        return results | {"squares": arrays["squares"] + squares}
-
-    return end.work("early update", function)
+def _early_update(end: StageUpdate, count: int, arrays: Arrays) -> Arrays:
+    """Update by the mean gradient of so many micro-batches; adds up its squared norm."""
+    results, squares = end.new_values(arrays | {"weight": jnp.float32(count)}, None, True)
+    return results | {"squares": arrays["squares"] + squares}
 
 
-def _end(end: StageUpdate, guarded: bool) -> TaskWork:
+def _end(end: StageUpdate, arrays: Arrays) -> Arrays:
     """Return the end of a step: state of all replicas, numbers of steps if the stage counts.
 
-    Under a guard it also writes parameters and optimizer state, those from before the step if it is stopped.
+    Under a guard also parameters and optimizer state, those from before the step if it is stopped.
     """
-
-    def function(arrays: Arrays) -> Arrays:
-        stopped, renewed = arrays.get("stopped"), end.renewed.values() if guarded else ()
-        new = {path: chosen(stopped, value_at(arrays["old"], path), value_at(arrays, path)) for path in renewed}
-        return in_groups(new) | end.state_after(arrays)
-
-    return end.work("end of the step", function)
+    stopped, renewed = arrays.get("stopped"), end.renewed.values() if "old" in arrays else ()
+    new = {path: chosen(stopped, value_at(arrays["old"], path), value_at(arrays, path)) for path in renewed}
+    return in_groups(new) | end.state_after(arrays)

@@ -1,15 +1,16 @@
 """Writes a step's graph: functions of value numbers, which return value numbers."""
 
+import functools
 from collections.abc import Hashable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 
 from jaxpipe.array_types import PyTree
 from jaxpipe.runtime.mpmd.instructions import Call, Instruction, Join, Place, Send, Split, Spread
-from jaxpipe.runtime.mpmd.stage_devices import StageDevices
+from jaxpipe.runtime.mpmd.stage_layout import StageLayout
 from jaxpipe.runtime.mpmd.step_graph import Port, StepGraph, Task, Value
-from jaxpipe.runtime.mpmd.trace_task import Arrays, TaskWork, Traced, Traces, trace_task
+from jaxpipe.runtime.mpmd.trace_task import Arrays, Traced, Work, trace_task
 from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.mesh_axes import DATA
 from jaxpipe.sharding.partition_specs import side_by_side
@@ -20,11 +21,11 @@ Tree = TypeVar("Tree", bound=PyTree)
 
 
 class GraphWriter:
-    """A graph that is being written, on some devices."""
+    """A graph that is being written, for a layout."""
 
-    def __init__(self, devices: StageDevices, traces: Traces):
-        """Begin without a value; tasks are traced once among all who have the same ``traces``."""
-        self.devices, self._traces = devices, traces
+    def __init__(self, layout: StageLayout):
+        """Begin without a value."""
+        self.layout, self.devices = layout, layout.devices
         self.values: list[Value] = []
         self.instructions: list[Instruction] = []
         self.inputs: dict[Port, int] = {}
@@ -36,10 +37,12 @@ class GraphWriter:
         self.values.append(value)
         return len(self.values) - 1
 
-    def input(self, port: Port, value: Value) -> int:
-        """Return an array that exists at the beginning."""
+    def given(self, place: Place, field: str, number: int = 0, j: int = -1) -> int:
+        """Return an array that exists at the beginning (``StageLayout.given``)."""
+        port = Port(place, field, number, j)
         if port not in self.inputs:
-            self.inputs[port] = self.value(value)
+            aval, form = self.layout.given(place.stage, field, number)
+            self.inputs[port] = self.value(Value(aval, place, form))
         return self.inputs[port]
 
     def avals(self, tree: Tree) -> Tree:
@@ -48,20 +51,28 @@ class GraphWriter:
 
     def run(
         self,
-        key: Hashable,
-        work: TaskWork,
         place: Place,
+        label: str,
+        work: Work,
         operands: Arrays,
+        key: Hashable = None,
         consumes: bool = False,
         microbatch: int = -1,
         action: int = -1,
     ) -> Arrays:
-        """Run some work at a place; ``key`` says what it is, with operands of which shapes."""
-        if key not in self._traces:
-            self._traces[key] = trace_task(work, self.avals(operands), consumes)
-        traced: Traced = self._traces[key]
+        """Run work of a stage at a place.
+
+        It is traced once for each ``key``, among all plans with the same cuts; left out, for each label and operands of
+        other shapes.
+        """
+        traces, stage = self.layout.planned.traces, self.layout.stage(place.stage)
+        key = stage, (label, shapes_of(self.avals(operands))) if key is None else key
+        if key not in traces:
+            form = functools.partial(self.layout.form, place.stage)
+            traces[key] = trace_task(label, work, form, self.avals(operands), consumes)
+        traced: Traced = traces[key]
         leaves, structure = jax.tree.flatten(operands)
-        assert structure == traced.operands, f"{work.label}: other operands than before"
+        assert structure == traced.operands, f"{label}: other operands than before"
         task = traced.task
         pairs = zip(task.written_avals, task.forms, strict=True)
         writes = [self.value(Value(aval, place, form)) for aval, form in pairs]
@@ -120,3 +131,9 @@ class GraphWriter:
     def finish(self, outputs: dict[Port, int]) -> StepGraph:
         """Return the graph that ends with some arrays."""
         return StepGraph(tuple(self.values), tuple(self._tasks), tuple(self.instructions), self.inputs, outputs)
+
+
+def shapes_of(avals: Arrays) -> tuple[Any, ...]:
+    """Return the structure, shapes and types that decide how work on some arrays is traced."""
+    leaves, structure = jax.tree.flatten(avals)
+    return structure, *((x.shape, x.dtype) for x in leaves)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from jaxpipe.runtime.mpmd.instructions import Call, Join, Split
-from jaxpipe.runtime.mpmd.stage_devices import StageLayout
+from jaxpipe.runtime.mpmd.stage_layout import StageLayout
 from jaxpipe.runtime.mpmd.step_graph import StepGraph
 
 

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +25,11 @@ from jaxpipe.runtime.mpmd.device_bytes import Peak, device_peaks, predicted_byte
 from jaxpipe.runtime.mpmd.dispatch import Dispatch, compile_graph
 from jaxpipe.runtime.mpmd.instructions import Place
 from jaxpipe.runtime.mpmd.other_shapes import check_shapes, shaped_for
-from jaxpipe.runtime.mpmd.stage_devices import StageDevices, StageLayout
-from jaxpipe.runtime.mpmd.stage_state import Loader, StateLayout, adopt
-from jaxpipe.runtime.mpmd.stage_tasks import Context
+from jaxpipe.runtime.mpmd.stage_devices import StageDevices
+from jaxpipe.runtime.mpmd.stage_layout import StageLayout
+from jaxpipe.runtime.mpmd.stage_state import LoadedGraph, StateArray, StateLayout, adopt
 from jaxpipe.runtime.mpmd.step_graph import Port, StepGraph
 from jaxpipe.runtime.mpmd.training_graph import evaluation_graph, gradient_graph, prediction_graph, training_graph
-from jaxpipe.runtime.mpmd.update_tasks import UpdateContext
 from jaxpipe.runtime.recent import recent
 from jaxpipe.runtime.state_arrays import StageArrays, on_host
 from jaxpipe.runtime.train_state import TrainState, made_for
@@ -39,31 +37,6 @@ from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.mesh_axes import DATA, STAGE
 from jaxpipe.targets.building import building_for
 from jaxpipe.text.progress import progress, tell
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class LoadedGraph:
-    """A compiled graph, and what it needs to be run."""
-
-    layout: StageLayout
-    dispatch: Dispatch
-    loader: Loader
-
-    def outputs(self, state: TrainState, batch: PyTree) -> dict[Port, Array | None]:
-        """Return the outputs of the graph."""
-        batch = self.loader.place_batch(jax.tree.leaves(batch))
-        return self.dispatch.run(self.loader.load(state) | batch)
-
-    def run(self, state: TrainState, batch: PyTree) -> tuple[dict[Port, Array | None], Array, list[Array]]:
-        """Return the outputs of a graph with a loss, that, and the leaves of the metrics."""
-        outputs = self.outputs(state, batch)
-        loss, metrics = outputs[Port(self.layout.home, "loss")], self.reports(outputs, "metrics")
-        return outputs, cast(Array, loss), [metrics[k] for k in range(len(metrics))]
-
-    def reports(self, outputs: dict[Port, Array | None], field: str) -> dict[Any, Array]:
-        """Return the reports of a field, on the device that computes them or where they are sent."""
-        home = self.layout.home
-        return {p.number: x for p, x in outputs.items() if (p.place, p.field) == (home, field) and x is not None}
 
 
 class MpmdRuntime:
@@ -116,11 +89,11 @@ class MpmdRuntime:
 
     def prepare(self, shapes: PyTree) -> None:
         """Compile the training step for batches of some shapes."""
-        self._training(shapes)
+        self._compiled_for(shapes)
 
     def step(self, state: TrainState, batch: PyTree, shapes: PyTree) -> StepResults:
         """Run a training step; donates the state."""
-        compiled = self._training(shapes)
+        compiled = self._compiled_for(shapes)
         outputs, loss, metrics = compiled.run(state, batch)
         new = made_for(self._token, self._where.state_of(state, outputs))
         counters = compiled.reports(outputs, "counters")
@@ -128,23 +101,20 @@ class MpmdRuntime:
 
     def gradients(self, state: TrainState, batch: PyTree, shapes: PyTree) -> Gradients:
         """Return loss, metrics and the mean gradient of each trained parameter, None of others."""
-        compiled = self._for_shapes(shapes, gradient_graph, "Compiling the gradient")
+        compiled = self._compiled_for(shapes, gradient_graph)
         outputs, loss, metrics = compiled.run(state, batch)
-        objective = compiled.layout.context.objective
-        pairs = zip(objective.parameters, self._where.arrays["parameters"], strict=True)
-        held = {t: x for t, x in pairs if t not in objective.frozen}
-        arrays = [outputs[Port(x.port.place, "gradients", t)] for t, x in held.items()]
-        values = self._on_hosts([x.port.place.stage for x in held.values()], arrays, [x.aval for x in held.values()])
-        by_parameter = dict(zip(held, values, strict=True))
-        return loss, metrics, [by_parameter.get(t) for t in objective.parameters]
+        frozen, parameters = compiled.layout.objective.frozen, compiled.where.arrays["parameters"]
+        held = [x for x in parameters if x.port.number not in frozen]
+        values = iter(self._on_hosts(held, [outputs[x.port._replace(field="gradients")] for x in held]))
+        return loss, metrics, [None if x.port.number in frozen else next(values) for x in parameters]
 
     @progress("Compiling the forward pass")
     def forward(self, name: str, objective: MicrobatchProgram, shapes: PyTree, batching: Batching) -> ForwardPass:
         """Compile a function of state and batch: loss and metrics of ``"evaluate"``, leaves of ``"predict"``."""
         program = forward_program(self.planned, objective, name, batching.num_microbatches)
         with self._building():
-            shaped = dataclasses.replace(self.planned, batch=shapes, batching=batching, program=program)
-            layout = self._layout_of(shaped, collects=name == "predict")
+            shaped = dataclasses.replace(self.planned, batch=shapes, batching=batching, program=program, traces={})
+            layout = StageLayout(shaped, self.devices, collects=name == "predict")
             graph = evaluation_graph(layout) if name == "evaluate" else prediction_graph(layout)
             compiled = self._compile(layout, graph, f"Pipeline.{name}")
 
@@ -161,10 +131,8 @@ class MpmdRuntime:
     def to_host(self, state: TrainState, apart: bool = False) -> StageArrays:
         """Copy a state to the host of every process; replicas have nothing else ``apart``."""
         del apart
-        where, copies = self._where, {}
-        for field in ("parameters", "variables", "optimizer"):
-            arrays, owners = getattr(state, field), [x.port.place.stage for x in where.arrays[field]]
-            copies[field] = self._on_hosts(owners, arrays, arrays)
+        where, fields = self._where, ("parameters", "variables", "optimizer")
+        copies = {field: self._on_hosts(where.arrays[field], getattr(state, field)) for field in fields}
         rows = [self._residual_rows(state, r) for r in range(self.devices.replicas)]
         residuals = [np.concatenate(parts) for parts in zip(*rows, strict=True)]
         owned, shared = iter(copies["optimizer"]), map(_on_host, state.shared)
@@ -173,28 +141,26 @@ class MpmdRuntime:
 
     def _residual_rows(self, state: TrainState, r: int) -> list[ArrayLike]:
         """Copy the residuals of a replica to the host of every process."""
-        owners = [x.port.place.stage for x in self._where.arrays["residual"]]
-        avals = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in state.residual]
-        rows = []
-        for s, x in zip(owners, state.residual, strict=True):
-            shards = {shard.device: shard.data for shard in x.addressable_shards}
-            rows.append(shards.get(self.devices.rows[s][r]))
-        return self._on_hosts(owners, rows, avals, r)
+        rows, held = [], []
+        for x, residual in zip(self._where.arrays["residual"], state.residual, strict=True):
+            shards = {shard.device: shard.data for shard in residual.addressable_shards}
+            rows.append(shards.get(self.devices.rows[x.port.place.stage][r]))
+            held.append(x._replace(aval=jax.ShapeDtypeStruct((1, *residual.shape[1:]), residual.dtype)))
+        return self._on_hosts(held, rows, r)
 
     def _on_hosts(
-        self, owners: Sequence[int], arrays: Sequence[Array | None], avals: Sequence[Shaped], r: int | None = None
+        self, every: Sequence[StateArray], arrays: Sequence[Array | None], r: int | None = None
     ) -> list[ArrayLike]:
         """Copy arrays, of all replicas or of one, to the host of every process, stage by stage."""
-        every = self.devices.processes
         results: dict[int, ArrayLike] = {}
         for s in self.places:
-            held = [k for k, owner in enumerate(owners) if owner == s]
+            held = [k for k, x in enumerate(every) if x.port.place.stage == s]
             devices = self.devices_of(s) if r is None else self.devices_of(s)[r : r + 1]
             local = [x for k in held if (x := arrays[k]) is not None]
-            if {device.process_index for device in devices} == every:
+            if {device.process_index for device in devices} == self.devices.processes:
                 copies = [_on_host(x) for x in local]
             else:
-                copies = _from_owner(devices[0], local, [avals[k] for k in held])
+                copies = _from_owner(devices[0], local, [every[k].aval for k in held])
             results |= zip(held, copies, strict=True)
         return [results[k] for k in range(len(arrays))]
 
@@ -221,55 +187,16 @@ class MpmdRuntime:
 
     @cached_property
     def _layout(self) -> StageLayout:
-        return dataclasses.replace(self._layout_of(self.planned), traces=self.planned.traces)
-
-    def _layout_of(self, planned: ExecutablePlan, collects: bool = False) -> StageLayout:
-        program, batching = planned.program, planned.batching
-        leaves = zip(jax.tree.leaves(planned.batch), batching.shared, strict=True)
-        local = [
-            x if shared else jax.ShapeDtypeStruct((x.shape[0] // self.devices.replicas, *x.shape[1:]), x.dtype)
-            for x, shared in leaves
-        ]
-        context = Context(
-            objective=program.objective,
-            stages=program.stages,
-            batch=tuple(local),
-            shared=batching.shared,
-            num_microbatches=batching.num_microbatches,
-            key=jax.eval_shape(lambda: jax.random.key(0)),
-            gradient_dtype=program.gradient_dtype,
-            trains=program.schedule.has_backward,
-            collects=collects,
-            members=tuple(map(len, self.devices.rows)),
-            counts=self.devices.counts,
-            specs=planned.shardings.specs(program.objective),
-        )
-        homes = dict(zip(program.objective.parameters, program.placement.parameters, strict=True))
-        return StageLayout(context, program.schedule, self.devices, homes)
-
-    @cached_property
-    def _update(self) -> UpdateContext:
-        update = self.planned.update
-        return UpdateContext(
-            self._layout.context,
-            update.by_stage,
-            self.devices.replicas,
-            update.exchange,
-            guarded=update.on_nonfinite is not None,
-            skips=update.on_nonfinite == "skip",
-        )
+        return StageLayout(self.planned, self.devices)
 
     @cached_property
     def _where(self) -> StateLayout:
-        return StateLayout(self._layout, self.planned)
-
-    def _training(self, shapes: PyTree) -> LoadedGraph:
-        return self._for_shapes(shapes, training_graph, "Compiling the training step")
+        return StateLayout(self._layout)
 
     @cached_property
     def graph(self) -> StepGraph:
         """The graph of a training step; traced once, as a rule while the plan was made."""
-        return self.planned.graph or training_graph(self._layout, self._update)
+        return self.planned.graph or training_graph(self._layout)
 
     @cached_property
     @progress("Compiling the training step")
@@ -291,20 +218,16 @@ class MpmdRuntime:
         """Return the bytes of devices in the order of the mesh."""
         return {d: peaks[d] for d in self.planned.all_devices.devices.flat}
 
-    def _for_shapes(
-        self, shapes: PyTree, make: Callable[[StageLayout, UpdateContext], StepGraph], text: str
-    ) -> LoadedGraph:
-        key = make, shape_key(shapes)
+    def _compiled_for(self, shapes: PyTree, make: Callable[[StageLayout], StepGraph] = training_graph) -> LoadedGraph:
+        key, trains = (make, shape_key(shapes)), make is training_graph
 
         def compiled() -> LoadedGraph:
             is_planned = key[1] == shape_key(self.planned.batch)
-            if is_planned and make is training_graph:
-                return self._loaded(self._layout, self.compiled_step)
-            with progress(text), self._building():
+            if is_planned and trains:
+                return LoadedGraph(self._where, self.compiled_step)
+            with progress(f"Compiling the {'training step' if trains else 'gradient'}"), self._building():
                 layout = self._layout if is_planned else self._layout_for(shapes)
-                update = dataclasses.replace(self._update, pipeline=layout.context)
-                call = "Pipeline.step" if make is training_graph else "Pipeline.value_and_grad"
-                return self._compile(layout, make(layout, update), call)
+                return self._compile(layout, make(layout), f"Pipeline.{'step' if trains else 'value_and_grad'}")
 
         return recent(self._compiled_steps, key, compiled)
 
@@ -312,16 +235,13 @@ class MpmdRuntime:
         sizes = ", ".join(str(list(x.shape)) for x in jax.tree.leaves(shapes))
         tell(f"A batch of other shapes than were planned for: {sizes}")
         multihost.meet(f"a first batch of shapes {sizes}")
-        return self._layout_of(shaped_for(self.planned, shapes))
+        return StageLayout(shaped_for(self.planned, shapes), self.devices)
 
     def _building(self) -> AbstractContextManager[None]:
         return building_for(self.planned.mesh.devices.flat[0])
 
     def _compile(self, layout: StageLayout, graph: StepGraph, call: str) -> LoadedGraph:
-        return self._loaded(layout, compile_graph(graph, self.devices, call))
-
-    def _loaded(self, layout: StageLayout, dispatch: Dispatch) -> LoadedGraph:
-        return LoadedGraph(layout, dispatch, Loader(dataclasses.replace(self._where, layout=layout), dispatch.graph))
+        return LoadedGraph(StateLayout(layout), compile_graph(graph, self.devices, call))
 
     def _by_replica_rows(self, layout: StageLayout, parts: Sequence[Array | None]) -> Array | None:
         """Put the rows of all replicas together, on the last stage or where they have been spread."""

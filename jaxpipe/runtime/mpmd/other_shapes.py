@@ -54,7 +54,7 @@ def shaped_for(planned: ExecutablePlan, batch: PyTree) -> ExecutablePlan:
     if _same_operators(objective, before.objective):
         stages = tuple(map(_stored_alike, stages, before.stages))
     program = replace(before, objective=objective, stages=stages, schedule=schedule, num_microbatches=m)
-    return replace(planned, batch=batch, batching=batching, program=program)
+    return replace(planned, batch=batch, batching=batching, program=program, traces={})
 
 
 def _microbatches(batch: PyTree, size: int, replicas: int, planned: ExecutablePlan) -> int:

@@ -6,7 +6,7 @@ from jaxpipe.runtime.mpmd.combine_sends import combine_sends
 from jaxpipe.runtime.mpmd.drop_values import drop_values
 from jaxpipe.runtime.mpmd.infer_donation import infer_donation
 from jaxpipe.runtime.mpmd.remove_unread import remove_unread
-from jaxpipe.runtime.mpmd.stage_devices import StageLayout
+from jaxpipe.runtime.mpmd.stage_layout import StageLayout
 from jaxpipe.runtime.mpmd.step_graph import StepGraph
 from jaxpipe.runtime.mpmd.swap_stashes import swap_stashes
 

@@ -4,7 +4,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from jaxpipe.runtime.mpmd.instructions import Call, Instruction, Send
-from jaxpipe.runtime.mpmd.stage_devices import StageLayout
+from jaxpipe.runtime.mpmd.stage_layout import StageLayout
 from jaxpipe.runtime.mpmd.step_graph import StepGraph, Task
 from jaxpipe.runtime.mpmd.trace_task import Traces, trim_task
 
@@ -24,7 +24,7 @@ def remove_unread(graph: StepGraph, layout: StageLayout) -> StepGraph:
         reads: dict[int, tuple[int, ...]] = {}
         for task, kept in written.items():
             if len(kept) < len(tasks[task].writes):
-                tasks[task], reads[task] = _trimmed(tasks[task], frozenset(kept), layout.traces)
+                tasks[task], reads[task] = _trimmed(tasks[task], frozenset(kept), layout.planned.traces)
         graph = replace(
             graph,
             tasks=tuple(tasks),

@@ -10,64 +10,45 @@ from jaxpipe.array_types import Array
 from jaxpipe.gradients.block_exchange import sent_share
 from jaxpipe.models.combine_metrics import combine
 from jaxpipe.models.microbatch_program import MicrobatchProgram
-from jaxpipe.runtime.mpmd.stage_tasks import Context
-from jaxpipe.runtime.mpmd.step_graph import Form, Path
-from jaxpipe.runtime.mpmd.trace_task import Arrays, TaskWork
+from jaxpipe.runtime.mpmd.trace_task import Arrays
 
 
-def _small(_: Path) -> Form:
-    return Form("state")
+def total_weight(arrays: Arrays) -> Arrays:
+    """Add up the weights of the batch's micro-batches in all members of their stage."""
+    return {"weight": _add_up(arrays["totals"])}
 
 
-def weight_work() -> TaskWork:
-    """Return the work that adds up the weights of the batch's micro-batches in all members of their stage."""
-    return TaskWork("the total weight", lambda x: {"weight": _add_up(x["totals"])}, _small)
+def batch_results(objective: MicrobatchProgram, arrays: Arrays) -> Arrays:
+    """Make a batch's loss and metrics of the totals of all members of their stages.
 
-
-def results_work(objective: MicrobatchProgram) -> TaskWork:
-    """Return the work that makes a batch's loss and metrics of the totals of all members of their stages.
-
-    Under a guard, where stages say whether a gradient of theirs is not finite, it says whether the step is stopped.
+    Under a guard, where stages say whether a gradient of theirs is not finite, say whether the step is stopped.
     """
-
-    def function(arrays: Arrays) -> Arrays:
-        loss, weight, *metrics = map(_add_up, arrays["totals"])
-        mean = loss / weight.astype(loss.dtype)
-        results: Arrays = {"loss": mean, "metrics": combine(metrics, weight, objective.summed)}
-        if "nonfinite" in arrays:
-            stages = jnp.stack([flag > 0 for flag in arrays["nonfinite"]])
-            results |= {"nonfinite_stages": stages, "stopped": jnp.any(stages) | ~jnp.isfinite(mean)}
-        return results
-
-    return TaskWork("loss and metrics", function, _small)
+    loss, weight, *metrics = map(_add_up, arrays["totals"])
+    mean = loss / weight.astype(loss.dtype)
+    results: Arrays = {"loss": mean, "metrics": combine(metrics, weight, objective.summed)}
+    if "nonfinite" in arrays:
+        stages = jnp.stack([flag > 0 for flag in arrays["nonfinite"]])
+        results |= {"nonfinite_stages": stages, "stopped": jnp.any(stages) | ~jnp.isfinite(mean)}
+    return results
 
 
-def counters_work(updates: int = 1) -> TaskWork:
-    """Return the work that makes a step's counters of what all stages report, in the order of the stages.
+def step_counters(updates: int, arrays: Arrays) -> Arrays:
+    """Make a step's counters of what all stages report, in the order of the stages.
 
     The norm of the gradient is the root of the mean square over the updates. What stands in the state is copied, as
     the next step takes the state's memory, and not that of the metrics.
     """
-
-    def function(arrays: Arrays) -> Arrays:
-        counters: Arrays = {"gradient_norm": jnp.sqrt(_add_up(arrays["squares"]) / updates)}
-        if "had" in arrays:
-            had, unsent = _add_up(arrays["had"]), _add_up(arrays["unsent"])
-            counters |= {"sent_share": sent_share(had, unsent), "residual_norm": jnp.sqrt(unsent)}
-        counters["overflows"] = sum(arrays["overflows"], start=jnp.int32(0))
-        return {"counters": counters | arrays["copied"]}
-
-    return TaskWork("counters", function, _small)
+    counters: Arrays = {"gradient_norm": jnp.sqrt(_add_up(arrays["squares"]) / updates)}
+    if "had" in arrays:
+        had, unsent = _add_up(arrays["had"]), _add_up(arrays["unsent"])
+        counters |= {"sent_share": sent_share(had, unsent), "residual_norm": jnp.sqrt(unsent)}
+    counters["overflows"] = sum(arrays["overflows"], start=jnp.int32(0))
+    return {"counters": counters | arrays["copied"]}
 
 
-def stack_work(context: Context) -> TaskWork:
-    """Return the work that puts the predictions of a replica's micro-batches together."""
-    replicas = context.objective.joined
-
-    def function(arrays: Arrays) -> Arrays:
-        return {"predictions": [_in_order(rows, replicas) for rows in arrays["results"]]}
-
-    return TaskWork("predictions", function, _small)
+def stacked_predictions(replicas: int, arrays: Arrays) -> Arrays:
+    """Put the predictions of a replica's micro-batches together, each of so many joined replicas."""
+    return {"predictions": [_in_order(rows, replicas) for rows in arrays["results"]]}
 
 
 def _in_order(rows: Sequence[Array], replicas: int) -> Array:

@@ -3,18 +3,15 @@
 A member of a stage is a group of devices over which its programs are sharded; its first device stands for it.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from jax.sharding import Mesh
 
-from jaxpipe.array_types import Device, TensorNumber
+from jaxpipe.array_types import Device
 from jaxpipe.runtime.mpmd.instructions import Place
-from jaxpipe.runtime.mpmd.stage_tasks import Context
-from jaxpipe.runtime.mpmd.trace_task import Traces
-from jaxpipe.schedules.table import Schedule, StageNumber
+from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.mesh_axes import DATA
 from jaxpipe.sharding.submesh import Submesh
 from jaxpipe.targets.known import target_of
@@ -108,39 +105,3 @@ class StageDevices:
     def processes(self) -> frozenset[int]:
         """The processes that have any of the devices."""
         return frozenset(d.process_index for d in self.every)
-
-
-@dataclass(frozen=True, eq=False)
-class StageLayout:
-    """Stages, their schedule and their devices."""
-
-    context: Context
-    schedule: Schedule
-    devices: StageDevices
-    homes: dict[TensorNumber, StageNumber]  # by parameter, its stage
-    traces: Traces = field(default_factory=dict)  # of the same cuts; filled while graphs are written
-
-    @property
-    def stages(self) -> tuple[StageNumber, ...]:
-        """Numbers of the stages."""
-        return self.context.stage_numbers
-
-    @property
-    def replicas(self) -> range:
-        """Numbers of the replicas."""
-        return range(self.devices.replicas)
-
-    def dealt(self, k: int) -> range:
-        """The micro-batches of an entry of the table: one, or a round where members of a stage share them."""
-        count = math.lcm(*(self.devices.width(s) for s in self.stages))
-        return range(k * count, min((k + 1) * count, self.context.num_microbatches))
-
-    @property
-    def home(self) -> Place:
-        """First member of the last stage, which computes loss and metrics."""
-        return Place(self.stages[-1], 0)
-
-    @property
-    def rows_cross(self) -> bool:
-        """Return whether the stages of any replica belong to several processes."""
-        return any(len({d.process_index for d in self.devices.of_replica(r)}) > 1 for r in self.replicas)

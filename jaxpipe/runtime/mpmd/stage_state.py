@@ -1,21 +1,19 @@
 """A training state as arrays of the stages: parameters, state and optimizer state are leaves on their stage's devices.
 
-    TrainState, batch ──Loader──▶ inputs of a step's graph
-    outputs of a graph ──StateLayout.state_of──▶ TrainState
+    TrainState, batch ──LoadedGraph──▶ inputs of a step's graph, run
+    its outputs ──StateLayout.state_of──▶ TrainState
 
 What every stage needs (shared optimizer state, the random key, numbers of steps) is one array on all devices.
 """
 
-# More than 15 of our modules: a state is made of parts of the model, of the optimizer and of the devices.
 import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -24,16 +22,15 @@ from jaxpipe import _compat, multihost
 from jaxpipe.array_types import Array, ArrayLike, Device, PyTree, Shaped
 from jaxpipe.errors import ModelError
 from jaxpipe.runtime import check_state, shard_batch
-from jaxpipe.runtime.executable_plan import ExecutablePlan
+from jaxpipe.runtime.mpmd.dispatch import Dispatch
 from jaxpipe.runtime.mpmd.instructions import Place
 from jaxpipe.runtime.mpmd.send_between_processes import of_member
-from jaxpipe.runtime.mpmd.stage_devices import StageLayout
-from jaxpipe.runtime.mpmd.step_graph import Path, Port, StepGraph
+from jaxpipe.runtime.mpmd.stage_layout import StageLayout
+from jaxpipe.runtime.mpmd.step_graph import Port
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate
 from jaxpipe.runtime.state_arrays import of_replicas
 from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.sharding.mesh_axes import DATA
-from jaxpipe.sharding.partition_specs import side_by_side
 
 
 class StateArray(NamedTuple):
@@ -49,50 +46,35 @@ class StateLayout:
     """The arrays of a training state at the ports of a graph."""
 
     layout: StageLayout
-    planned: ExecutablePlan
 
     @property
     def by_stage(self) -> PartitionedUpdate:
         """The optimizer."""
-        return self.planned.update.by_stage
+        return self.layout.update.by_stage
 
     @cached_property
     def arrays(self) -> dict[str, list[StateArray]]:
         """The arrays that belong to a stage, by field of ``TrainState``."""
-        objective, model, placement = self.layout.context.objective, self.planned.model, self.planned.program.placement
-        homes = dict(zip(objective.parameters, placement.parameters, strict=True))
-        variables = dict(zip(objective.parameters, model.parameters, strict=True))
-        pieces = zip(self.by_stage.state_stage, self.by_stage.state_avals, self.by_stage.state_names, strict=True)
-        trained = [t for t in objective.parameters if self.planned.update.exchange and t not in objective.frozen]
-        return {
-            "parameters": [
-                self._array("parameters", t, s, ("parameters", t), variables[t].aval, variables[t].name)
-                for t, s in homes.items()
-            ],
-            "variables": [
-                self._array("variables", t, s, ("state", t), v.aval, v.name)
-                for t, s, v in zip(objective.state, placement.state, model.state, strict=True)
-            ],
-            "optimizer": [
-                self._array("optimizer", k, s, ("optimizer", k), aval, name)
-                for k, (s, aval, name) in enumerate(pieces)
-                if s is not None
-            ],
-            "residual": [
-                self._array("residual", t, homes[t], ("residual", t), variables[t].aval, variables[t].name)
-                for t in trained
-            ],
+        objective, planned, by_stage = self.layout.objective, self.layout.planned, self.by_stage
+        placement, names = planned.program.placement, [v.name for v in planned.model.parameters]
+        parameters = list(zip(objective.parameters, placement.parameters, names, strict=True))
+        variables = zip(objective.state, placement.state, planned.model.state, strict=True)
+        owned = enumerate(zip(by_stage.state_stage, by_stage.state_names, strict=True))
+        exchanged = parameters if planned.update.exchange else []
+        rows = {
+            "parameters": parameters,
+            "variables": [(t, s, v.name) for t, s, v in variables],
+            "optimizer": [(k, s, name) for k, (s, name) in owned if s is not None],
+            "residual": [row for row in exchanged if row[0] not in objective.frozen],
         }
+        return {field: [self._array(field, *row) for row in group] for field, group in rows.items()}
 
-    def _array(self, field: str, number: int, s: int, path: Path, aval: Shaped, name: str) -> StateArray:
+    def _array(self, field: str, number: int, s: int, name: str) -> StateArray:
         devices, stage = self.layout.devices, self.layout.stages[s]
-        shape, dtype, spec = aval.shape, aval.dtype, self.layout.context.form(stage, path).spec
-        if field == "residual":  # one of each replica, of at least 32 bits
-            shape, dtype = (len(devices.members(stage)), *shape), jnp.promote_types(dtype, jnp.float32)
-            spec = side_by_side(spec, DATA)
-        sharding = NamedSharding(devices.mesh(Place(stage)), spec)
+        aval, form = self.layout.given(stage, field, number)
+        sharding = NamedSharding(devices.mesh(Place(stage)), form.spec)
         port = Port(devices.place(stage), field, number)
-        return StateArray(port, jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), name)
+        return StateArray(port, jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding), name)
 
     @property
     def shared(self) -> list[int]:
@@ -102,13 +84,13 @@ class StateLayout:
     @property
     def everywhere(self) -> NamedSharding:
         """Sharding of an array that all devices have."""
-        return NamedSharding(self.planned.all_devices, P())
+        return NamedSharding(self.layout.planned.all_devices, P())
 
     @cached_property
     def abstract_state(self) -> TrainState:
         """Return the shapes of a training state, where its devices have them."""
         groups = {field: tuple(x.aval for x in arrays) for field, arrays in self.arrays.items()}
-        return TrainState(**groups, **self.planned.everywhere, plan=self.planned.plan.identity)
+        return TrainState(**groups, **self.layout.planned.everywhere, plan=self.layout.planned.plan.identity)
 
     @property
     def names(self) -> dict[str, list[str]]:
@@ -136,64 +118,76 @@ class StateLayout:
                 parts |= {shard.device: shard.data for shard in x.addressable_shards}
         if not parts:
             return old
-        local = multihost.mine(self.planned.all_devices.devices.flatten().tolist())
+        local = multihost.mine(self.layout.planned.all_devices.devices.flatten().tolist())
         return jax.make_array_from_single_device_arrays(old.shape, self.everywhere, [parts[d] for d in local])
 
 
-class Loader:
-    """The arrays of a training state, of a batch, and constants, by number of a graph's value."""
+class LoadedGraph:
+    """A compiled graph, and the arrays of a training state, of a batch, and constants that it begins with."""
 
-    def __init__(self, where: StateLayout, graph: StepGraph):
+    def __init__(self, where: StateLayout, dispatch: Dispatch):
         """Find out what goes where."""
-        self._where, devices = where, where.layout.devices
+        self.layout, self.where, self.dispatch = where.layout, where, dispatch
+        inputs, devices = dispatch.graph.inputs, where.layout.devices
         leaves = ((field, n, x.port) for field, arrays in where.arrays.items() for n, x in enumerate(arrays))
-        self._leaves = [(field, n, graph.inputs[port]) for field, n, port in leaves if port in graph.inputs]
+        self._leaves = [(field, n, inputs[port]) for field, n, port in leaves if port in inputs]
         positions = {k: n for n, k in enumerate(where.shared)}
         self._common: list[tuple[str, int, Mesh, int]] = []
-        self._keys: list[tuple[Mesh, int]] = []
         self._batch: list[tuple[int, int, NamedSharding, int]] = []
         self._constants: dict[int, Array] = {}
-        for port, number in graph.inputs.items():
+        for port, number in inputs.items():
             mesh, leaf = devices.mesh(port.place), cast(int, port.number)
             sharding = NamedSharding(mesh, P())
             if not multihost.mine(list(mesh.devices.flat)):
                 continue
-            if port.field in ("shared", "step", "skipped"):
+            if port.field in ("shared", "step", "skipped", "key"):
                 self._common.append((port.field, positions.get(leaf, 0), mesh, number))
-            elif port.field == "key":
-                self._keys.append((mesh, number))
             elif port.field == "batch":
                 self._batch.append((leaf, devices.replica(port.place), sharding, number))
             elif port.field in ("index", "weight"):
                 self._constants[number] = multihost.place(self._constant(port), sharding)
-        self._key: Array | None = None
-        self._key_data: dict[int, Array] = {}
-
-    def load(self, state: TrainState) -> dict[int, Array]:
-        """Return the arrays of a state, by number of their value."""
-        given = dict(self._constants)
-        for field, k, number in self._leaves:
-            given[number] = getattr(state, field)[k]
-        for field, k, mesh, number in self._common:
-            given[number] = _at(state.shared[k] if field == "shared" else getattr(state, field), mesh)
-        if state.key is not self._key:
-            data = jax.random.key_data(state.key)
-            self._key_data = {number: _at(data, mesh) for mesh, number in self._keys}
-            self._key = state.key
-        return given | self._key_data
+        self._key: tuple[Array | None, dict[int, Array]] = None, {}
 
     def _constant(self, port: Port) -> np.ndarray:
-        context, devices = self._where.layout.context, self._where.layout.devices
-        m = context.num_microbatches
+        devices, m = self.layout.devices, self.layout.num_microbatches
         if port.field == "weight":
             return np.array(m * devices.replicas, np.float32)
         return np.array([port.microbatch, devices.replica(port.place) * m + port.microbatch], np.int32)
 
-    def place_batch(self, leaves: Sequence[ArrayLike]) -> dict[int, Array]:
-        """Return a batch's leaves, global or of this process's replicas, on the devices that read them."""
-        shared, mesh = self._where.layout.context.shared, self._where.planned.all_devices
+    def given(self, state: TrainState, batch: PyTree) -> dict[int, Array]:
+        """Return the arrays of a state, and of a batch on the devices that read them, by number of their value."""
+        given = self._constants | self._placed(jax.tree.leaves(batch))
+        for field, k, number in self._leaves:
+            given[number] = getattr(state, field)[k]
+        for field, k, mesh, number in self._common:
+            if field != "key":
+                given[number] = _at(state.shared[k] if field == "shared" else getattr(state, field), mesh)
+        if state.key is not self._key[0]:
+            data = jax.random.key_data(state.key)
+            keys = {number: _at(data, mesh) for field, _, mesh, number in self._common if field == "key"}
+            self._key = state.key, keys
+        return given | self._key[1]
+
+    def _placed(self, leaves: Sequence[ArrayLike]) -> dict[int, Array]:
+        """Return a batch's leaves, global or of this process's replicas, by number."""
+        shared, mesh = self.layout.planned.batching.shared, self.layout.planned.all_devices
         parts = [_parts(x, common, mesh) for x, common in zip(leaves, shared, strict=True)]
         return {number: multihost.place(parts[k](replica), sharding) for k, replica, sharding, number in self._batch}
+
+    def outputs(self, state: TrainState, batch: PyTree) -> dict[Port, Array | None]:
+        """Return the outputs of the graph."""
+        return self.dispatch.run(self.given(state, batch))
+
+    def run(self, state: TrainState, batch: PyTree) -> tuple[dict[Port, Array | None], Array, list[Array]]:
+        """Return the outputs of a graph with a loss, that, and the leaves of the metrics."""
+        outputs = self.outputs(state, batch)
+        loss, metrics = outputs[Port(self.layout.home, "loss")], self.reports(outputs, "metrics")
+        return outputs, cast(Array, loss), [metrics[k] for k in range(len(metrics))]
+
+    def reports(self, outputs: dict[Port, Array | None], field: str) -> dict[Any, Array]:
+        """Return the reports of a field, on the device that computes them or where they are sent."""
+        home = self.layout.home
+        return {p.number: x for p, x in outputs.items() if (p.place, p.field) == (home, field) and x is not None}
 
 
 def _at(x: Array, mesh: Mesh) -> Array:
@@ -240,13 +234,13 @@ def adopt(where: StateLayout, state: TrainState) -> TrainState:
     groups = {field: placed(field, given[field]) for field in fields}
     groups |= jax.tree.map(lambda x: jax.device_put(x.copy(), where.everywhere), common)
     return replace(
-        state, **groups, residual=placed("residual", _residuals(where, state)), plan=where.planned.plan.identity
+        state, **groups, residual=placed("residual", _residuals(where, state)), plan=where.layout.planned.plan.identity
     )
 
 
 def _grouped(where: StateLayout, field: str, arrays: Sequence[ArrayLike]) -> list[ArrayLike]:
     """Return arrays of a state with the layers of each stacked one in the groups that this pipeline has."""
-    by_stage, (parameters, variables) = where.by_stage, where.planned.model.stacks
+    by_stage, (parameters, variables) = where.by_stage, where.layout.planned.model.stacks
     owned = [
         k for k, stage in zip(by_stage.state_stacks.leaf_of, by_stage.state_stage, strict=True) if stage is not None
     ]

@@ -64,12 +64,12 @@ class Task:
     @cached_property
     def read_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the operands."""
-        return tuple(_shape(v.aval) for v in _compat.open_jaxpr(self.program.closed)[0].invars)
+        return tuple(shape_of(v.aval) for v in _compat.open_jaxpr(self.program.closed)[0].invars)
 
     @cached_property
     def written_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the results."""
-        return tuple(_shape(v.aval) for v in _compat.open_jaxpr(self.program.closed)[0].outvars)
+        return tuple(shape_of(v.aval) for v in _compat.open_jaxpr(self.program.closed)[0].outvars)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,5 +95,6 @@ class StepGraph:
         return tuple(value.form.spec for value in self.values)
 
 
-def _shape(aval: Shaped) -> jax.ShapeDtypeStruct:
+def shape_of(aval: Shaped) -> jax.ShapeDtypeStruct:
+    """Return the shape and the element type of an array."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)

@@ -9,6 +9,7 @@ Memory is reserved when the host asks for a program or a copy, but what was copi
 So the host waits for a copy before it asks for the action after the one that it overlaps with.
 """
 
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
@@ -20,9 +21,9 @@ from jax import lax
 
 from jaxpipe.runtime.mpmd.device_bytes import HOST_PURPOSE, PEER_PURPOSE, array_bytes
 from jaxpipe.runtime.mpmd.instructions import Call, Instruction, Place, Send, Wait
-from jaxpipe.runtime.mpmd.stage_devices import StageLayout
-from jaxpipe.runtime.mpmd.step_graph import Form, StepGraph, Task, Value
-from jaxpipe.runtime.mpmd.trace_task import Arrays, TaskWork, trace_task
+from jaxpipe.runtime.mpmd.stage_layout import StageLayout
+from jaxpipe.runtime.mpmd.step_graph import Form, StepGraph, Value
+from jaxpipe.runtime.mpmd.trace_task import Arrays, trace_task
 from jaxpipe.runtime.stages import StashSwap, SwapTarget
 from jaxpipe.schedules.swap_points import HOST, swap_points
 from jaxpipe.schedules.table import StageNumber
@@ -54,8 +55,8 @@ def cut_arrays(avals: Sequence[jax.ShapeDtypeStruct], targets: Sequence[SwapTarg
 
 def swap_stashes(graph: StepGraph, layout: StageLayout) -> StepGraph:
     """Return a graph in which stages with a ``StashSwap`` send stashes away and, in time, back."""
-    swapped = [s for s, stage in zip(layout.stages, layout.context.stages, strict=True) if stage.swap is not None]
-    if not swapped or not layout.context.trains:
+    swapped = [s for s in layout.stages if layout.stage(s).swap is not None]
+    if not swapped or not layout.trains:
         return graph
     mover = _Mover(graph, layout)
     for s in swapped:
@@ -92,7 +93,7 @@ class _Mover:
     def swap(self, s: StageNumber) -> None:
         """Swap the stashes of a stage that are away for long enough."""
         layout, graph = self._layout, self._graph
-        swap, schedule = layout.context.stages[s].swap, layout.schedule
+        swap, schedule = layout.stage(s).swap, layout.schedule
         assert swap is not None
         points, cutting = swap_points(schedule, s), None
         actions = [
@@ -122,17 +123,17 @@ class _Mover:
         cut = [k for k, parts in enumerate(pieces) if len(parts) > 1]
         tasks: list[int] = []
         if cut:
-            is_free = self._layout.context.specs.submesh.size > 1
-            works = _cutting_work(s, [pieces[k] for k in cut], [values[k].form for k in cut], is_free)
-            avals = {"arrays": [values[k].aval for k in cut]}
-            first = trace_task(works[0], avals).task
-            last = trace_task(works[1], {"pieces": list(first.written_avals)}).task
-            tasks = [self._task(first), self._task(last)]
+            is_free = self._layout.specs.submesh.size > 1
+            parts, forms = [pieces[k] for k in cut], [values[k].form for k in cut]
+            arrays = {"arrays": [values[k].aval for k in cut]}
+            form = Form("stash", is_free=is_free)
+            work = functools.partial(_slices, parts)
+            first = trace_task(f"stage {s}: slices of a stash", work, lambda _: form, arrays).task
+            arrays, work = {"pieces": list(first.written_avals)}, functools.partial(_joined, parts)
+            last = trace_task(f"stage {s}: stash of its slices", work, lambda path: forms[path[1]], arrays).task
+            tasks = [len(self._tasks), len(self._tasks) + 1]
+            self._tasks += [first, last]
         return _Cutting(pieces, cut, tasks)
-
-    def _task(self, task: Task) -> int:
-        self._tasks.append(task)
-        return len(self._tasks) - 1
 
     def _call(self, task: int, place: Place, reads: Sequence[int]) -> Call:
         pairs = zip(self._tasks[task].written_avals, self._tasks[task].forms, strict=True)
@@ -203,20 +204,13 @@ class _Cutting:
     tasks: list[int]
 
 
-def _cutting_work(
-    s: StageNumber, cut: Sequence[Sequence[Piece]], forms: Sequence[Form], is_free: bool
-) -> tuple[TaskWork, TaskWork]:
-    """The work that cuts arrays into pieces, and that which puts them together again."""
+def _slices(cut: Sequence[Sequence[Piece]], arrays: Arrays) -> Arrays:
+    """Cut arrays into pieces."""
+    pairs = ((x, piece) for x, parts in zip(arrays["arrays"], cut, strict=True) for piece in parts)
+    return {"pieces": [lax.slice_in_dim(x, piece.begin, piece.end) for x, piece in pairs]}
 
-    def slices(values: Arrays) -> Arrays:
-        pairs = ((x, piece) for x, parts in zip(values["arrays"], cut, strict=True) for piece in parts)
-        return {"pieces": [lax.slice_in_dim(x, piece.begin, piece.end) for x, piece in pairs]}
 
-    def join(values: Arrays) -> Arrays:
-        remaining = iter(values["pieces"])
-        return {"arrays": [jnp.concatenate([next(remaining) for _ in parts]) for parts in cut]}
-
-    return (
-        TaskWork(f"stage {s}: slices of a stash", slices, lambda _: Form("stash", is_free=is_free)),
-        TaskWork(f"stage {s}: stash of its slices", join, lambda path: forms[path[1]]),
-    )
+def _joined(cut: Sequence[Sequence[Piece]], arrays: Arrays) -> Arrays:
+    """Put pieces together again."""
+    remaining = iter(arrays["pieces"])
+    return {"arrays": [jnp.concatenate([next(remaining) for _ in parts]) for parts in cut]}

@@ -1,7 +1,7 @@
 """Functions over trees of arrays, traced as tasks: operands that are read, results that are new."""
 
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -15,6 +15,9 @@ from jaxpipe.runtime.mpmd.step_graph import Form, Path, Task
 #: Arrays by group, such as ``"parameters"``, and in a group by tensor number or the like. Of values, their numbers.
 Arrays: TypeAlias = dict[str, Any]
 
+#: Work that is traced: arrays in, arrays out.
+Work: TypeAlias = Callable[[Arrays], Arrays]
+
 #: Groups of arrays that belong to one micro-batch: a result may be one of these, without a copy.
 OF_MICROBATCH = {"arriving", "leaving", "cotangents", "returning", "stash", "saved", "statistics", "results"}
 
@@ -22,20 +25,10 @@ OF_MICROBATCH = {"arriving", "leaving", "cotangents", "returning", "stash", "sav
 _ORDER = ("leaving", "state", "totals", "overflows", "statistics", "results", "stash", "returning", "saved", "sums")
 
 
-@dataclass(frozen=True, eq=False)
-class TaskWork:
-    """A function of arrays by group that returns arrays by group, and the forms of its results."""
-
-    label: str
-    function: Callable[[Arrays], Arrays]
-    form: Callable[[Path], Form]
-
-
 class Traced(NamedTuple):
     """A task, and how its operands and its results stand in trees."""
 
     task: Task
-    work: TaskWork  # with what its function reads, whose identity may decide that this is its task
     operands: PyTreeDef
     reads: tuple[int, ...]  # positions among all operands
     tree: PyTreeDef  # of the results
@@ -46,12 +39,20 @@ class Traced(NamedTuple):
 Traces: TypeAlias = dict[Hashable, Any]
 
 
-def trace_task(work: TaskWork, operands: Arrays, consumes: bool = False) -> Traced:
-    """Trace some work on operands of some shapes.
+def trace_task(
+    label: str,
+    work: Work,
+    form: Callable[[Path], Form],
+    operands: Arrays,
+    consumes: bool = False,
+) -> Traced:
+    """Trace work, a function of arrays by group that returns such, on operands of some shapes.
+
+    ``form`` gives the form of each result.
 
     A result that is an operand of the same path, or an array of one micro-batch, is not written anew.
     """
-    closed, shapes = jax.make_jaxpr(work.function, return_shape=True)(operands)
+    closed, shapes = jax.make_jaxpr(work, return_shape=True)(operands)
     jaxpr, _ = _compat.open_jaxpr(closed)
     given, results = _paths(operands), _paths(shapes)
     position = {v: k for k, v in enumerate(jaxpr.invars)}
@@ -73,10 +74,10 @@ def trace_task(work: TaskWork, operands: Arrays, consumes: bool = False) -> Trac
         writes.append(n)
     program, reads = _part(closed, writes)
     names = tuple(results[n] for n in writes)
-    forms = tuple(map(work.form, names))
-    task = Task(work.label, program, tuple(given[k] for k in reads), names, forms, consumes)
+    forms = tuple(map(form, names))
+    task = Task(label, program, tuple(given[k] for k in reads), names, forms, consumes)
     tree = jax.tree.structure(shapes)
-    return Traced(task, work, jax.tree.structure(operands), reads, tree, tuple(sources[n] for n in range(len(results))))
+    return Traced(task, jax.tree.structure(operands), reads, tree, tuple(sources[n] for n in range(len(results))))
 
 
 def trim_task(task: Task, writes: Collection[int]) -> tuple[Task, tuple[int, ...]]:

@@ -1,41 +1,42 @@
 """The graphs of a pipeline: a training step, its gradient, and forward passes."""
 
+import functools
+
 from jaxpipe.runtime.mpmd.early_updates import EarlyUpdateWriter
 from jaxpipe.runtime.mpmd.microbatch_graph import MicrobatchWriter
-from jaxpipe.runtime.mpmd.report_tasks import stack_work
+from jaxpipe.runtime.mpmd.report_tasks import stacked_predictions
 from jaxpipe.runtime.mpmd.sparse_exchange import exchange_gradients
-from jaxpipe.runtime.mpmd.stage_devices import StageLayout
+from jaxpipe.runtime.mpmd.stage_layout import StageLayout
 from jaxpipe.runtime.mpmd.step_end_graph import StepEndWriter
 from jaxpipe.runtime.mpmd.step_graph import Port, StepGraph
-from jaxpipe.runtime.mpmd.update_tasks import UpdateContext
 
 
-def training_graph(layout: StageLayout, update: UpdateContext) -> StepGraph:
+def training_graph(layout: StageLayout) -> StepGraph:
     """Return the graph of a training step.
 
     Its outputs are the state after it, in the fields of ``TrainState``, and reports at ``layout.home``.
     """
     early = layout.schedule.versions is not None
-    writer = EarlyUpdateWriter(layout, update) if early else StepEndWriter(layout, update)
+    writer = EarlyUpdateWriter(layout) if early else StepEndWriter(layout)
     writer.run_table()
     writer.fold_state()
     if not early:
         writer.return_gradients()
     writer.report_step()
-    if update.exchange is not None:
-        exchange_gradients(writer, update.exchange)
+    if layout.update.exchange is not None:
+        exchange_gradients(writer, layout.update.exchange)
     writer.update_stages()
     return writer.finish(writer.state())
 
 
-def gradient_graph(layout: StageLayout, update: UpdateContext) -> StepGraph:
+def gradient_graph(layout: StageLayout) -> StepGraph:
     """Return the graph for loss, metrics and gradients, which are in the field ``gradients`` of their stages."""
-    writer, outputs = StepEndWriter(layout, update), {}
+    writer, outputs = StepEndWriter(layout), {}
     writer.run_table()
     writer.report()
     writer.return_gradients()
     for s in layout.stages:
-        means = writer.run_whole(s, writer.ends[s].mean_gradient(), writer.arrays_of(s))["mean"]
+        means = writer.run_whole(s, "gradient", writer.ends[s].mean_gradient)["mean"]
         outputs |= {Port(writer.place(s), "gradients", t): number for t, number in means.items()}
     return writer.finish(outputs)
 
@@ -54,8 +55,11 @@ def prediction_graph(layout: StageLayout) -> StepGraph:
     writer.run_table()
     for r in layout.replicas:
         place = writer.worker(layout.home.stage, r, 0)
-        operands = {"results": writer.gather_results(r, place)}
-        predictions = writer.run_as("predictions", place.stage, stack_work(layout.context), place, operands)
+        microbatches = range(layout.num_microbatches)
+        rows = ([writer.results[k, r, j] for j in microbatches] for k in range(len(layout.objective.results)))
+        operands = {"results": [[writer.send(at, place, number) for at, number in row] for row in rows]}
+        work = functools.partial(stacked_predictions, layout.objective.joined)
+        predictions = writer.run(place, "predictions", work, operands)
         rows = predictions["predictions"]
         if layout.rows_cross:
             rows = writer.spread(place, [r], rows)

@@ -11,192 +11,111 @@ arrays, by group; tracing shows which of them it reads.
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 from jaxpipe import _compat
-from jaxpipe.array_types import Array, DType, TensorNumber
+from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.gradients.squared_norm import squared_norm
 from jaxpipe.graph.graph import operator_ends, run
 from jaxpipe.graph.reverse_walk import needed
-from jaxpipe.runtime.mpmd.stage_tasks import Context
-from jaxpipe.runtime.mpmd.step_graph import Form, Path
-from jaxpipe.runtime.mpmd.trace_task import Arrays, TaskWork
-from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate, held_by
+from jaxpipe.runtime.mpmd.stage_layout import StageLayout
+from jaxpipe.runtime.mpmd.step_graph import Path
+from jaxpipe.runtime.mpmd.trace_task import Arrays
+from jaxpipe.runtime.optimizer_by_stage import held_by
 from jaxpipe.runtime.overwrite_state import renewals
-from jaxpipe.runtime.replica_exchange import StageExchange
 from jaxpipe.schedules.table import StageNumber
-from jaxpipe.sharding.mesh_axes import DATA
 
 
-@dataclass(frozen=True, eq=False)
-class UpdateContext:
-    """Data that the work at the end of a step needs in every stage."""
-
-    pipeline: Context
-    by_stage: PartitionedUpdate  # the optimizer
-    replicas: int
-    exchange: StageExchange | None = None
-    guarded: bool = False  # a step that is not finite changes nothing
-    skips: bool = False  # such a step counts as one
-
-    @functools.cached_property
-    def tensor_of(self) -> dict[TensorNumber, TensorNumber]:
-        """By tensor number in the optimizer of a parameter or its gradient, that in the objective."""
-        objective = self.pipeline.objective
-        trained = [t for t in objective.parameters if t not in objective.frozen]
-        pairs = zip(self.by_stage.parameters, objective.parameters, strict=True)
-        return dict(pairs) | dict(zip(self.by_stage.gradients, trained, strict=True))
-
-    @functools.cached_property
-    def taken_dtype(self) -> dict[TensorNumber, DType]:
-        """By trained parameter of the objective, the type in which the optimizer takes its gradient."""
-        return {self.tensor_of[t]: self.by_stage.graph.tensors[t].dtype for t in self.by_stage.gradients}
-
-    def returns_sum(self, s: StageNumber, k: StageNumber) -> bool:
-        """Return whether stage ``k`` returns gradients to ``s`` as one sum, not from each member to another one."""
-        return self.pipeline.members[s] != self.pipeline.members[k]
-
-    def lenders(self, s: StageNumber, t: TensorNumber) -> list[StageNumber]:
-        """The other stages that compute gradients of a parameter."""
-        return [k for k in self._computing.get(t, ()) if k != s]
-
-    @functools.cached_property
-    def _computing(self) -> dict[TensorNumber, list[StageNumber]]:
-        """By parameter, the stages that compute gradients of it."""
-        stages: dict[TensorNumber, list[StageNumber]] = {}
-        for k in self.pipeline.stage_numbers:
-            for t in self.pipeline.trained(k):
-                stages.setdefault(t, []).append(k)
-        return stages
-
-    def state_paths(self, s: StageNumber) -> dict[TensorNumber, Path]:
-        """By tensor number in the optimizer, the state of a stage and that which every stage has."""
-        groups = {s: "optimizer", None: "shared"}
-        owned = enumerate(zip(self.by_stage.state, self.by_stage.state_stage, strict=True))
-        return {t: (groups[owner], k) for k, (t, owner) in owned if owner in groups}
-
-    def renewed(self, s: StageNumber) -> dict[TensorNumber, Path]:
-        """By tensor number in the optimizer, the parameters and the optimizer state that a stage writes."""
-        parameters = held_by(self.by_stage, s)[0]
-        return {t: ("parameters", self.tensor_of[t]) for t in parameters} | self.state_paths(s)
-
-
-def fold_work(context: Context, s: StageNumber) -> TaskWork:
+def folded_state(layout: StageLayout, s: StageNumber, arrays: Arrays) -> Arrays:
     """Return the state of a stage after all micro-batches, of what each of them adds, in their order."""
-    fold, m = context.stages[s].fold, context.num_microbatches
+    fold = layout.stage(s).fold
     assert fold is not None
+    statistics = [jnp.stack([row[t] for row in arrays["statistics"]]) for t in fold.statistics]
 
-    def function(arrays: Arrays) -> Arrays:
-        statistics = [jnp.stack([row[t] for row in arrays["statistics"]]) for t in fold.statistics]
+    def step(now: list[Array], row: list[Array]) -> tuple[list[Array], None]:
+        return fold.graph.evaluate([*now, *row]), None
 
-        def step(now: list[Array], row: list[Array]) -> tuple[list[Array], None]:
-            return fold.graph.evaluate([*now, *row]), None
-
-        folded = lax.scan(step, [arrays["state"][t] for t in fold.state], statistics, m)[0]
-        return {"state": dict(zip(fold.state, folded, strict=True))}
-
-    return TaskWork(f"stage {s}: state", function, functools.partial(context.form, s))
+    folded = lax.scan(step, [arrays["state"][t] for t in fold.state], statistics, layout.num_microbatches)[0]
+    return {"state": dict(zip(fold.state, folded, strict=True))}
 
 
 class StageUpdate:
     """The work of a stage at the end of a step, each a function of the arrays that the stage has then."""
 
-    def __init__(self, context: UpdateContext, s: StageNumber):
+    def __init__(self, layout: StageLayout, s: StageNumber):
         """Note what the stage has."""
-        self._context, self._s = context, s
-        self._pipeline, self._by_stage = context.pipeline, context.by_stage
-        self._held = self._pipeline.held(s)
-        self._is_alone = self._pipeline.members[s] == 1
+        self._layout, self._s, self._by_stage = layout, s, layout.update.by_stage
+        self._held, self._members = layout.held(s), layout.members(s)
+        self._is_alone = self._members == 1
         # Members that share micro-batches have the same state already.
-        alike = self._is_alone or self._pipeline.stages[s].fold is not None
-        self.state = self._pipeline.renewed_state(s) if context.guarded or not alike else []
-        self.renewed = context.renewed(s)
+        alike = self._is_alone or layout.stage(s).fold is not None
+        self.state = layout.renewed_state(s) if layout.is_guarded or not alike else []
+        #: By tensor number in the optimizer, the parameters and the optimizer state that the stage writes.
+        self.renewed: dict[TensorNumber, Path] = {
+            t: ("parameters", layout.tensor_of[t]) for t in held_by(self._by_stage, s)[0]
+        }
+        self.renewed |= layout.state_paths(s)
 
-    def work(self, what: str, function: Callable[[Arrays], Arrays]) -> TaskWork:
-        """Return some work of the stage."""
-        return TaskWork(f"stage {self._s}: {what}", function, self.form)
+    def returned_sum(self, arrays: Arrays) -> Arrays:
+        """Return the sum over the members of the stage of gradients of parameters that it borrows."""
+        return {"mean": {t: self._over_members(x) for t, x in arrays["sums"].items()}}
 
-    def form(self, path: Path) -> Form:
-        """Return the purpose of an array, and its sharding over all members of the stage."""
-        form = self._pipeline.form(self._s, path)
-        return form._replace(spec=P(DATA)) if path[0] == "residual" and not self._is_alone else form
+    def look(self, arrays: Arrays) -> Arrays:
+        """Search the gradients for what is not finite."""
+        if self._layout.update.exchange is None:
+            gradients = self._gradients(arrays).values()
+        else:
+            gradients = [g / arrays["weight"].astype(g.dtype) for g in self.own_sums(arrays)]
+        here = sum((jnp.sum(~jnp.isfinite(g), dtype=jnp.int32) for g in gradients), start=jnp.int32(0))
+        return {"nonfinite": (here > 0).astype(jnp.int32)}
 
-    def returned_sum(self, t: TensorNumber) -> TaskWork:
-        """Return the sum over the members of this stage, which borrows a parameter of another one, of its gradients."""
-        return self.work("sum of gradients", lambda x: {"mean": {t: self._over_members(x["sums"][t])}})
-
-    def look(self) -> TaskWork:
-        """Return the search of the gradients for what is not finite."""
-
-        def function(arrays: Arrays) -> Arrays:
-            if self._context.exchange is None:
-                gradients = self._gradients(arrays).values()
-            else:
-                gradients = [g / arrays["weight"].astype(g.dtype) for g in self.own_sums(arrays)]
-            here = sum((jnp.sum(~jnp.isfinite(g), dtype=jnp.int32) for g in gradients), start=jnp.int32(0))
-            return {"nonfinite": (here > 0).astype(jnp.int32)}
-
-        return self.work("look for what is not finite", function)
-
-    def share(self, number: int) -> TaskWork:
-        """Return the work for what the stage tells the others before a round of the optimizer."""
+    def share(self, number: int, arrays: Arrays) -> Arrays:
+        """Return what the stage tells the others before a round of the optimizer."""
         told = [t for t in self._by_stage.exchanged[number] if self._by_stage.stage_of[t] == self._s]
+        env = self._environment(number, arrays, self._gradients(arrays))
+        self._compute(told, env)
+        return {"exchanged": {t: env[t] for t in told}}
 
-        def function(arrays: Arrays) -> Arrays:
-            env = self._environment(number, arrays, self._gradients(arrays))
-            self._compute(told, env)
-            return {"exchanged": {t: env[t] for t in told}}
+    def update(self, arrays: Arrays) -> Arrays:
+        """Run the last round of the optimizer; if the stage counts, with what every device has."""
+        results, squares = self.new_values(arrays, arrays.get("stopped"), "skipped" in arrays)
+        return results | self.state_after(arrays) | {"squares": squares}
 
-        return self.work(f"optimizer, round {number}", function)
-
-    def update(self) -> TaskWork:
-        """Return the last round of the optimizer; if the stage counts, with what every device has."""
-
-        def function(arrays: Arrays) -> Arrays:
-            results, squares = self.new_values(arrays, arrays.get("stopped"), "skipped" in arrays)
-            return results | self.state_after(arrays) | {"squares": squares}
-
-        return self.work("update", function)
-
-    def mean_gradient(self) -> TaskWork:
-        """Return the work for the mean gradients."""
-
-        def function(arrays: Arrays) -> Arrays:
-            mean = self._mean(arrays)
-            return {"mean": {t: g.astype(self._pipeline.aval(t).dtype) for t, g in mean.items()}}
-
-        return self.work("gradient", function)
+    def mean_gradient(self, arrays: Arrays) -> Arrays:
+        """Return the mean gradients, in the types of the parameters."""
+        return {"mean": {t: g.astype(self._layout.aval(t).dtype) for t, g in self._mean(arrays).items()}}
 
     def own_sums(self, arrays: Arrays) -> list[Array]:
         """Sums of each member, with what members of stages that borrow a parameter have returned."""
         return [self._own_sum(arrays, t) for t in self._held]
 
     def _own_sum(self, arrays: Arrays, t: TensorNumber) -> Array:
-        pipeline, members, aval = self._pipeline, self._pipeline.members[self._s], self._pipeline.sum_aval(self._s, t)
+        aval, pack = self._layout.sum_aval(self._s, t), self._layout.packs[self._s].get(t)
         # A leading axis over the members stands in the place of the axis of length 1 that each has.
-        shape = aval.shape if self._is_alone else (members, *aval.shape[1:])
-        pack = pipeline.packs[self._s].get(t)
+        shape = aval.shape if self._is_alone else (self._members, *aval.shape[1:])
         total = arrays["sums"].get(t) if pack is None else pack.part(arrays["packs"][pack.tensors[0]], t)
         total = jnp.zeros(shape, aval.dtype) if total is None else total
         returned = self._returned(arrays, t, sums=False)
         return (total + functools.reduce(operator.add, returned) if returned else total).reshape(shape)
 
     def _returned(self, arrays: Arrays, t: TensorNumber, sums: bool) -> list[Array]:
-        """Gradients of a parameter that other stages have returned: those of each member, or ``sums`` of all."""
-        lenders = self._context.lenders(self._s, t)
-        return [arrays["returned"][k][t] for k in lenders if self._context.returns_sum(self._s, k) == sums]
+        """Gradients of a parameter that other stages have returned: those of each member, or ``sums`` of all.
+
+        Members of a stage with as many members return theirs to one each.
+        """
+        layout = self._layout
+        lenders = [k for k in layout.lenders(t) if (layout.members(k) != self._members) == sums]
+        return [arrays["returned"][k][t] for k in lenders]
 
     def _mean(self, arrays: Arrays) -> dict[TensorNumber, Array]:
         """The gradients of the stage's parameters, by tensor number, in the types of their sums."""
         return {t: self._mean_of(arrays, t) for t in self._held}
 
     def _mean_of(self, arrays: Arrays, t: TensorNumber) -> Array:
-        if t in self._pipeline.objective.overwritten:
+        if t in self._layout.objective.overwritten:
             largest = self._own_sum(arrays, t)
             largest = largest if self._is_alone else jnp.max(largest, 0)
             return jnp.where(largest == -jnp.inf, 0, largest)  # where no micro-batch has a gradient
@@ -211,17 +130,17 @@ class StageUpdate:
     def _gradients(self, arrays: Arrays) -> dict[TensorNumber, Array]:
         """The gradients of the stage's parameters, by tensor number, as the optimizer takes them."""
         gradients = arrays["averages"] if "averages" in arrays else self._mean(arrays)
-        return {t: gradients[t].astype(self._context.taken_dtype[t]) for t in self._held}
+        return {t: gradients[t].astype(self._layout.taken_dtype[t]) for t in self._held}
 
     def state_after(self, arrays: Arrays) -> Arrays:
         """Return the new values of a stage besides the optimizer's: its state, the numbers of steps if it counts."""
-        stopped, state, pipeline = arrays.get("stopped"), {}, self._pipeline
+        stopped, state, layout = arrays.get("stopped"), {}, self._layout
         for t in self.state:
-            aval, after = pipeline.aval(t), arrays["state"][t]
+            aval, after = layout.aval(t), arrays["state"][t]
             if not self._is_alone:
-                each = after.reshape(pipeline.members[self._s], *aval.shape)
-                mean = jnp.issubdtype(aval.dtype, jnp.inexact) and self._context.replicas > 1
-                axis = pipeline.objective.axis_of_examples(t)
+                each = after.reshape(self._members, *aval.shape)
+                mean = jnp.issubdtype(aval.dtype, jnp.inexact) and layout.devices.replicas > 1
+                axis = layout.objective.axis_of_examples(t)
                 if axis is not None:  # of each replica the rows of its own micro-batches
                     rows = [jnp.split(x, len(each), axis)[r] for r, x in enumerate(each)]
                     after = jnp.concatenate(rows, axis)
@@ -232,7 +151,7 @@ class StageUpdate:
         if "skipped" not in arrays:
             return results
         step, skipped = arrays["step"], arrays["skipped"]
-        if stopped is not None and self._context.skips:
+        if stopped is not None and layout.update.on_nonfinite == "skip":
             return results | {"step": step + 1, "skipped": skipped + stopped.astype(jnp.int32)}
         return results | {"step": chosen(stopped, step, step + 1), "skipped": skipped}
 
@@ -250,8 +169,8 @@ class StageUpdate:
             path: written[t] if t in written else chosen(stopped, value_at(arrays, path), env[new[t]])
             for t, path in paths.items()
         }
-        counted = [t for t in gradients if t not in self._pipeline.objective.overwritten]
-        return in_groups(results), sum((squares[t] for t in counted), start=jnp.zeros((), self._pipeline.norm_dtype))
+        counted = [t for t in gradients if t not in self._layout.objective.overwritten]
+        return in_groups(results), sum((squares[t] for t in counted), start=jnp.zeros((), self._layout.norm_dtype))
 
     def _overwrite(
         self, arrays: Arrays, gradients: dict[TensorNumber, Array], stopped: Array | None
@@ -260,8 +179,8 @@ class StageUpdate:
 
         Returns new values by tensor number of the old one in the optimizer, and the squared norm of each gradient.
         """
-        by_stage, context = self._by_stage, self._context
-        taken = {t: context.tensor_of[t] for t in held_by(by_stage, self._s)[1]}
+        by_stage, layout = self._by_stage, self._layout
+        taken = {t: layout.tensor_of[t] for t in held_by(by_stage, self._s)[1]}
         # One by one, just before each is read, but where members make them together.
         lazy = "averages" not in arrays and self._is_alone
         env = self._environment(len(by_stage.exchanged), arrays, gradients)
@@ -271,7 +190,7 @@ class StageUpdate:
         waiting = set(taken) if lazy else set()
         before: list[Array] = []
         written: dict[TensorNumber, Array] = {}
-        dtype = self._pipeline.norm_dtype
+        dtype = layout.norm_dtype
         squares = {} if lazy else {t: squared_norm([g], dtype) for t, g in gradients.items()}
         for step in steps:
             fresh = [t for t in step.reads if t in waiting]
@@ -281,7 +200,7 @@ class StageUpdate:
             _, sums, others = _compat.barrier((before, sums, others))
             env |= others
             means = {t: self._mean_of(arrays | sums, taken[t]) for t in fresh}
-            env |= {t: g.astype(context.taken_dtype[taken[t]]) for t, g in means.items()}
+            env |= {t: g.astype(layout.taken_dtype[taken[t]]) for t, g in means.items()}
             squares |= {taken[t]: squared_norm([env[t]], dtype) for t in fresh}
             run(step.operators, env)
             env[step.new] = written[step.old] = chosen(stopped, env[step.old], env[step.new])
@@ -290,7 +209,7 @@ class StageUpdate:
 
     def _sums_of(self, arrays: Arrays, tensors: Collection[TensorNumber]) -> Arrays:
         """The arrays that the gradients of some parameters are made of."""
-        packs = self._pipeline.packs[self._s]
+        packs = self._layout.packs[self._s]
         packed = {packs[t].tensors[0] for t in tensors if t in packs}
         groups = {"sums": set(tensors), "packs": packed}
         sums = {name: {t: x for t, x in arrays[name].items() if t in wanted} for name, wanted in groups.items()}
@@ -304,7 +223,7 @@ class StageUpdate:
         taken = held_by(self._by_stage, self._s)[1]
         env: dict[TensorNumber, Array] = dict(self._by_stage.graph.constants)
         env |= {t: value_at(arrays, path) for t, path in self.renewed.items()}
-        env |= {t: gradients[self._context.tensor_of[t]] for t in taken}
+        env |= {t: gradients[self._layout.tensor_of[t]] for t in taken}
         return env | {t: arrays["exchanged"][t] for ts in self._by_stage.exchanged[:rounds] for t in ts}
 
     def _compute(self, wanted: Sequence[TensorNumber], env: dict[TensorNumber, Array]) -> None:

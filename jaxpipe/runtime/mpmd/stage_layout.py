@@ -1,0 +1,325 @@
+"""A plan's stages on their devices, and the arrays that the work of each has: shapes, purposes, shardings."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.array_types import Array, DType, TensorNumber
+from jaxpipe.gradients.squared_norm import norm_dtype
+from jaxpipe.models.microbatch_program import MicrobatchProgram
+from jaxpipe.residuals.codecs.keep import KEEP
+from jaxpipe.runtime.executable_plan import ExecutablePlan, Update
+from jaxpipe.runtime.gradient_precision import sum_dtype
+from jaxpipe.runtime.mpmd.instructions import Place
+from jaxpipe.runtime.mpmd.stage_devices import StageDevices
+from jaxpipe.runtime.mpmd.step_graph import Form, Path, shape_of
+from jaxpipe.runtime.mpmd.trace_task import OF_MICROBATCH, Arrays
+from jaxpipe.runtime.stages import Stage
+from jaxpipe.schedules.table import Schedule, StageNumber
+from jaxpipe.sharding.mesh_axes import DATA
+from jaxpipe.sharding.partition_specs import Specs
+from jaxpipe.sharding.submesh import axis_names
+
+
+#: By group of arrays, the component of memory that they are counted in; ``"state"`` for the others.
+_PURPOSE = {
+    "parameters": "parameters",
+    "optimizer": "optimizer",
+    "shared": "optimizer",
+    "residual": "residual",
+    "batch": "batch",
+    **dict.fromkeys(("sums", "packs", "mean"), "gradients"),
+    **dict.fromkeys(("stash", "saved"), "stash"),
+    **dict.fromkeys(("leaving", "returning", "results", "exchanged", "averages", "messages"), "messages"),
+}
+
+#: Groups of arrays that are split as their tensors are.
+_OF_TENSORS = {"parameters", "state", "sums", "mean", "leaving", "returning", "saved"}
+
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """Small sums of gradients side by side in one array: a call takes 0.7 us for each array that it writes over."""
+
+    aval: jax.ShapeDtypeStruct
+    tensors: tuple[TensorNumber, ...]  # the parameters, in order
+    sizes: tuple[int, ...]  # elements of each
+
+    def part(self, array: Array, t: TensorNumber) -> Array:
+        """Return the sum of one parameter's gradients, flat."""
+        k = self.tensors.index(t)
+        begin = sum(self.sizes[:k])
+        return array[..., begin : begin + self.sizes[k]]
+
+
+@dataclass(frozen=True, eq=False)
+class StageLayout:
+    """The stages of a plan, their schedule, their optimizer and their devices.
+
+    Where a stage has several members, a sum of gradients of each has an axis of length 1 in front.
+    """
+
+    planned: ExecutablePlan
+    devices: StageDevices
+    collects: bool = False  # results are kept by micro-batch, not added up
+
+    @property
+    def objective(self) -> MicrobatchProgram:
+        """The program of a micro-batch."""
+        return self.planned.program.objective
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order of the work."""
+        return self.planned.program.schedule
+
+    @property
+    def trains(self) -> bool:
+        """Return whether stages store for a backward pass."""
+        return self.schedule.has_backward
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of a replica."""
+        return self.planned.batching.num_microbatches
+
+    @property
+    def stages(self) -> tuple[StageNumber, ...]:
+        """Numbers of the stages."""
+        return self.planned.program.stage_numbers
+
+    def stage(self, s: StageNumber) -> Stage:
+        """Return the work of a stage on a micro-batch."""
+        return self.planned.program.stages[s]
+
+    def members(self, s: StageNumber) -> int:
+        """Return how many members a stage has."""
+        return len(self.devices.rows[s])
+
+    @property
+    def replicas(self) -> range:
+        """Numbers of the replicas."""
+        return range(self.devices.replicas)
+
+    @cached_property
+    def homes(self) -> dict[TensorNumber, StageNumber]:
+        """By parameter, its stage."""
+        return dict(zip(self.objective.parameters, self.planned.program.placement.parameters, strict=True))
+
+    @cached_property
+    def specs(self) -> Specs:
+        """Partition specs over the axes of a member's devices."""
+        return self.planned.shardings.specs(self.objective)
+
+    @cached_property
+    def batch(self) -> list[jax.ShapeDtypeStruct]:
+        """The shape of a replica's part of each leaf of the batch."""
+        leaves = zip(jax.tree.leaves(self.planned.batch), self.planned.batching.shared, strict=True)
+        return [
+            x if shared else jax.ShapeDtypeStruct((x.shape[0] // self.devices.replicas, *x.shape[1:]), x.dtype)
+            for x, shared in leaves
+        ]
+
+    @cached_property
+    def key(self) -> jax.ShapeDtypeStruct:
+        """The shape of a random key."""
+        return jax.eval_shape(lambda: jax.random.key(0))
+
+    def dealt(self, k: int) -> range:
+        """The micro-batches of an entry of the table: one, or a round where members of a stage share them."""
+        count = math.lcm(*(self.devices.width(s) for s in self.stages))
+        return range(k * count, min((k + 1) * count, self.num_microbatches))
+
+    @property
+    def home(self) -> Place:
+        """First member of the last stage, which computes loss and metrics."""
+        return Place(self.stages[-1], 0)
+
+    @property
+    def rows_cross(self) -> bool:
+        """Return whether the stages of any replica belong to several processes."""
+        return any(len({d.process_index for d in self.devices.of_replica(r)}) > 1 for r in self.replicas)
+
+    def aval(self, t: TensorNumber) -> jax.ShapeDtypeStruct:
+        """The shape of a tensor."""
+        return shape_of(self.objective.graph.tensors[t])
+
+    def form(self, s: StageNumber, path: Path) -> Form:
+        """Return the purpose of an array in a stage's trees, and its sharding within a member of the stage."""
+        group, t = path[0], path[1] if len(path) > 1 else 0
+        purpose = _PURPOSE.get(str(group), "state")
+        if group == "optimizer":
+            return Form(purpose, self.specs.of_leaf(cast(int, t)))
+        if group == "residual":
+            return Form(purpose, P(DATA))
+        if group not in _OF_TENSORS and group != "stash":
+            return Form(purpose)
+        tensor = TensorNumber(cast(int, t))
+        spec, lead = self.specs.of_tensor(tensor), self.lead(s) if group == "sums" else ()
+        if group == "stash" and not self._is_kept(s, tensor):  # of other dimensions than its tensor, in as many parts
+            axes = tuple(axis for axes in spec for axis in axis_names(axes))
+            return Form(purpose, P(axes) if axes else P(), self.specs.submesh.size > 1, tensor)
+        stays = group == "saved" or (group in ("leaving", "stash") and tensor not in self._sent)
+        is_of_microbatch = group in OF_MICROBATCH
+        is_free = stays and self.specs.submesh.size > 1
+        return Form(purpose, P(*(None for _ in lead), *spec), is_free, tensor if is_of_microbatch else None)
+
+    def _is_kept(self, s: StageNumber, t: TensorNumber) -> bool:
+        """Return whether a tensor of a stash is kept as it is."""
+        vjp = self.stage(s).vjp
+        return vjp is not None and vjp.plan.formats[t] == KEEP
+
+    @cached_property
+    def _sent(self) -> frozenset[TensorNumber]:
+        return frozenset(t for stage in self.planned.program.stages for t in (*stage.arriving, *stage.leaving))
+
+    def lead(self, s: StageNumber) -> tuple[int, ...]:
+        """The axes in front of a sum of gradients in a stage."""
+        return (1,) if self.members(s) > 1 else ()
+
+    def sum_aval(self, s: StageNumber, t: TensorNumber) -> jax.ShapeDtypeStruct:
+        """The shape of the sum of a parameter's gradients in a stage."""
+        aval = self.aval(t)
+        return jax.ShapeDtypeStruct(
+            (*self.lead(s), *aval.shape), sum_dtype(aval.dtype, self.planned.program.gradient_dtype)
+        )
+
+    @cached_property
+    def packs(self) -> tuple[dict[TensorNumber, Pack], ...]:
+        """By stage and parameter, the array in which a small sum of gradients lies beside others."""
+        return tuple(_packs(self, s) for s in self.stages)
+
+    def sums(self, s: StageNumber, tensors: Iterable[TensorNumber]) -> Arrays:
+        """The arrays that hold the sums of some parameters' gradients in a stage, as shapes."""
+        sums, packs, of_stage = {}, {}, self.packs[s]
+        for t in tensors:
+            if t in of_stage:
+                packs[of_stage[t].tensors[0]] = of_stage[t].aval
+            else:
+                sums[t] = self.sum_aval(s, t)
+        return {"sums": sums, "packs": packs}
+
+    def totals(self, s: StageNumber) -> Arrays:
+        """The totals that a stage adds up, and the count of sparse tensors that did not fit, as shapes."""
+        stage = self.stage(s)
+        results = () if self.collects else stage.results
+        totals: Arrays = {"totals": {k: self.aval(self.objective.results[k]) for k in results}}
+        uncertain = self.trains and stage.vjp is not None and stage.vjp.plan.uncertain
+        return totals | ({"overflows": {0: jax.ShapeDtypeStruct((), jnp.int32)}} if uncertain else {})
+
+    def given(self, s: StageNumber, field: str, number: int) -> tuple[jax.ShapeDtypeStruct, Form]:
+        """Return the shape and the form of an array that a stage has at the beginning of a step.
+
+        Args:
+          field: of ``TrainState``; or the batch, a position in it, its weight.
+          number: of the tensor, or the position of the leaf.
+        """
+        tensor = TensorNumber(number)
+        if field in ("parameters", "variables"):
+            return self.aval(tensor), self.form(s, ({"variables": "state"}.get(field, field), number))
+        if field == "residual":  # one of each replica, of at least 32 bits
+            aval = self.aval(tensor)
+            dtype = jnp.promote_types(aval.dtype, jnp.float32)
+            return jax.ShapeDtypeStruct((self.members(s), *aval.shape), dtype), self.form(s, (field, number))
+        if field in ("optimizer", "shared"):
+            return shape_of(self.update.by_stage.state_avals[number]), self.form(s, (field, number))
+        if field == "batch":
+            return self.batch[number], self.form(s, (field,))
+        if field == "key":
+            return jax.eval_shape(jax.random.key_data, self.key), Form("state")
+        if field == "weight":  # the sum of the weights of all micro-batches
+            return jax.ShapeDtypeStruct((), self.aval(self.objective.results[1]).dtype), Form("state")
+        return jax.ShapeDtypeStruct((2,) if field == "index" else (), jnp.int32), Form("state")
+
+    @cached_property
+    def norm_dtype(self) -> DType:
+        """The type of the norm of all gradients."""
+        return norm_dtype(self.aval(t).dtype for t in self.objective.parameters)
+
+    def trained(self, s: StageNumber) -> list[TensorNumber]:
+        """The parameters that receive a gradient in a stage, borrowed ones included."""
+        stage = self.stage(s)
+        if stage.vjp is None:
+            return []
+        wrt = set(stage.vjp.backward_graph.wrt) - self.objective.frozen
+        return [t for t in (*stage.parameters, *stage.borrowed) if t in wrt]
+
+    def held(self, s: StageNumber) -> list[TensorNumber]:
+        """The parameters of a stage whose gradient the optimizer takes."""
+        return [t for t in self.stage(s).parameters if t not in self.objective.frozen]
+
+    def statistics(self, s: StageNumber) -> tuple[TensorNumber, ...]:
+        """Tensors that a micro-batch adds to the state of a stage whose members share the micro-batches."""
+        fold = self.stage(s).fold
+        return fold.statistics if fold is not None and self.trains else ()
+
+    def renewed_state(self, s: StageNumber) -> list[TensorNumber]:
+        """The state variables of a stage that a step changes."""
+        stage = self.stage(s)
+        if stage.fold is not None:
+            return list(stage.fold.state)
+        return [t for t, new in zip(stage.state, stage.new_state, strict=True) if t != new]
+
+    @property
+    def update(self) -> Update:
+        """The optimizer, and what is done around it."""
+        return self.planned.update
+
+    @property
+    def is_guarded(self) -> bool:
+        """Return whether a step that is not finite changes nothing."""
+        return self.update.on_nonfinite is not None
+
+    @cached_property
+    def tensor_of(self) -> dict[TensorNumber, TensorNumber]:
+        """By tensor number in the optimizer of a parameter or its gradient, that in the objective."""
+        by_stage, parameters = self.update.by_stage, self.objective.parameters
+        trained = [t for t in parameters if t not in self.objective.frozen]
+        return dict(zip((*by_stage.parameters, *by_stage.gradients), (*parameters, *trained), strict=True))
+
+    @cached_property
+    def taken_dtype(self) -> dict[TensorNumber, DType]:
+        """By trained parameter, the type in which the optimizer takes its gradient."""
+        by_stage = self.update.by_stage
+        return {self.tensor_of[t]: by_stage.graph.tensors[t].dtype for t in by_stage.gradients}
+
+    def lenders(self, t: TensorNumber) -> list[StageNumber]:
+        """The stages that compute gradients of a parameter which another one has."""
+        return [k for k in self.stages if t in self.stage(k).borrowed and t in self.trained(k)]
+
+    def state_paths(self, s: StageNumber) -> dict[TensorNumber, Path]:
+        """By tensor number in the optimizer, the state of a stage and that which every stage has."""
+        by_stage, groups = self.update.by_stage, {s: "optimizer", None: "shared"}
+        owned = enumerate(zip(by_stage.state, by_stage.state_stage, strict=True))
+        return {t: (groups[owner], k) for k, (t, owner) in owned if owner in groups}
+
+
+#: Vectors, such as biases and scales, of at most so many bytes have their sums side by side.
+_PACKED_BYTES = 1 << 16
+
+
+def _packs(layout: StageLayout, s: StageNumber) -> dict[TensorNumber, Pack]:
+    """By parameter that no other stage uses and whose gradients add up, the array in which its small sum lies."""
+    built = layout.stage(s).vjp
+    if built is None:
+        return {}
+    apart = {t for stage in layout.planned.program.stages for t in stage.borrowed} | layout.objective.overwritten
+    groups: dict[tuple[DType, bool], list[TensorNumber]] = {}
+    for t in layout.trained(s):
+        aval = layout.sum_aval(s, t)
+        is_vector = len(layout.aval(t).shape) < 2 and layout.specs.of_tensor(t) == P()
+        if is_vector and t not in apart and 0 < aval.size * aval.dtype.itemsize <= _PACKED_BYTES:
+            groups.setdefault((aval.dtype, t in built.input_part), []).append(t)
+    packs: dict[TensorNumber, Pack] = {}
+    for (dtype, _), tensors in groups.items():
+        if len(tensors) > 1:
+            sizes = tuple(layout.aval(t).size for t in tensors)
+            aval = jax.ShapeDtypeStruct((*layout.lead(s), sum(sizes)), dtype)
+            packs |= dict.fromkeys(tensors, Pack(aval, tuple(tensors), sizes))
+    return packs

@@ -17,12 +17,10 @@ import optax
 import pytest
 
 import jaxpipe
-from jaxpipe.runtime.mpmd.drop_values import drop_values
-from jaxpipe.runtime.mpmd.infer_donation import infer_donation
 from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Join, Place, Send, Split
-from jaxpipe.runtime.mpmd.remove_unread import remove_unread
 from jaxpipe.runtime.mpmd.step_graph import Form, Port, StepGraph, Value
 from jaxpipe.runtime.mpmd.trace_task import trace_task
+from jaxpipe.runtime.mpmd.value_liveness import drop_values, infer_donation, remove_unread
 from tests.support.meshes import mesh_of
 
 

@@ -1,14 +1,12 @@
-"""The passes that make a step's graph one that runs: each a function from graph to graph, one file each."""
+"""The passes that make a step's graph one that runs: each a function from graph to graph."""
 
 from collections.abc import Callable
 
 from jaxpipe.runtime.mpmd.combine_sends import combine_sends
-from jaxpipe.runtime.mpmd.drop_values import drop_values
-from jaxpipe.runtime.mpmd.infer_donation import infer_donation
-from jaxpipe.runtime.mpmd.remove_unread import remove_unread
 from jaxpipe.runtime.mpmd.stage_layout import StageLayout
 from jaxpipe.runtime.mpmd.step_graph import StepGraph
 from jaxpipe.runtime.mpmd.swap_stashes import swap_stashes
+from jaxpipe.runtime.mpmd.value_liveness import drop_values, infer_donation, remove_unread
 
 
 #: In this order.

@@ -44,9 +44,7 @@ class EarlyUpdateWriter(StepEndWriter):
         self.renew(s, "early update", work)
         self._versions[s].append(self.split(s, self.held[s]["parameters"]))
         for r in self.members_of(s):
-            member = self.members[self.place(s, r)]
-            member.arrays |= {"sums": {}, "packs": {}}
-            member.started.clear()
+            self.members[self.place(s, r)] |= {"sums": {}, "packs": {}}
 
     def look(self, s: StageNumber) -> Arrays:
         """Return whether any gradient was not finite: the sum of their squares is not, either."""

@@ -9,7 +9,6 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -25,15 +24,6 @@ from jaxpipe.runtime.mpmd.step_graph import Port, StepGraph
 from jaxpipe.runtime.mpmd.trace_task import Arrays
 from jaxpipe.schedules.joined_work import Kinds, program_kinds
 from jaxpipe.schedules.table import Kind, StageNumber
-
-
-@dataclass
-class _Member:
-    """The arrays of a member of a stage while a graph is written, by group; ``started``: what has had its zeros."""
-
-    arrays: Arrays
-    index: list[int]  # by micro-batch
-    started: set[Kinds] = field(default_factory=set)
 
 
 #: Groups of results that stand for what a member had before.
@@ -53,6 +43,7 @@ class MicrobatchWriter(GraphWriter):
         self.whole = {s: self._given(s) for s in layout.stages}
         #: By stage, its parameters as each member has them.
         self.weights = {s: self.split(s, self.whole[s]["parameters"]) for s in layout.stages}
+        #: What each member has now.
         self.members = {place: self._member(place) for place in self.every_member}
         #: What has arrived for work on a micro-batch, or is kept for it: by stage, replica and micro-batch.
         self._kept: dict[tuple[StageNumber, int, int], Arrays] = defaultdict(dict)
@@ -72,9 +63,9 @@ class MicrobatchWriter(GraphWriter):
         groups = {"parameters": ("parameters", stage.parameters), "state": ("variables", stage.state)}
         return {group: {t: self.given(place, field, t) for t in tensors} for group, (field, tensors) in groups.items()}
 
-    def _member(self, place: Place) -> _Member:
+    def _member(self, place: Place) -> Arrays:
         s, stage = place.stage, self.layout.stage(place.stage)
-        arrays = {
+        return {
             "key": self.given(place, "key"),
             "step": self.given(place, "step"),
             "batch": {k: self.given(place, "batch", k) for k in leaves_used(self.layout, stage)},
@@ -82,7 +73,6 @@ class MicrobatchWriter(GraphWriter):
             "lent": {t: self._lent(place, t) for t in stage.borrowed},
             **{group: {} for group in ("sums", "packs", "totals", "overflows")},
         }
-        return _Member(arrays, [self.given(place, "index", j=j) for j in range(self.layout.num_microbatches)])
 
     def _lent(self, place: Place, t: TensorNumber) -> int:
         """Send a parameter that several stages use to a member of one that does not have it."""
@@ -128,17 +118,16 @@ class MicrobatchWriter(GraphWriter):
         layout, place = self.layout, self.worker(s, r, j)
         member, kept = self.members[place], self._kept[s, r, j]
         self.start(place, kinds)
-        operands = {name: member.arrays[name] for name in ("key", "step", "batch", "state")}
+        operands = {name: member[name] for name in ("key", "step", "batch", "state")}
         operands |= {
-            group: {k: member.arrays[group][k] for k in x if k in member.arrays[group]}
-            for group, x in self._added(s, kinds).items()
+            group: {k: member[group][k] for k in x if k in member[group]} for group, x in self._added(s, kinds).items()
         }
-        operands |= {"parameters": self.weights_for(s, j, kinds)[max(place.replica, 0)] | member.arrays["lent"]}
-        operands |= {"index": member.index[j], "arriving": {}, "cotangents": {}} | kept
+        operands |= {"parameters": self.weights_for(s, j, kinds)[max(place.replica, 0)] | member["lent"]}
+        operands |= {"index": self.given(place, "index", j=j), "arriving": {}, "cotangents": {}} | kept
         label = f"stage {s}: " + " and ".join(LABELS[kind] for kind in kinds)
         work = functools.partial(run_kinds, layout, s, kinds)
         results = self.run(place, label, work, operands, (kinds, layout.collects), microbatch=j, action=action)
-        put(member.arrays, {name: x for name, x in results.items() if name in _OF_MEMBERS})
+        put(member, {name: x for name, x in results.items() if name in _OF_MEMBERS})
         kept |= {group: results[group] for group in ("stash", "saved") if group in results}
         if Kind.BACKWARD in kinds or Kind.BACKWARD_WEIGHT in kinds:
             del self._kept[s, r, j]
@@ -164,17 +153,12 @@ class MicrobatchWriter(GraphWriter):
 
     def start(self, place: Place, kinds: Kinds, idle: bool = False) -> None:
         """Make the zeros that the first micro-batch's work adds to; of an ``idle`` member, all sums."""
-        s, member = place.stage, self.members[place]
-        if kinds in member.started:
-            return
-        member.started.add(kinds)
-        avals = self._added(s, kinds)
+        held, avals = self.members[place], self._added(place.stage, kinds)
         if not idle and self.layout.num_microbatches == 1:  # the gradients of a single micro-batch are the sums
             avals = {group: x for group, x in avals.items() if group not in ("sums", "packs")}
-        held = member.arrays
         missing = {group: {k: x for k, x in row.items() if k not in held[group]} for group, row in avals.items()}
         if jax.tree.leaves(missing):
-            put(held, self.zeros(place, f"stage {s}: zeros", missing))
+            put(held, self.zeros(place, f"stage {place.stage}: zeros", missing))
 
     def zeros(self, place: Place, label: str, avals: Arrays) -> Arrays:
         """Make zeros of some shapes, or what else sums begin with."""
@@ -193,7 +177,7 @@ class MicrobatchWriter(GraphWriter):
         """Send a total of all members of the stage that makes it to the last stage."""
         s = next(s for s in self.layout.stages if k in self.layout.stage(s).results)
         places = [self.place(s, r) for r in self.members_of(s)]
-        return [self.send(place, self.layout.home, self.members[place].arrays["totals"][k]) for place in places]
+        return [self.send(place, self.layout.home, self.members[place]["totals"][k]) for place in places]
 
     def report(self, **flags: list[int]) -> Arrays:
         """Make loss and metrics of the totals."""

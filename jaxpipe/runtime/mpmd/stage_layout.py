@@ -80,11 +80,6 @@ class StageLayout:
         return self.planned.program.schedule
 
     @property
-    def trains(self) -> bool:
-        """Return whether stages store for a backward pass."""
-        return self.schedule.has_backward
-
-    @property
     def num_microbatches(self) -> int:
         """Micro-batches of a replica."""
         return self.planned.batching.num_microbatches
@@ -209,9 +204,9 @@ class StageLayout:
         """The totals that a stage adds up, and the count of sparse tensors that did not fit, as shapes."""
         stage = self.stage(s)
         results = () if self.collects else stage.results
-        totals: Arrays = {"totals": {k: self.aval(self.objective.results[k]) for k in results}}
-        uncertain = self.trains and stage.vjp is not None and stage.vjp.plan.uncertain
-        return totals | ({"overflows": {0: jax.ShapeDtypeStruct((), jnp.int32)}} if uncertain else {})
+        totals = {k: self.aval(self.objective.results[k]) for k in results}
+        uncertain = self.schedule.has_backward and stage.vjp is not None and stage.vjp.plan.uncertain
+        return {"totals": totals, "overflows": {0: jax.ShapeDtypeStruct((), jnp.int32)} if uncertain else {}}
 
     def given(self, s: StageNumber, field: str, number: int) -> tuple[jax.ShapeDtypeStruct, Form]:
         """Return the shape and the form of an array that a stage has at the beginning of a step.
@@ -257,7 +252,7 @@ class StageLayout:
     def statistics(self, s: StageNumber) -> tuple[TensorNumber, ...]:
         """Tensors that a micro-batch adds to the state of a stage whose members share the micro-batches."""
         fold = self.stage(s).fold
-        return fold.statistics if fold is not None and self.trains else ()
+        return fold.statistics if fold is not None and self.schedule.has_backward else ()
 
     def renewed_state(self, s: StageNumber) -> list[TensorNumber]:
         """The state variables of a stage that a step changes."""

@@ -85,19 +85,18 @@ def _rows(leaf: Array, j: Array, num_microbatches: int, replicas: int) -> Array:
 def _forward(layout: StageLayout, s: StageNumber, arrays: Arrays) -> Arrays:
     stage = layout.stage(s)
     known = _available(layout, stage, arrays) | arrays["state"] | arrays["arriving"]
-    outputs, stash, overflows = stage_forward(stage, known, layout.trains)
+    outputs, stash, overflows = stage_forward(stage, known, layout.schedule.has_backward)
     computed = known | outputs
     values = {k: computed[layout.objective.results[k]] for k in stage.results}
-    results: Arrays = {
+    results = {
         "leaving": {t: computed[t] for t in stage.leaving},
         "state": {t: computed[new] for t, new in zip(stage.state, stage.new_state, strict=True)},
         "totals": {k: total + values[k] for k, total in arrays["totals"].items()},
+        "overflows": {k: count + overflows for k, count in arrays["overflows"].items()},
         "statistics": {t: computed[t] for t in layout.statistics(s)},
         "stash": stash,
     }
-    if layout.collects:
-        results["results"] = values
-    return results | ({"overflows": {0: arrays["overflows"][0] + overflows}} if "overflows" in arrays else {})
+    return results | ({"results": values} if layout.collects else {})
 
 
 def _backward(layout: StageLayout, s: StageNumber, kind: Kind, arrays: Arrays) -> Arrays:

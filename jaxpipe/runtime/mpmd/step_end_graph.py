@@ -31,9 +31,8 @@ class StepEndWriter(MicrobatchWriter):
         self._returned = {s: defaultdict(dict) for s in layout.stages}
         #: The weight of the batch and, under a guard, whether the step is stopped: by member.
         self._everywhere: dict[str, dict[Place, int]] = {}
-        #: By stage, its parameters and its optimizer state, of all its members; before the step, and now.
-        self.initial = {s: self._given_state(s) for s in layout.stages}
-        self.held = {s: dict(arrays) for s, arrays in self.initial.items()}
+        #: By stage, its parameters and its optimizer state now, of all its members.
+        self.held = {s: self._given_state(s) for s in layout.stages}
 
     def _given_state(self, s: StageNumber) -> Arrays:
         place = self.place(s)
@@ -57,14 +56,12 @@ class StepEndWriter(MicrobatchWriter):
     def arrays_of(self, s: StageNumber) -> Arrays:
         """The arrays that work at the end of a step may read: gradients, parameters, optimizer state."""
         places = [self.place(s, r) for r in self.members_of(s)]
-        groups = (
-            {group: self.members[place].arrays[group] for group in ("sums", "packs", "state")} for place in places
-        )
+        groups = ({group: self.members[place][group] for group in ("sums", "packs", "state")} for place in places)
         arrays = self.held[s] | self.join(list(groups), own=True) | {"returned": dict(self._returned[s])}
         for name, values in self._everywhere.items():
             arrays[name] = self.join([values[place] for place in places], own=False)
         if self.layout.is_guarded:
-            arrays["old"] = self.initial[s] | {"state": self.whole[s]["state"]}
+            arrays["old"] = self._given_state(s) | {"state": self.whole[s]["state"]}
         return arrays
 
     def fold_state(self) -> None:
@@ -75,7 +72,7 @@ class StepEndWriter(MicrobatchWriter):
                 continue
             rows = [self.statistics[s, j] for j in range(self.layout.num_microbatches)]
             for place in (self.place(s, r) for r in self.members_of(s)):
-                state = self.members[place].arrays["state"]
+                state = self.members[place]["state"]
                 statistics = [self.send(source, place, arrays) for source, arrays in rows]
                 operands = {"state": {t: state[t] for t in fold.state}, "statistics": statistics}
                 work = functools.partial(folded_state, self.layout, s)
@@ -97,7 +94,7 @@ class StepEndWriter(MicrobatchWriter):
     def _return_gradient(self, s: StageNumber, k: StageNumber, t: TensorNumber) -> int:
         """Send the sums of a parameter's gradients from stage ``k`` to ``s``, which has it."""
         places = [self.place(k, r) for r in self.members_of(k)]
-        sums = [self.members[place].arrays["sums"][t] for place in places]
+        sums = [self.members[place]["sums"][t] for place in places]
         as_sum = self.layout.members(s) != self.layout.members(k)
         if as_sum:
             joined = {"sums": {t: self.join(sums, own=True)}}
@@ -151,7 +148,7 @@ class StepEndWriter(MicrobatchWriter):
             told = {name: self.held[s][name] for name in ("squares", "had", "unsent") if name in self.held[s]}
             for name, x in self.send(self.place(s, 0), home, self.split(s, told)[0]).items():
                 operands[name].append(x)
-        overflows = ((place, x) for place, row in self.members.items() for x in row.arrays["overflows"].values())
+        overflows = ((place, x) for place, row in self.members.items() for x in row["overflows"].values())
         arrived = {"overflows": [self.send(place, home, x) for place, x in overflows]}
         copied = {} if learning_rate is None else {"learning_rate": held["shared"][learning_rate]}
         copied |= {"skipped": held["skipped"]} if self.layout.update.on_nonfinite == "skip" else {}
@@ -166,7 +163,7 @@ class StepEndWriter(MicrobatchWriter):
         for s in self.layout.stages:
             held, members = self.held[s], [self.members[self.place(s, r)] for r in self.members_of(s)]
             renewed = self.layout.renewed_state(s)
-            after = {t: self.join([x.arrays["state"][t] for x in members], own=False) for t in renewed}
+            after = {t: self.join([x["state"][t] for x in members], own=False) for t in renewed}
             fields = {field: held.get(field, {}) for field in ("parameters", "optimizer", "residual")}
             fields["variables"] = self.whole[s]["state"] | after | held.get("state", {})
             if self.devices.counts[s]:

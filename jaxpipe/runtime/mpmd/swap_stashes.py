@@ -56,7 +56,7 @@ def cut_arrays(avals: Sequence[jax.ShapeDtypeStruct], targets: Sequence[SwapTarg
 def swap_stashes(graph: StepGraph, layout: StageLayout) -> StepGraph:
     """Return a graph in which stages with a ``StashSwap`` send stashes away and, in time, back."""
     swapped = [s for s in layout.stages if layout.stage(s).swap is not None]
-    if not swapped or not layout.trains:
+    if not swapped or not layout.schedule.has_backward:
         return graph
     mover = _Mover(graph, layout)
     for s in swapped:

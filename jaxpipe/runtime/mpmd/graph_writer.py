@@ -29,7 +29,7 @@ class GraphWriter:
         self.values: list[Value] = []
         self.instructions: list[Instruction] = []
         self.inputs: dict[Port, int] = {}
-        self._tasks: dict[Task, int] = {}
+        self.tasks: dict[Task, int] = {}
         self._joined: dict[tuple[tuple[int, ...], bool], int] = {}
 
     def value(self, value: Value) -> int:
@@ -77,7 +77,7 @@ class GraphWriter:
         pairs = zip(task.written_avals, task.forms, strict=True)
         writes = [self.value(Value(aval, place, form)) for aval, form in pairs]
         if writes:
-            number = self._tasks.setdefault(task, len(self._tasks))
+            number = self.tasks.setdefault(task, len(self.tasks))
             reads = tuple(leaves[k] for k in traced.reads)
             self.instructions.append(Call(number, place, reads, tuple(writes), microbatch, action))
         return traced.tree.unflatten([writes[k] if k >= 0 else leaves[~k] for k in traced.sources])
@@ -130,7 +130,7 @@ class GraphWriter:
 
     def finish(self, outputs: dict[Port, int]) -> StepGraph:
         """Return the graph that ends with some arrays."""
-        return StepGraph(tuple(self.values), tuple(self._tasks), tuple(self.instructions), self.inputs, outputs)
+        return StepGraph(tuple(self.values), tuple(self.tasks), tuple(self.instructions), self.inputs, outputs)
 
 
 def shapes_of(avals: Arrays) -> tuple[Any, ...]:

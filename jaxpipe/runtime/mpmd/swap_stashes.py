@@ -12,18 +12,20 @@ So the host waits for a copy before it asks for the action after the one that it
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.runtime.mpmd.device_bytes import HOST_PURPOSE, PEER_PURPOSE, array_bytes
+from jaxpipe.runtime.mpmd.graph_writer import GraphWriter, shapes_of
 from jaxpipe.runtime.mpmd.instructions import Call, Instruction, Place, Send, Wait
 from jaxpipe.runtime.mpmd.stage_layout import StageLayout
 from jaxpipe.runtime.mpmd.step_graph import Form, StepGraph, Value
-from jaxpipe.runtime.mpmd.trace_task import Arrays, trace_task
+from jaxpipe.runtime.mpmd.trace_task import Arrays
 from jaxpipe.runtime.stages import StashSwap, SwapTarget
 from jaxpipe.schedules.swap_points import HOST, swap_points
 from jaxpipe.schedules.table import StageNumber
@@ -36,6 +38,10 @@ class Piece:
     target: int  # position among the stage's targets
     begin: int = 0  # rows along the first axis; 0 to 0 of an array that is not cut
     end: int = 0
+
+
+#: By array that is cut, its pieces.
+Cut: TypeAlias = Sequence[Sequence[Piece]]
 
 
 def cut_arrays(avals: Sequence[jax.ShapeDtypeStruct], targets: Sequence[SwapTarget]) -> list[list[Piece]]:
@@ -64,12 +70,14 @@ def swap_stashes(graph: StepGraph, layout: StageLayout) -> StepGraph:
     return mover.graph()
 
 
-class _Mover:
+class _Mover(GraphWriter):
     """A graph into which swaps are written."""
 
     def __init__(self, graph: StepGraph, layout: StageLayout):
-        self._graph, self._layout = graph, layout
-        self._values, self._tasks = list(graph.values), list(graph.tasks)
+        super().__init__(layout)
+        self._graph = graph
+        self.values += graph.values
+        self.tasks |= {task: k for k, task in enumerate(graph.tasks)}
         self._calls: dict[tuple[Place, int], list[int]] = defaultdict(list)  # by place and micro-batch, positions
         for k, x in enumerate(graph.instructions):
             if isinstance(x, Call) and x.microbatch >= 0:
@@ -87,15 +95,15 @@ class _Mover:
                 assert isinstance(x, Call)
                 x = replace(x, reads=tuple(self._returned[k].get(number, number) for number in x.reads))
             instructions += [*self._waits[k], *self._before[k], x, *self._after[k]]
-        new = {"values": tuple(self._values), "tasks": tuple(self._tasks), "instructions": tuple(instructions)}
+        new = {"values": tuple(self.values), "tasks": tuple(self.tasks), "instructions": tuple(instructions)}
         return replace(self._graph, **new)
 
     def swap(self, s: StageNumber) -> None:
         """Swap the stashes of a stage that are away for long enough."""
-        layout, graph = self._layout, self._graph
+        layout, graph = self.layout, self._graph
         swap, schedule = layout.stage(s).swap, layout.schedule
         assert swap is not None
-        points, cutting = swap_points(schedule, s), None
+        points, pieces = swap_points(schedule, s), None
         actions = [
             (x.action, k)
             for k, x in enumerate(graph.instructions)
@@ -107,45 +115,18 @@ class _Mover:
             read = {number for k in later for number in graph.instructions[k].reads}
             touched = dict.fromkeys((*graph.instructions[first].reads, *graph.instructions[first].writes))
             kept = [k for t in swap.tensors for k in touched if k in read and graph.values[k].form.tensor == t]
-            cutting = cutting or self._cutting(s, swap, kept)
+            pieces = pieces or cut_arrays([self.values[k].aval for k in kept], swap.targets)
             gone, back = (
                 next(k for action, k in actions if action >= position)
                 for position in (points.missing(j).start, points.returns[j])
             )
-            returned = self._send_away(cutting, swap, kept, place, (first, gone, back, later[0]))
+            returned = self._send_away(pieces, swap, kept, place, (first, gone, back, later[0]))
             for k in later:
                 self._returned[k] |= zip(kept, returned, strict=True)
 
-    def _cutting(self, s: StageNumber, swap: StashSwap, kept: Sequence[int]) -> "_Cutting":
-        """Return how the arrays of a stash are cut, and the tasks that do it."""
-        values = [self._values[k] for k in kept]
-        pieces = cut_arrays([value.aval for value in values], swap.targets)
-        cut = [k for k, parts in enumerate(pieces) if len(parts) > 1]
-        tasks: list[int] = []
-        if cut:
-            is_free = self._layout.specs.submesh.size > 1
-            parts, forms = [pieces[k] for k in cut], [values[k].form for k in cut]
-            arrays = {"arrays": [values[k].aval for k in cut]}
-            form = Form("stash", is_free=is_free)
-            work = functools.partial(_slices, parts)
-            first = trace_task(f"stage {s}: slices of a stash", work, lambda _: form, arrays).task
-            arrays, work = {"pieces": list(first.written_avals)}, functools.partial(_joined, parts)
-            last = trace_task(f"stage {s}: stash of its slices", work, lambda path: forms[path[1]], arrays).task
-            tasks = [len(self._tasks), len(self._tasks) + 1]
-            self._tasks += [first, last]
-        return _Cutting(pieces, cut, tasks)
-
-    def _call(self, task: int, place: Place, reads: Sequence[int]) -> Call:
-        pairs = zip(self._tasks[task].written_avals, self._tasks[task].forms, strict=True)
-        return Call(task, place, tuple(reads), tuple(self._new(Value(aval, place, form)) for aval, form in pairs))
-
-    def _new(self, value: Value) -> int:
-        self._values.append(value)
-        return len(self._values) - 1
-
     def _send_away(
         self,
-        cutting: "_Cutting",
+        pieces: Sequence[Sequence[Piece]],
         swap: StashSwap,
         kept: Sequence[int],
         place: Place,
@@ -157,21 +138,22 @@ class _Mover:
           when: the instructions after which it leaves, before which it has left, begins to return and has returned.
         """
         first, gone, back, read = when
-        pieces = [[k] for k in kept]
-        if cutting.tasks:
-            call = self._call(cutting.tasks[0], place, [kept[k] for k in cutting.cut])
+        cut, leaving = [k for k, parts in enumerate(pieces) if len(parts) > 1], [[k] for k in kept]
+        parts = [pieces[k] for k in cut]
+        if cut:
+            forms = itertools.repeat(Form("stash", is_free=self.layout.specs.submesh.size > 1))
+            arrays = {"arrays": [kept[k] for k in cut]}
+            call, writes = self._write(place, "slices of a stash", _slices, parts, arrays, forms)
             self._after[first].append(call)
-            remaining = iter(call.writes)
-            for k in cutting.cut:
-                pieces[k] = [next(remaining) for _ in cutting.pieces[k]]
-        returned = [[-1] * len(row) for row in pieces]
+            remaining = iter(writes)
+            for k in cut:
+                leaving[k] = [next(remaining) for _ in pieces[k]]
+        returned = [[-1] * len(row) for row in leaving]
         for number, target in enumerate(swap.targets):
             to_host = target.stage == HOST
-            holder = place if to_host else self._layout.devices.place(target.stage, place.replica)
-            where = [
-                (k, n) for k, parts in enumerate(cutting.pieces) for n, x in enumerate(parts) if x.target == number
-            ]
-            reads = tuple(pieces[k][n] for k, n in where)
+            holder = place if to_host else self.devices.place(target.stage, place.replica)
+            where = [(k, n) for k, row in enumerate(pieces) for n, x in enumerate(row) if x.target == number]
+            reads = tuple(leaving[k][n] for k, n in where)
             if not reads:
                 continue
             away = tuple(self._moved(k, holder, HOST_PURPOSE if to_host else PEER_PURPOSE) for k in reads)
@@ -183,34 +165,44 @@ class _Mover:
             for (k, n), x in zip(where, home, strict=True):
                 returned[k][n] = x
         whole = [row[0] for row in returned]
-        if cutting.tasks:
-            call = self._call(cutting.tasks[1], place, [x for k in cutting.cut for x in returned[k]])
+        if cut:
+            forms = [self.values[kept[k]].form for k in cut]
+            arrays = {"pieces": [x for k in cut for x in returned[k]]}
+            call, writes = self._write(place, "stash of its slices", _joined, parts, arrays, forms)
             self._before[back].append(call)
-            for k, x in zip(cutting.cut, call.writes, strict=True):
+            for k, x in zip(cut, writes, strict=True):
                 whole[k] = x
         return whole
 
+    def _write(
+        self,
+        place: Place,
+        what: str,
+        work: Callable[[Cut, Arrays], Arrays],
+        cut: Cut,
+        arrays: Arrays,
+        forms: Iterable[Form],
+    ) -> tuple[Instruction, list[int]]:
+        """Return a call that cuts or joins arrays, and the numbers of its results, which are of some forms."""
+        key = what, tuple(map(tuple, cut)), shapes_of(self.avals(arrays))
+        results = self.run(place, f"stage {place.stage}: {what}", functools.partial(work, cut), arrays, key)
+        (writes,) = results.values()
+        for number, form in zip(writes, forms, strict=False):
+            self.values[number] = self.values[number]._replace(form=form)
+        return self.instructions.pop(), writes
+
     def _moved(self, number: int, place: Place, purpose: str) -> int:
-        aval, _, form = self._values[number]
-        return self._new(Value(aval, place, form._replace(purpose=purpose)))
+        aval, _, form = self.values[number]
+        return self.value(Value(aval, place, form._replace(purpose=purpose)))
 
 
-@dataclass(frozen=True)
-class _Cutting:
-    """Arrays of a stash in pieces: those of each array, the arrays that are cut, the tasks that cut and join them."""
-
-    pieces: list[list[Piece]]
-    cut: list[int]
-    tasks: list[int]
-
-
-def _slices(cut: Sequence[Sequence[Piece]], arrays: Arrays) -> Arrays:
+def _slices(cut: Cut, arrays: Arrays) -> Arrays:
     """Cut arrays into pieces."""
     pairs = ((x, piece) for x, parts in zip(arrays["arrays"], cut, strict=True) for piece in parts)
     return {"pieces": [lax.slice_in_dim(x, piece.begin, piece.end) for x, piece in pairs]}
 
 
-def _joined(cut: Sequence[Sequence[Piece]], arrays: Arrays) -> Arrays:
+def _joined(cut: Cut, arrays: Arrays) -> Arrays:
     """Put pieces together again."""
     remaining = iter(arrays["pieces"])
     return {"arrays": [jnp.concatenate([next(remaining) for _ in parts]) for parts in cut]}

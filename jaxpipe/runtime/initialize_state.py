@@ -93,18 +93,10 @@ def _as_jax(x: np.ndarray) -> np.ndarray:
 
 def place_state(runtime: Runtime, sources: Sources, key: Array, step: int = 0, skipped: int = 0) -> TrainState:
     """Put a state onto its devices, stage by stage: each process does what its own devices hold."""
-    parts, shared = multihost.on_all(lambda: (_parts(runtime, sources), _shared(runtime, sources)))
+    parts, shared = multihost.on_all(lambda: (_parts(runtime, sources), _slots(runtime.planned, sources, None, {})))
     everywhere = {"shared": tuple(shared), "key": _copied(key), "step": jnp.int32(step), "skipped": jnp.int32(skipped)}
     placed = jax.tree.map(lambda x, aval: multihost.place(x, aval.sharding), everywhere, runtime.planned.everywhere)
     return runtime.assemble(parts, placed)
-
-
-def _shared(runtime: Runtime, sources: Sources) -> Sequence[ArrayLike]:
-    """Return the optimizer state that every stage has."""
-    if not callable(sources.optimizer):
-        return _initial_slots(runtime.planned, sources.optimizer, None, {})
-    owners = runtime.planned.update.by_stage.state_stage
-    return sources.optimizer([k for k, owner in enumerate(owners) if owner is None])
 
 
 def _parts(runtime: Runtime, sources: Sources) -> dict[Any, PyTree]:
@@ -128,15 +120,12 @@ def _parts(runtime: Runtime, sources: Sources) -> dict[Any, PyTree]:
 
 def _stage_arrays(planned: ExecutablePlan, sources: Sources, place: int, device: Device) -> StageArrays:
     """Return variables and optimizer state of a place."""
-    owners, count = planned.update.by_stage.state_stage, len(planned.model.parameters)
+    count = len(planned.model.parameters)
     parameters, state = planned.placement.held_by(place)
     held = sources.variables([*parameters, *(count + k for k in state)])
-    if callable(sources.optimizer):
-        slots = sources.optimizer([k for k, owner in enumerate(owners) if owner == place])
-    else:
+    if not callable(sources.optimizer):
         held = jax.device_put(held, device)
-        by_number = dict(zip(parameters, held, strict=False))
-        slots = _initial_slots(planned, sources.optimizer, place, by_number)
+    slots = _slots(planned, sources, place, dict(zip(parameters, held, strict=False)))
     return StageArrays(held[: len(parameters)], held[len(parameters) :], slots)
 
 
@@ -150,14 +139,13 @@ def _pieces(stacks: Stacks, values: Values) -> Values:
     """Values by piece, from values by leaf. Of the leaves that are cut, only one is there as a whole at a time."""
 
     def pieces(positions: Sequence[int]) -> list[ArrayLike]:
-        leaves = list(dict.fromkeys(stacks.leaf_of[k] for k in positions))
-        uncut = [k for k in leaves if stacks.bounds[k] is None]
-        value_of_leaf = dict(zip(uncut, values(uncut), strict=True))
-        piece_of = {k: value_of_leaf[stacks.leaf_of[k]] for k in positions if stacks.leaf_of[k] in value_of_leaf}
-        for leaf in leaves:
-            if leaf not in value_of_leaf:
-                (whole,) = values([leaf])
-                piece_of.update((k, stacks.cut(k, whole)) for k in positions if stacks.leaf_of[k] == leaf)
+        leaf_of = {k: stacks.leaf_of[k] for k in positions}
+        leaves = dict.fromkeys(leaf_of.values())
+        uncut = [n for n in leaves if stacks.bounds[n] is None]
+        piece_of: dict[int, ArrayLike] = {}
+        for group in (uncut, *([n] for n in leaves if n not in uncut)):
+            whole = dict(zip(group, values(group), strict=True))
+            piece_of |= {k: stacks.cut(k, whole[n]) for k, n in leaf_of.items() if n in whole}
         return [piece_of[k] for k in positions]
 
     return pieces
@@ -226,19 +214,22 @@ def _check_reads(model: BoundModel, closed: AnyJaxpr, has_values: bool) -> None:
         )
 
 
-def _initial_slots(
-    planned: ExecutablePlan, optimizer: optax.GradientTransformation, s: int | None, parameters: Mapping[int, Array]
-) -> list[Array]:
-    """The leaves of the optimizer state of a stage, or (None) of all alike, whose parameters are zeros if not given."""
+def _slots(
+    planned: ExecutablePlan, sources: Sources, place: int | None, parameters: Mapping[int, ArrayLike]
+) -> Sequence[ArrayLike]:
+    """The leaves of the optimizer state of a place, or (None) of all alike, whose parameters are zeros if not given."""
     model, by_stage = planned.model, planned.update.by_stage
+    if callable(sources.optimizer):
+        return sources.optimizer([k for k, owner in enumerate(by_stage.state_stage) if owner == place])
+    init = sources.optimizer.init
 
     def make(parameters: Mapping[int, Array]) -> list[Array]:
         whole = [
             parameters[k] if k in parameters else jnp.zeros(v.aval.shape, v.aval.dtype)
             for k, v in enumerate(model.parameters)
         ]
-        state = jax.tree.leaves(optimizer.init(without_captures(model.parameter_tree(whole))))
+        state = jax.tree.leaves(init(without_captures(model.parameter_tree(whole))))
         leaves = zip(by_stage.state_stacks.split(state), by_stage.state_stage, strict=True)
-        return [x for x, owner in leaves if owner == s]
+        return [x for x, owner in leaves if owner == place]
 
     return jax.jit(make)(parameters)

@@ -74,10 +74,8 @@ class TrainState:
     @property
     def is_donated(self) -> bool:
         """Return whether a step has taken its arrays for the state that it returned."""
-        buffers = (self.parameters, self.variables, self.optimizer, self.residual, self.outer, self.shared)
-        leaves = (*(x for group in buffers for x in group), self.key, self.step, self.skipped)
-        arrays = [x for x in leaves if isinstance(x, jax.Array) and not isinstance(x, core.Tracer)]
-        return any(x.is_deleted() for x in arrays)
+        leaves = jax.tree.leaves(self)
+        return any(isinstance(x, jax.Array) and not isinstance(x, core.Tracer) and x.is_deleted() for x in leaves)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields, for ``pickle`` and ``copy``. A state that is read from a file fits no runtime yet."""

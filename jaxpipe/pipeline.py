@@ -46,7 +46,7 @@ from jaxpipe.runtime.initialize_state import initial_sources, place_state
 from jaxpipe.runtime.nonfinite_origin import NonFiniteOrigin
 from jaxpipe.runtime.recent import recent
 from jaxpipe.runtime.select_runtime import Runtime, runtime_of
-from jaxpipe.runtime.state_arrays import off_mesh
+from jaxpipe.runtime.state_arrays import microbatch_key
 from jaxpipe.runtime.train_state import TrainState, take_over
 from jaxpipe.runtime.zero_weight import WeightWatch
 from jaxpipe.schedules import Schedule, Timeline
@@ -527,7 +527,7 @@ class Pipeline:
             j = whole_number(j, "j", BatchError)
             if j < 0:
                 raise BatchError(f"j={j}; micro-batches are numbered from 0.")
-        return jax.random.fold_in(jax.random.fold_in(off_mesh(state.key), off_mesh(state.step)), j)
+        return microbatch_key(state, j)
 
     @outside_mesh()
     def compile(self) -> Plan:

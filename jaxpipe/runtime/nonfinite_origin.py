@@ -12,6 +12,7 @@ from jaxpipe.errors import NonFiniteError
 from jaxpipe.graph.graph import Graph
 from jaxpipe.runtime.executable_plan import StepResults
 from jaxpipe.runtime.select_runtime import Runtime
+from jaxpipe.runtime.state_arrays import microbatch_key
 from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.runtime.zero_weight import MEANING
 from jaxpipe.schedules.table import StageNumber
@@ -77,17 +78,16 @@ def find(runtime: Runtime, state: TrainState, batch: PyTree) -> NonFiniteOrigin 
     ]
 
     arrays = runtime.to_host(state)
-    variables = dict(zip(objective.parameters, arrays.parameters, strict=True))
-    first = dict(enumerate(arrays.variables))
-    names = dict(zip(objective.parameters, (f"parameter {v.name}" for v in model.parameters), strict=True))
-    names |= dict(zip(objective.state, (f"variable {v.name}" for v in model.state), strict=True))
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(planned.microbatch)[0]]
+    parameters = dict(zip(objective.parameters, arrays.parameters, strict=True))
+    first = dict(zip(objective.state, arrays.variables, strict=True))
+    names = dict(zip(parameters, (f"parameter {v.name}" for v in model.parameters), strict=True))
+    names |= dict(zip(first, (f"variable {v.name}" for v in model.state), strict=True))
+    paths = (jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(planned.microbatch)[0])
     names |= dict(zip(objective.batch, (f"batch{path}" for path in paths), strict=True))
 
     given = jax.tree.leaves(batch)
     leaves = [x if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x) for x in given]
     totals: list[np.ndarray] = []
-    key = jax.device_get(jax.random.key_data(jax.random.fold_in(state.key, state.step)))
     now = first
     for j in range(replicas * m):
         rows = [
@@ -97,10 +97,8 @@ def find(runtime: Runtime, state: TrainState, batch: PyTree) -> NonFiniteOrigin 
             for x, shared in zip(leaves, planned.batching.shared, strict=True)
         ]
         now = first if j % m == 0 else now
-        env = {**graph.constants, **variables, **dict(zip(objective.batch, rows, strict=True))}
-        env |= {t: now[k] for k, t in enumerate(objective.state)}
-        step_key = jax.random.wrap_key_data(jnp.asarray(key), impl=jax.random.key_impl(state.key))
-        env[objective.key] = jax.random.fold_in(step_key, j)
+        env = {**graph.constants, **parameters, **now, **dict(zip(objective.batch, rows, strict=True))}
+        env[objective.key] = microbatch_key(state, j)
         env |= {} if objective.index is None else {objective.index: np.int32(j)}
         for op, s in zip(graph.operators, homes, strict=True):
             device = devices[program.device(s)]
@@ -110,7 +108,7 @@ def find(runtime: Runtime, state: TrainState, batch: PyTree) -> NonFiniteOrigin 
         if origin is not None:
             index, what = origin
             return NonFiniteOrigin(homes[index], j, names.get(what, "") or _operator(graph, index))
-        now = {k: env[t] for k, t in enumerate(objective.new_state)}
+        now = {t: env[new] for t, new in zip(objective.state, objective.new_state, strict=True)}
         row = [np.asarray(env[t]) for t in objective.results[:2]]
         with np.errstate(over="ignore"):
             totals = [a + b for a, b in zip(totals, row, strict=True)] if totals else row

@@ -9,6 +9,7 @@ import numpy as np
 from jax import core
 
 from jaxpipe.array_types import Array, ArrayLike
+from jaxpipe.runtime.train_state import TrainState
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +55,11 @@ def off_mesh(x: Array) -> Array:
             data = np.asarray(jax.random.key_data(local))
             return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(x))
         return jnp.asarray(np.asarray(local))
+
+
+def microbatch_key(state: TrainState, j: int | Array) -> Array:
+    """Return the random key of a micro-batch, counted over the replicas, of no mesh."""
+    return jax.random.fold_in(jax.random.fold_in(off_mesh(state.key), off_mesh(state.step)), j)
 
 
 def on_host(x: Array) -> ArrayLike:

@@ -67,10 +67,7 @@ def steps(directory: Directory) -> list[int]:
 
 def check_directory(directory: Directory) -> FilePath:
     """Return the absolute path of a folder of checkpoints; raises ``CheckpointError`` if it cannot be one."""
-    try:
-        name = os.fspath(directory)
-    except TypeError:
-        raise CheckpointError(f"directory={directory!r}; it must be the path of a folder, as text.") from None
+    name = os.fspath(directory) if isinstance(directory, str | os.PathLike) else None
     if not isinstance(name, str) or not name or "\0" in name:
         raise CheckpointError(f"directory={directory!r}; it must be the path of a folder, as text.")
     if re.match(r"[a-z][a-z0-9+.-]+:/", name):  # a Path of gs://bucket is gs:/bucket

@@ -343,17 +343,12 @@ class Pipeline:
         if not any(stage.vjp and stage.vjp.plan.uncertain for stage in planned.program.stages):
             del counters["overflows"]
         if planned.update.on_nonfinite is not None:
-            self._look_at_nonfinite(state, batch, results, counters)
+            stages, stopped = counters.pop("nonfinite_stages"), counters.pop("stopped")
+            if planned.update.on_nonfinite == "skip":
+                counters["nonfinite_stages"] = stages
+            elif stopped:
+                raise nonfinite_origin.error(self._runtime, state, batch, results, np.flatnonzero(stages).tolist())
         return self._named(planned.program.objective, results.loss, results.metrics) | counters
-
-    def _look_at_nonfinite(
-        self, state: TrainState, batch: PyTree, results: StepResults, counters: dict[str, Array]
-    ) -> None:
-        stages, stopped = counters.pop("nonfinite_stages"), counters.pop("stopped")
-        if self._planned.update.on_nonfinite == "skip":
-            counters["nonfinite_stages"] = stages
-        elif stopped:
-            raise nonfinite_origin.error(self._runtime, state, batch, results, np.flatnonzero(stages).tolist())
 
     @outside_jit
     def find_nonfinite(self, state: TrainState, batch: PyTree) -> NonFiniteOrigin | None:
@@ -567,14 +562,12 @@ class Pipeline:
         """Return the program of ``evaluate`` or ``predict`` for a batch, and a function that runs it."""
         check_state.check_state(state, self.plan.identity)
         shapes = shard_batch.whole_shapes(self.mesh, check_batch.batch_shapes(batch), batch)
-        leaves, treedef = jax.tree.flatten(shapes)
-        key = name, treedef, tuple((x.shape, x.dtype) for x in leaves)
 
         def made() -> tuple[MicrobatchProgram, ForwardPass]:
             objective, batching = self._trace_forward(name, shapes)
             return objective, self._runtime.forward(name, objective, shapes, batching)
 
-        return recent(self._forwards, key, made)
+        return recent(self._forwards, (name, check_batch.shape_key(shapes)), made)
 
     def _trace_forward(self, name: str, shapes: PyTree) -> tuple[MicrobatchProgram, Batching]:
         function = self._functions[name]

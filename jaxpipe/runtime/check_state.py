@@ -4,6 +4,7 @@ import dataclasses
 import operator
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -46,21 +47,23 @@ def fitted(state: TrainState, expected: TrainState, names: Mapping[str, Sequence
             f"The state has residuals of a gradient exchange of shapes {residuals}, this pipeline expects "
             f"{expected_residuals}: the exchange, or the number of replicas, is another. Go on with {GO_ON}."
         )
-    parts: dict[str, PyTree] = {}
-    for part in (part.name for part in dataclasses.fields(TrainState) if part.name != "plan"):
-        given, wanted = getattr(state, part), getattr(expected, part)
-        tree = jax.tree.structure(wanted)
-        if jax.tree.structure(given) != tree:
+    for field in (field.name for field in dataclasses.fields(TrainState) if field.name != "plan"):
+        given, wanted = getattr(state, field), getattr(expected, field)
+        if jax.tree.structure(given) != jax.tree.structure(wanted):
             raise ModelError(
-                f"state.{part} is {_described(given)}; this plan has {_described(wanted)} there. {_AS_A_WHOLE}"
+                f"state.{field} is {_described(given)}; this plan has {_described(wanted)} there. {_AS_A_WHOLE}"
             )
-        is_tuple = isinstance(wanted, tuple)
-        labels = [f"[{k}]{_named(names.get(part, ()), k)}" for k in range(len(wanted))] if is_tuple else [""]
-        rows = zip(labels, tree.flatten_up_to(given), jax.tree.leaves(wanted), strict=True)
-        parts[part] = tree.unflatten([_fitted_array(f"state.{part}{label}", x, aval) for label, x, aval in rows])
-    new = dataclasses.replace(state, **parts)
-    is_same = all(map(operator.is_, jax.tree.leaves(state), jax.tree.leaves(new)))
-    return state if is_same else new
+    rows, tree = jax.tree_util.tree_flatten_with_path(expected)
+    before = tree.flatten_up_to(state)
+    after = [_fitted_array(_label(path, names), x, aval) for (path, aval), x in zip(rows, before, strict=True)]
+    return state if all(map(operator.is_, before, after)) else tree.unflatten(after)
+
+
+def _label(path: Sequence[Any], names: Mapping[str, Sequence[str]]) -> str:
+    """Return the place of an array in a state, and its name if it has one."""
+    field, *numbers = path
+    named = [names[field.name][number.idx] for number in numbers if field.name in names]
+    return "".join([f"state{jax.tree_util.keystr(tuple(path))}", *(f" ({name})" for name in named)])
 
 
 def _fitted_array(label: str, x: object, expected: jax.ShapeDtypeStruct) -> Array:
@@ -93,10 +96,6 @@ def _described(part: PyTree) -> str:
     if isinstance(part, tuple) and jax.tree_util.all_leaves(part):
         return f"a tuple of {len(part)} arrays"
     return f"of type {type(part).__name__}"
-
-
-def _named(names: Sequence[str], k: int) -> str:
-    return f" ({names[k]})" if k < len(names) else ""
 
 
 def check_state(state: object, expected: str | None = None) -> None:

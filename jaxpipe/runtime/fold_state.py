@@ -8,33 +8,20 @@ state follows from the old one.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from jaxpipe.array_types import TensorNumber
 from jaxpipe.errors import PartitionError
-from jaxpipe.graph.graph import Graph, live, ordered
+from jaxpipe.graph.graph import live, ordered
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.microbatch_program import MicrobatchProgram
+from jaxpipe.runtime.stages import Fold, Stage
 from jaxpipe.schedules.replicas import StageReplicas
 
 
-if TYPE_CHECKING:
-    from jaxpipe.runtime.stages import Stage
-
-
-@dataclass(frozen=True, eq=False)
-class Fold:
-    """The fold of a micro-batch's statistics into the state before it."""
-
-    graph: Graph  # ``(old state, statistics) -> new state``
-    state: tuple[TensorNumber, ...]  # tensor numbers of the state variables that change
-    statistics: tuple[TensorNumber, ...]  # tensor numbers of what a micro-batch adds
-
-
 def shared_stages(
-    objective: MicrobatchProgram, model: BoundModel, stages: Sequence["Stage"], stage_replicas: StageReplicas
-) -> tuple["Stage", ...]:
+    objective: MicrobatchProgram, model: BoundModel, stages: Sequence[Stage], stage_replicas: StageReplicas
+) -> tuple[Stage, ...]:
     """Return the stages; those on several devices get a fold for their state."""
     if stage_replicas.is_single:
         return tuple(stages)
@@ -45,7 +32,7 @@ def shared_stages(
     )
 
 
-def separate(objective: MicrobatchProgram, stage: "Stage", width: int, names: Mapping[TensorNumber, str]) -> "Stage":
+def separate(objective: MicrobatchProgram, stage: Stage, width: int, names: Mapping[TensorNumber, str]) -> Stage:
     """Return the stage without the operators that follow from its state, which become its fold.
 
     Raises ``PartitionError`` if something else follows from state that changes.

@@ -16,12 +16,20 @@ from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import ResidualPlan
 from jaxpipe.residuals.vjp_program import VJPProgram
-from jaxpipe.runtime.fold_state import Fold
 from jaxpipe.schedules.table import DeviceNumber, Kind, Schedule, StageNumber
 
 
 #: Where a variable is: the number of a stage, or of a device.
 PlaceNumber = TypeVar("PlaceNumber", bound=int, covariant=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Fold:
+    """The fold of a micro-batch's statistics into the state before it."""
+
+    graph: Graph  # ``(old state, statistics) -> new state``
+    state: tuple[TensorNumber, ...]  # tensor numbers of the state variables that change
+    statistics: tuple[TensorNumber, ...]  # tensor numbers of what a micro-batch adds
 
 
 @dataclass(frozen=True)

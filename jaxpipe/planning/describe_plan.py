@@ -34,7 +34,7 @@ from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.select_runtime import lockstep_timeline
 from jaxpipe.runtime.stages import Stage
 from jaxpipe.runtime.uint32_words import word_count
-from jaxpipe.schedules import Schedule, Timeline, makespan_bound, simulate
+from jaxpipe.schedules import Schedule, Timeline, makespan_bound
 from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.swap_points import HOST, swap_points
 from jaxpipe.schedules.table import StageNumber
@@ -90,7 +90,7 @@ def least_seconds(schedule: Schedule, partition: Partition, stage_replicas: Stag
     work = stage_work(partition)
     forward, backward = ([stage_replicas.per_device(s) * x for s, x in enumerate(part)] for part in work)
     if not schedule.splits_backward:
-        return simulate(schedule, forward=forward, backward=backward).makespan
+        return schedule.simulate(forward=forward, backward=backward).makespan
     # However it is split, no device does more in a step than this.
     busy = (sum(forward[s] + backward[s] for s in stages) for stages in schedule.stage_of)
     return schedule.num_microbatches * max(busy)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpipe.schedules import Kind, Schedule, Timeline, simulate
+from jaxpipe.schedules import Kind, Schedule, Timeline
 from jaxpipe.schedules.joined_work import program_kinds
 from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.table import KINDS
@@ -52,8 +52,7 @@ def dispatched_timeline(
         calls = [seconds[s] + CALL_SECONDS * (kind in first[s]) for s in range(count)]
         return [stage_replicas.per_device(schedule.device(s)) * n for s, n in enumerate(calls)]
 
-    return simulate(
-        schedule,
+    return schedule.simulate(
         forward=called(Kind.FORWARD, forward),
         backward_input=called(whole, backward_input),
         backward_weight=called(Kind.BACKWARD_WEIGHT, backward_weight),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jaxpipe.errors import ScheduleError
 from jaxpipe.plan import Plan, StagePlan
 from jaxpipe.planning.dispatch_timeline import Dispatching, dispatched_timeline
-from jaxpipe.schedules import Schedule, StageReplicas, Timeline, simulate
+from jaxpipe.schedules import Schedule, StageReplicas, Timeline
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def plan_timeline(
         messages = [stage.message_seconds for stage in plan.stages]
         return dispatched_timeline(schedule, *work, Dispatching(messages, devices, stage_replicas))
     parts = dict(zip(("forward", "backward_input", "backward_weight"), work, strict=True))
-    walk = functools.partial(simulate, schedule, **parts, lockstep=True)
+    walk = functools.partial(schedule.simulate, **parts, lockstep=True)
     return walk(communication=max(0.0, plan.step_seconds - walk().makespan) / len(schedule.ticks))
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedules.simulate import simulate
 from jaxpipe.schedules.stage_map import StageMapLike, stage_map
 from jaxpipe.schedules.table import Action, Kind, Schedule, check_cells
 
@@ -54,7 +53,7 @@ def from_orders(
     stages = stage_map(name, stage_of, len(orders), num_chunks)
     listed = Schedule(name, len(orders), num_microbatches, columns, num_chunks, stage_of=stages)
     part = 1.0 if listed.splits_backward else 0.5
-    timeline = simulate(listed, forward=1, backward_input=part, backward_weight=part)
+    timeline = listed.simulate(forward=1, backward_input=part, backward_weight=part)
     check_cells(name, len(orders), int(timeline.makespan))
     ticks: list[list[tuple[Action, ...]]] = [[()] * len(orders) for _ in range(int(timeline.makespan))]
     for device, action, start, _ in timeline.spans:

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedules.table import KINDS, Action, Kind, Schedule
@@ -51,8 +51,9 @@ class Timeline:
         return 1 - busy / total if total else 0.0
 
 
-#: Running a schedule on paper, as a function of it.
-simulate = Schedule.simulate
+def simulate(schedule: Schedule, **arguments: Any) -> Timeline:
+    """Run a schedule on paper; arguments as ``Schedule.simulate`` takes them."""
+    return schedule.simulate(**arguments)
 
 
 def stage_seconds(given: Sequence[Seconds | None], count: int, whose: str) -> Costs:

@@ -8,7 +8,7 @@ from jaxpipe.costs.timing import TimedProgram, time_programs
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.stage_passes import Stash, Values, stage_backward, stage_forward
 from jaxpipe.runtime.stages import Stage
-from jaxpipe.schedules import Kind, Timeline, simulate
+from jaxpipe.schedules import Kind, Timeline
 from jaxpipe.sharding.mesh_axes import stage_devices
 
 
@@ -32,8 +32,7 @@ def measure_timeline(program: Program, mesh: Mesh, lockstep: bool) -> Timeline:
         programs.append((timed, stage_devices(mesh, program.stage_replicas, program.device(s))[0]))
     for (s, kind), median in zip(passes, np.median(time_programs(programs), axis=0).tolist(), strict=True):
         seconds[kind][s] = program.stage_replicas.per_device(program.device(s)) * median
-    return simulate(
-        schedule,
+    return schedule.simulate(
         forward=seconds[Kind.FORWARD],
         backward_input=seconds[schedule.backward_kind],
         backward_weight=seconds.get(Kind.BACKWARD_WEIGHT, 0.0),

@@ -17,7 +17,7 @@ from jaxpipe.runtime.spmd.lockstep_program import PAGE, LockstepProgram
 from jaxpipe.runtime.spmd.outer_step import OuterBuffers
 from jaxpipe.runtime.spmd.tick_loop import Given, Made, stage_work
 from jaxpipe.runtime.spmd.tick_table import ARRIVED, KEPT, RETURNED, SAVED, STASH
-from jaxpipe.schedules.simulate import Timeline, simulate
+from jaxpipe.schedules.simulate import Timeline
 from jaxpipe.schedules.table import Kind, StageNumber
 
 
@@ -39,8 +39,7 @@ def lockstep_timeline(
     window = [4 * PAGE * pages for pages in lockstep.windows]
     moved = (7 if splits else 5) * window[STASH] + 5 * window[SAVED] + (3 * lockstep.sums.bytes if splits else 0)
     forward, first, second = work
-    return simulate(
-        program.schedule,
+    return program.schedule.simulate(
         forward=forward,
         backward_input=first,
         backward_weight=second,

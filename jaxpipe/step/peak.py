@@ -68,14 +68,10 @@ def peak_parts(
             PeakPart(RESULTS, "", sizes.output_size_in_bytes - sizes.alias_size_in_bytes),
         ]
     else:
-        parts = list(_parts(buffers, _used_arguments(compiled, step.arguments), step))
+        used = _compat.kept_arguments(compiled, len(step.arguments))  # JAX drops those that it does not use
+        parts = list(_parts(buffers, [step.arguments[k] for k in used], step))
     missing = total - sum(part.bytes for part in parts)
     return (*(part for part in parts if part.bytes), *([PeakPart(UNKNOWN, "", missing)] if missing else []))
-
-
-def _used_arguments(compiled: jax.stages.Compiled, arguments: Sequence[Argument]) -> list[Argument]:
-    """Return the arguments that the program has: JAX drops those that it does not use."""
-    return [arguments[k] for k in _compat.kept_arguments(compiled, len(arguments))]
 
 
 def _parts(buffers: CompiledBuffers, arguments: Sequence[Argument], step: TracedStep) -> Iterator[PeakPart]:

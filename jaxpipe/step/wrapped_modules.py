@@ -8,7 +8,7 @@ import contextlib
 import contextvars
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,13 +37,13 @@ class CalledModules:
 
     Attributes:
       outermost: those that no other module calls.
-      inner: by class, at which depths its modules are; each module once.
+      inner: by class, the paths of its modules.
       static_arguments: by class, positions of the arguments of its calls that are no arrays, itself at 0.
       keywords: by class, names of the keyword arguments of its calls.
     """
 
     outermost: dict[type, None] = field(default_factory=dict)
-    inner: dict[type, dict[tuple[str, ...], int]] = field(default_factory=dict)
+    inner: dict[type, set[tuple[str, ...]]] = field(default_factory=lambda: defaultdict(set))
     static_arguments: dict[type, set[int]] = field(default_factory=lambda: defaultdict(set))
     keywords: dict[type, set[str]] = field(default_factory=lambda: defaultdict(set))
 
@@ -56,10 +56,9 @@ class CalledModules:
         return max(outer, key=siblings.__getitem__, default=None)
 
 
-def _are_within(modules: Iterable[tuple[str, ...]], others: Iterable[tuple[str, ...]]) -> bool:
+def _are_within(modules: set[tuple[str, ...]], others: set[tuple[str, ...]]) -> bool:
     """Return whether some modules are below others, by their paths."""
-    above = set(others)
-    return any(path[:depth] in above for path in modules for depth in range(1, len(path)))
+    return any(path[:depth] in others for path in modules for depth in range(1, len(path)))
 
 
 @contextlib.contextmanager
@@ -78,7 +77,7 @@ def observed_modules(args: PyTree) -> Iterator[tuple[CalledModules, PyTree]]:
         if depth == 0:
             called.outermost[type(module)] = None
         else:
-            called.inner.setdefault(type(module), {})[tuple(map(str, module.scope.path))] = depth
+            called.inner[type(module)].add(tuple(map(str, module.scope.path)))
         static = tuple(k for k, x in enumerate(args, 1) if not all(map(is_array, jax.tree.leaves(x))))
         called.static_arguments[type(module)] |= set(static)
         called.keywords[type(module)] |= set(kwargs)
@@ -93,7 +92,7 @@ def observed_modules(args: PyTree) -> Iterator[tuple[CalledModules, PyTree]]:
         called.outermost[type(root)] = None
         for path, module in nnx.iter_modules(root):
             if path and callable(module):
-                called.inner.setdefault(type(module), {})[tuple(map(str, path))] = len(path)
+                called.inner[type(module)].add(tuple(map(str, path)))
         _name_scopes(root)
     with _wrapping("observed"), nn.intercept_methods(note):
         yield called, copies

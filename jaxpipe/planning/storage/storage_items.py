@@ -18,6 +18,7 @@ from jaxpipe.graph.codec import Codec
 from jaxpipe.graph.graph import Graph, Operator, Tensor
 from jaxpipe.graph.liveness import lifetimes
 from jaxpipe.graph.op_cost import weight
+from jaxpipe.graph.reverse_walk import needed
 from jaxpipe.planning.storage.prices import Prices
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Option, Problem
 from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, restricted
@@ -169,15 +170,7 @@ def _starting_points(backward_graph: BackwardGraph, there: frozenset[TensorNumbe
     graph = backward_graph.graph
     producers = graph.producers
     needs = frozenset(backward_graph.needs)
-    needed: set[TensorNumber] = set()
-    pending = list(needs)
-    while pending:
-        t = pending.pop()
-        if t in needed or t in there:
-            continue
-        needed.add(t)
-        if t in producers:
-            pending.extend(producers[t].inputs)
+    _, wanted = needed(graph.operators, needs, lambda op: (op.outputs, op.inputs), there)
     sums = sums_of_branches(graph, there)
 
     def is_one(t: TensorNumber) -> bool:
@@ -188,11 +181,11 @@ def _starting_points(backward_graph: BackwardGraph, there: frozenset[TensorNumbe
     follower = _followers(graph, needs)
 
     def last(t: TensorNumber) -> TensorNumber:
-        while follower.get(t) in needed:
+        while follower.get(t) in wanted:
             t = follower[t]
         return t
 
-    return list(dict.fromkeys(last(t) for t in needed if is_one(t)))
+    return list(dict.fromkeys(last(t) for t in wanted if is_one(t)))
 
 
 def _followers(graph: Graph, needs: Container[TensorNumber]) -> dict[TensorNumber, TensorNumber]:

@@ -52,9 +52,9 @@ class Placement:
         return f"nn.remat of {'every' if self.every == 1 else 'every second'} {self.family}{self.saved}"
 
 
-def hand_placed(graph: Graph, items: Items) -> dict[Placement, tuple[int, ...]]:
+def hand_placed(items: Items) -> dict[Placement, tuple[int, ...]]:
     """Return choices by what a person would write for them; of equal choices the first."""
-    choices = dict[tuple[int, ...], Placement]()
+    graph, choices = items.vjp.graph, dict[tuple[int, ...], Placement]()
     products = {t for op in graph.operators if is_product(op) for t in op.outputs}
     for family, blocks in {**_families(graph), None: dict.fromkeys(graph.operators, 0)}.items():
         for every in (1, 2) if family else (1,):

@@ -133,7 +133,7 @@ def plan_storage(
     before = 0.0 if default is None else default.seconds
     return StoragePlan(
         tensors=_rows(items, answer),
-        choices=storage_plan(stage.backward_graph, items, answer.choice),
+        choices=storage_plan(items, answer.choice),
         budget_bytes=budget,
         peak_bytes=answer.outcome.peak_bytes,
         stash_bytes=answer.outcome.stash_bytes,

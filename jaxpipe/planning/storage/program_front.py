@@ -33,34 +33,17 @@ RERUN_LEVELS = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
-    """A form of a program, and what it may store.
-
-    Attributes:
-      vjp: its forward and backward program, with default storage.
-      items: what it may store.
-      seconds: that it takes longer than with the program's operators as they are, whatever is stored.
-      slices: into how many its largest product is cut.
-    """
-
-    vjp: VJPProgram
-    items: Items
-    seconds: float = 0.0
-    slices: int = 1
-
-
-@dataclass(frozen=True, eq=False)
 class Point:
     """A way to store, with its bytes and seconds.
 
     Attributes:
-      way: the program of the stage; its items have swaps if there are targets.
+      way: a form of the program; its items have swaps if there are targets.
       answer: what is stored.
       held: how many stashes are there besides what is counted by event.
       targets: memory elsewhere for what is swapped.
     """
 
-    way: Way
+    way: Items
     answer: Answer
     held: int
     targets: Targets | None = None
@@ -89,15 +72,14 @@ class Point:
     @property
     def swapped(self) -> tuple[TensorNumber, ...]:
         """The tensors that are in other memory between the passes."""
-        items = self.way.items
-        options = zip(items.tensors, items.problem.items, self.answer.choice, strict=True)
+        options = zip(self.way.tensors, self.way.problem.items, self.answer.choice, strict=True)
         return tuple(t for t, item, k in options if k != NOT_STORED and item.options[k].held is not None)
 
     @cached_property
     def plan(self) -> ResidualPlan:
         """The format of each tensor."""
-        vjp, items, choice = self.way.vjp, self.way.items, self.answer.choice
-        return vjp.plan if choice == items.default else storage_plan(vjp.backward_graph, items, choice)
+        way, choice = self.way, self.answer.choice
+        return way.vjp.plan if choice == way.default else storage_plan(way, choice)
 
     @cached_property
     def vjp(self) -> VJPProgram:
@@ -135,18 +117,18 @@ class Front:
     slack: float = 0.0
     solving: Solving | None = None
     spent: list[float] = field(default_factory=list)  # seconds of solvers
-    _points: dict[tuple[Way, tuple[int, ...], Targets | None], Point] = field(default_factory=dict)
+    _points: dict[tuple[Items, tuple[int, ...], Targets | None], Point] = field(default_factory=dict)
     _levels: dict[int, Point] = field(default_factory=dict)
-    _swapping: dict[tuple[Way, Targets], Way] = field(default_factory=dict)
+    _swapping: dict[tuple[Items, Targets], Items] = field(default_factory=dict)
 
     @cached_property
-    def ways(self) -> tuple[Way, ...]:
+    def ways(self) -> tuple[Items, ...]:
         """The program as it is, and in slices."""
-        way, sliced = Way(self.vjp, self.items_of(self.vjp)), self.sliced
+        way, sliced = self.items_of(self.vjp), self.sliced
         if sliced is None:
             return (way,)
         again = sum(self.price(self.vjp.graph, op) for op in sliced.operators)
-        return way, Way(sliced.vjp, self.items_of(sliced.vjp), again, sliced.count)
+        return way, replace(self.items_of(sliced.vjp), seconds=again, slices=sliced.count)
 
     @cached_property
     def default(self) -> Point:
@@ -157,7 +139,7 @@ class Front:
     def hand_placed(self) -> dict[Placement, Point]:
         """Checkpoints as people place them."""
         way, points = self.ways[0], {}
-        for placement, choice in hand_placed(way.vjp.graph, way.items).items():
+        for placement, choice in hand_placed(way).items():
             outcome = outcome_of(self._problem(way, math.inf), choice)
             if outcome is not None:
                 points[placement] = self._point(way, Answer(choice, outcome, "checkpoints", outcome.seconds))
@@ -216,26 +198,26 @@ class Front:
         if level == RERUN_LEVELS or not self.reruns_products:
             return self.default
         if level not in self._levels:
-            backward_graph, held = self.vjp.backward_graph, self.ways[0].items.held
+            backward_graph, held = self.vjp.backward_graph, self.ways[0].held
             plan = default_plan(backward_graph, self.policy, held, GPU_RERUN_SHARE * level / RERUN_LEVELS)
             vjp = vjp_program.assemble(backward_graph, plan)
-            self._levels[level] = self._by_default(Way(vjp, self.items_of(vjp)), "fewer reruns")
+            self._levels[level] = self._by_default(self.items_of(vjp), "fewer reruns")
         return self._levels[level]
 
-    def _by_default(self, way: Way, status: str) -> Point:
+    def _by_default(self, way: Items, status: str) -> Point:
         """Return the default storage of a way."""
-        outcome = outcome_of(self._problem(way, math.inf), way.items.default)
+        outcome = outcome_of(self._problem(way, math.inf), way.default)
         assert outcome is not None
-        return Point(way, Answer(way.items.default, outcome, status, outcome.seconds), self.held or 0)
+        return Point(way, Answer(way.default, outcome, status, outcome.seconds), self.held or 0)
 
-    def _point(self, way: Way, answer: Answer, targets: Targets | None = None) -> Point:
+    def _point(self, way: Items, answer: Answer, targets: Targets | None = None) -> Point:
         """Return the point of an answer; of equal choices the same, whose programs are built once."""
         return self._points.setdefault((way, answer.choice, targets), Point(way, answer, self.held or 0, targets))
 
-    def _problem(self, way: Way, capacity: float) -> Problem:
-        return replace(way.items.problem, capacity=capacity, held=self.held or 0, frees=self.held is None)
+    def _problem(self, way: Items, capacity: float) -> Problem:
+        return replace(way.problem, capacity=capacity, held=self.held or 0, frees=self.held is None)
 
-    def _with_swaps(self, way: Way, targets: Targets) -> Way:
+    def _with_swaps(self, way: Items, targets: Targets) -> Items:
         """Return a way of which all items may also be in other memory between the passes."""
 
         def swapped(option: Option) -> Option:
@@ -243,13 +225,13 @@ class Front:
             return replace(option, name=f"swap {option.name}", held=self.home, link_seconds=seconds)
 
         if (way, targets) not in self._swapping:
-            items, overlap = way.items, max(0.0, self.period - targets.latency)
+            overlap = max(0.0, self.period - targets.latency)
             widened = [
-                replace(item, options=(*item.options, *map(swapped, item.options))) for item in items.problem.items
+                replace(item, options=(*item.options, *map(swapped, item.options))) for item in way.problem.items
             ]
-            problem = replace(items.problem, items=tuple(widened), most_swapped=targets.most_bytes, overlap=overlap)
-            formats = tuple((*formats, *formats) for formats in items.formats)
-            self._swapping[way, targets] = replace(way, items=replace(items, problem=problem, formats=formats))
+            problem = replace(way.problem, items=tuple(widened), most_swapped=targets.most_bytes, overlap=overlap)
+            formats = tuple((*formats, *formats) for formats in way.formats)
+            self._swapping[way, targets] = replace(way, problem=problem, formats=formats)
         return self._swapping[way, targets]
 
 

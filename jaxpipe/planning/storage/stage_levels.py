@@ -180,7 +180,7 @@ class StageLevels:
 
     def _least_base(self, d: DeviceNumber) -> int:
         """Return the bytes that the backward passes of a device's stages need at once whatever is stored."""
-        return max(min(max(way.items.problem.base) for way in self.fronts[s].ways) for s in self._stages_of(d))
+        return max(min(max(way.problem.base) for way in self.fronts[s].ways) for s in self._stages_of(d))
 
     def _stages_of(self, d: DeviceNumber) -> list[StageNumber]:
         return [s for s in self.program.stage_numbers if self.program.device(s) == d]

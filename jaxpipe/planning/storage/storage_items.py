@@ -48,21 +48,27 @@ _CONVOLUTION = "conv_general_dilated"
 
 @dataclass(frozen=True, eq=False)
 class Items:
-    """A problem without limits, and what its items are.
+    """A program and what it may store: a problem without limits.
 
     Attributes:
+      vjp: the forward and backward program, with default storage.
       problem: items and events; unlimited.
       tensors: the tensor of each item.
       formats: the codec that each option of each item stands for.
       default: what the default plan chooses.
       held: inputs that are in memory without being stored.
+      seconds: that it takes longer than with the first program's operators as they are, whatever is stored.
+      slices: into how many its largest product is cut.
     """
 
+    vjp: VJPProgram
     problem: Problem
     tensors: tuple[TensorNumber, ...]
     formats: tuple[tuple[Codec, ...], ...]
     default: tuple[int, ...]
     held: frozenset[TensorNumber]
+    seconds: float = 0.0
+    slices: int = 1
 
 
 def stage_items(
@@ -129,6 +135,7 @@ def stage_items(
         )
         formats.append(tuple(options))
     return Items(
+        vjp=vjp,
         problem=Problem(tuple(items), base, float("inf")),
         tensors=tensors,
         formats=tuple(formats),
@@ -137,9 +144,9 @@ def stage_items(
     )
 
 
-def storage_plan(backward_graph: BackwardGraph, items: Items, choice: Sequence[int]) -> ResidualPlan:
+def storage_plan(items: Items, choice: Sequence[int]) -> ResidualPlan:
     """The plan that a choice stands for."""
-    graph, producers = backward_graph.graph, backward_graph.graph.producers
+    backward_graph, graph, producers = items.vjp.backward_graph, items.vjp.graph, items.vjp.graph.producers
     stored = dict.fromkeys(items.held, KEEP)
     for t, formats, option in zip(items.tensors, items.formats, choice, strict=True):
         if option != NOT_STORED:

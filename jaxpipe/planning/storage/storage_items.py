@@ -328,8 +328,7 @@ def _while_running(graph: Graph, step: BackwardOp, there: Container[int]) -> int
     """Bytes that a product's step needs besides what it is given: operands recalled or turned around, its results."""
     if not is_heavy(step):
         return 0
-    needed = []
-    for part in parts(step):
-        recalled = sum(graph.tensors[t].bytes for t in part.needs if t not in there)
-        needed.append(recalled + alive_bytes(lifetimes(part.program)))
-    return max(needed)
+    return max(
+        sum(graph.tensors[t].bytes for t in part.needs if t not in there) + alive_bytes(lifetimes(part.program))
+        for part in parts(step)
+    )

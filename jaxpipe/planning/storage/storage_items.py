@@ -5,6 +5,7 @@ given up: what products, reductions, windows and lookups make, with what is fuse
 masks. All between them is cheap and fuses with what reads it.
 """
 
+# More than 15 of our modules: what a backward pass reads, frees and may store comes together here.
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass

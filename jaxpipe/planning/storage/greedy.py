@@ -5,7 +5,7 @@ only when all of them have given up the same item. Where that is not enough, ite
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Outcome, Problem, outcome_of
 
@@ -14,17 +14,8 @@ from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Outcome, 
 MOST_TRIALS = 16
 
 
-@dataclass(frozen=True)
-class Changes:
-    """The changes among which each step of the descent chooses.
-
-    Attributes:
-      groups: items that change together.
-      most_trials: how many of the changes are simulated in a step, the cheapest for each byte first; None for all.
-    """
-
-    groups: tuple[tuple[int, ...], ...]
-    most_trials: int | None = None
+#: Items that change together.
+Groups = Sequence[Sequence[int]]
 
 
 def give_up(problem: Problem) -> tuple[int, ...] | None:
@@ -48,20 +39,23 @@ def _smallest(problem: Problem) -> list[int]:
     """Give up alike items and then single ones until nothing makes the peak lower; the other way around, too."""
     unlimited = replace(problem, capacity=min(0, *problem.base))
     fastest = [item.fastest[1] for item in problem.items]
-    single, alike = _singles(problem), _alike(problem)
+    single, alike = ([(k,) for k in range(len(fastest))], MOST_TRIALS), (_alike(problem), None)
     ends = []
     for first, second in ((single, alike), (alike, single)):
-        ends.append(_descended(unlimited, _descended(unlimited, fastest, first), second))
+        ends.append(_descended(unlimited, _descended(unlimited, fastest, *first), *second))
     outcomes = [outcome_of(problem, choice) for choice in ends]
     return min(zip(ends, outcomes, strict=True), key=lambda end: (end[1] is None, end[1] and end[1].peak_bytes))[0]
 
 
-def _descended(problem: Problem, choice: Sequence[int], changes: Changes) -> list[int]:
-    """Change groups of items until the limits hold, or no single change brings them nearer."""
+def _descended(problem: Problem, choice: Sequence[int], groups: Groups, most_trials: int | None = None) -> list[int]:
+    """Change groups of items until the limits hold, or no single change brings them nearer.
+
+    Of the changes so many are simulated in a step, the cheapest for each byte first; all, if left out.
+    """
     choice = list(choice)
     now = outcome_of(problem, choice)
     while now is None or not now.fits(problem):
-        step = _best_step(problem, choice, now, changes)
+        step = _best_step(problem, choice, now, groups, most_trials)
         if step is None:
             break
         choice = step
@@ -93,17 +87,13 @@ def _taken_back(problem: Problem, choice: list[int], order: Callable[[Item], flo
     return now.seconds, choice
 
 
-def _singles(problem: Problem) -> Changes:
-    return Changes(tuple((k,) for k in range(len(problem.items))), MOST_TRIALS)
-
-
-def _alike(problem: Problem) -> Changes:
+def _alike(problem: Problem) -> Groups:
     """Return the items that cost the same and are computed from items that cost the same."""
     groups: dict[tuple, list[int]] = {}
     for k, item in enumerate(problem.items):
         sources = tuple(_cost(problem.items[source]) for source in item.sources)
         groups.setdefault((_cost(item), sources), []).append(k)
-    return Changes(tuple(map(tuple, groups.values())))
+    return list(groups.values())
 
 
 def _cost(item: Item) -> tuple:
@@ -139,14 +129,14 @@ def _moves(
     return moves
 
 
-def _best_step(problem: Problem, choice: Sequence[int], now: Outcome | None, changes: Changes) -> list[int] | None:
+def _best_step(
+    problem: Problem, choice: Sequence[int], now: Outcome | None, groups: Groups, most_trials: int | None
+) -> list[int] | None:
     """Return the choice after the change that costs fewest seconds for each byte by which it lowers the excess."""
-    moves = [
-        (price, group, position) for group in changes.groups for price, position in _moves(problem, choice, now, group)
-    ]
+    moves = [(price, group, position) for group in groups for price, position in _moves(problem, choice, now, group)]
     best = None
     before = None if now is None else _excess(problem, now)
-    for _, group, position in sorted(moves)[: changes.most_trials]:
+    for _, group, position in sorted(moves)[:most_trials]:
         other = list(choice)
         for k in group:
             other[k] = position

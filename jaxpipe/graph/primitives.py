@@ -37,6 +37,9 @@ TRANSCENDENTAL = _names(
 #: Operators whose result has at each place what follows from the elements of their operands at the same place.
 POINTWISE = (ARITHMETIC | TRANSCENDENTAL | _names("call_boundary copy copy_p name")) - _names("concatenate pad stack")
 
+#: Views whose result has the same elements, maybe several times, in another shape.
+REARRANGES = _names("broadcast_in_dim reshape squeeze transpose")
+
 #: Tests of which of two numbers is the larger one.
 ORDERINGS = _names("ge gt le lt")
 

@@ -11,9 +11,8 @@ ICLR 2025, which fuses the same slices into one kernel.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,8 @@ from jax import lax
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, live
-from jaxpipe.graph.primitives import POINTWISE, REDUCTIONS
+from jaxpipe.graph.kept_dimensions import LENGTHS, Kept, kept_dimensions
+from jaxpipe.graph.primitives import POINTWISE, REARRANGES, REDUCTIONS
 from jaxpipe.graph.rules import pick
 
 
@@ -37,12 +37,12 @@ class _Step:
     Attributes:
       axis: of its result, along which it is sliced; None if every slice needs it whole.
       sliced: axes of its operands; None for those that every slice needs whole.
-      params: parameters in place of the operator's own, for so many times fewer rows.
+      length: the parameter that says how many rows there are, and the place in it.
     """
 
     axis: int | None
     sliced: tuple[int | None, ...]
-    params: Callable[[int], Mapping[str, Any]] | None = None
+    length: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,91 +138,41 @@ def _with_operands(graph: Graph, steps: dict[Operator, _Step]) -> dict[Operator,
 
 def _product_backwards(graph: Graph, op: Operator, axis: int) -> _Step | None:
     """Return how a product is sliced so that its result is along an axis: one of the free axes of one operand."""
-    (contracting, batch), rank = op.params["dimension_numbers"], [len(graph.tensors[t].shape) for t in op.inputs]
-    if len(op.inputs) != 2 or axis < len(batch[0]):
-        return None
-    position = axis - len(batch[0])
-    for k in (0, 1):
-        free = [d for d in range(rank[k]) if d not in contracting[k] and d not in batch[k]]
-        if position < len(free):
-            return _Step(axis, (free[position], None) if k == 0 else (None, free[position]))
-        position -= len(free)
-    return None
+    sliced = _kept_as(_kept(graph, op), axis)
+    return _Step(axis, sliced) if len(op.inputs) == 2 and None in sliced else None
 
 
 def _step(graph: Graph, op: Operator, axes: Mapping[TensorNumber, int]) -> _Step | None:
     """Return how an operator that reads slices is sliced; None if it needs several slices at once."""
     given = [axes.get(t) for t in op.inputs]
-    shapes = [graph.tensors[t].shape for t in op.inputs]
-    outputs = [graph.tensors[t].shape for t in op.outputs]
-    first = next(k for k, axis in enumerate(given) if axis is not None)
-    axis, shape = given[first], shapes[first]
-    assert axis is not None
-    params = op.params
-    if op.name in POINTWISE:
-        size = shape[axis]
-        sliced = tuple(axis if len(s) == len(shape) and s[axis] == size else None for s in shapes)
-        whole = all(s is not None or a is None for s, a in zip(sliced, given, strict=True))
-        alike = all(a in (None, axis) for a in given) and all(out[axis : axis + 1] == (size,) for out in outputs)
-        return _Step(axis, sliced) if whole and alike else None
-    if len(op.inputs) == 1 and op.name in REDUCTIONS:
-        return None if axis in params["axes"] else _Step(axis - sum(a < axis for a in params["axes"]), (axis,))
-    if len(op.inputs) == 1:
-        return _rearranged(op, axis, shape, outputs[0])
-    if op.name == "gather" and len(op.inputs) == 2:
-        return _gathered(op, given, shapes, len(outputs[0]))
-    return None
-
-
-def _rearranged(op: Operator, axis: int, shape: tuple[int, ...], out: tuple[int, ...]) -> _Step | None:
-    params = op.params
-    if op.name == "squeeze":
-        return _Step(axis - sum(a < axis for a in params["dimensions"]), (axis,))
-    if op.name == "transpose":
-        return _Step(params["permutation"].index(axis), (axis,))
-    if op.name == "broadcast_in_dim":
-        place = params["broadcast_dimensions"][axis]
-        return _Step(place, (axis,), _fewer(params, "shape", place)) if out[place] == shape[axis] else None
-    if op.name == "slice":
-        whole = params["start_indices"][axis] == 0 and params["limit_indices"][axis] == shape[axis]
-        strides = params["strides"]
-        if not whole or (strides is not None and strides[axis] != 1):
-            return None
-        return _Step(axis, (axis,), _fewer(params, "limit_indices", axis))
-    if op.name == "reshape" and params["dimensions"] is None:
-        before = math.prod(shape[:axis])
-        place = next((k for k in range(len(out)) if math.prod(out[:k]) == before and out[k] > 1), None)
-        return None if place is None else _Step(place, (axis,), _fewer(params, "new_sizes", place))
-    return None
-
-
-def _gathered(op: Operator, given: Sequence[int | None], shapes: Sequence[tuple[int, ...]], rank: int) -> _Step | None:
-    """A lookup along other axes of what it reads: one for each row, or the same one for all."""
-    numbers, sizes = op.params["dimension_numbers"], op.params["slice_sizes"]
-    axis = given[0]
+    first, before = next((k, axis) for k, axis in enumerate(given) if axis is not None)
+    rearranges = len(op.inputs) == 1 and op.name in REDUCTIONS | REARRANGES | {"slice"}
+    looks_up = op.name == "gather" and len(op.inputs) == 2 and first == 0
+    if not (op.name in POINTWISE or rearranges or looks_up):
+        return None
+    kept = _kept(graph, op, first)
+    axis = kept[first].get(before)
     if axis is None:
         return None
-    batching = tuple(numbers.operand_batching_dims)
-    if axis in batching:
-        place = numbers.start_indices_batching_dims[batching.index(axis)]
-        if given[1] not in (None, place):
-            return None
-        return _Step([d for d in range(rank) if d not in numbers.offset_dims][place], (axis, place))
-    if given[1] is not None or axis in numbers.start_index_map or sizes[axis] != shapes[0][axis]:
+    sliced = _kept_as(kept, axis)
+    lengths = {graph.tensors[t].shape[axis : axis + 1] for t in op.outputs}
+    if len(lengths) > 1 or any(d not in (None, own) for d, own in zip(given, sliced, strict=True)):
         return None
-    kept = [d for d in range(len(sizes)) if d not in numbers.collapsed_slice_dims and d not in batching]
-    return _Step(numbers.offset_dims[kept.index(axis)], (axis, None), _fewer(op.params, "slice_sizes", axis))
+    if looks_up and before not in op.params["dimension_numbers"].operand_batching_dims:
+        return _Step(axis, sliced, ("slice_sizes", before))
+    return _Step(axis, sliced, (LENGTHS[op.name], axis) if op.name in LENGTHS else None)
 
 
-def _fewer(params: Mapping[str, Any], name: str, axis: int) -> Callable[[int], Mapping[str, Any]]:
-    """Return parameters of which one says the rows, as those for so many times fewer of them."""
+def _kept(graph: Graph, op: Operator, position: int = 0) -> Sequence[Kept]:
+    """Return the dimensions of the operands that the result has, that of a position where there are several."""
+    shapes = [graph.tensors[t].shape for t in op.inputs]
+    result = graph.tensors[op.outputs[min(position, len(op.outputs) - 1)]].shape
+    return kept_dimensions(op.name, op.params, shapes, result)
 
-    def of_slice(count: int) -> Mapping[str, Any]:
-        sizes = list(params[name])
-        sizes[axis] //= count
-        return {**params, name: tuple(sizes)}
 
-    return of_slice
+def _kept_as(kept: Sequence[Kept], axis: int) -> tuple[int | None, ...]:
+    """Return the dimension of each operand that an axis of the result was."""
+    return tuple(next((d for d, to in dimensions.items() if to == axis), None) for dimensions in kept)
 
 
 def _results(graph: Graph, steps: Mapping[Operator, _Step]) -> list[TensorNumber]:
@@ -295,12 +245,14 @@ def _named(tensors: Sequence[TensorNumber], names: Mapping[TensorNumber, TensorN
 def _run(op: Operator, step: _Step, values: Sequence[Array], count: int) -> Sequence[Array]:
     if pick.applies(op):
         return [pick.run(op, *values)]
-    if step.params is None:
+    if step.length is None:
         return op.evaluate(*values)
-    equation = op.equation
+    (name, place), equation = step.length, op.equation
+    lengths = list(op.params[name])
+    lengths[place] //= count
     numbers = iter(values)
     operands = [atom.val if _compat.is_literal(atom) else next(numbers) for atom in equation.invars]
-    result = equation.primitive.bind(*operands, **step.params(count))
+    result = equation.primitive.bind(*operands, **{**op.params, name: tuple(lengths)})
     return result if equation.primitive.multiple_results else [result]
 
 

@@ -17,7 +17,9 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe import _compat
 from jaxpipe.array_types import AnyJaxpr, Atom, Equation, TensorNumber
 from jaxpipe.graph.graph import Graph
-from jaxpipe.graph.primitives import CONTROL, ELEMENTWISE, REDUCTIONS
+from jaxpipe.graph.kept_dimensions import RULES as KEPT_BY_RULE
+from jaxpipe.graph.kept_dimensions import kept_dimensions
+from jaxpipe.graph.primitives import CONTROL
 from jaxpipe.sharding.submesh import axes_by_dimension, spec_of
 
 
@@ -87,7 +89,7 @@ class _Rules:
         """Return the splits of an equation's results."""
         name = eqn.primitive.name
         shapes = [v.aval.shape for v in eqn.outvars]
-        inner = _compat.inner_programs(eqn)
+        inner = () if name in KEPT_BY_RULE else _compat.inner_programs(eqn)
         if name in _RULES:
             results = _RULES[name](eqn, operands)
         elif name in CONTROL:
@@ -95,7 +97,7 @@ class _Rules:
         elif len(inner) >= 1 and len(_compat.open_jaxpr(inner[0])[0].invars) == len(operands):
             results = self.program(inner[0], operands)
         else:
-            results = [self._like_operands(eqn, operands, out) for out in shapes]
+            results = [self._kept(eqn, operands, out) for out in shapes]
         return [self._valid(split, out) for split, out in zip(results, shapes, strict=True)]
 
     def program(self, program: AnyJaxpr, operands: Sequence[Split]) -> list[Split]:
@@ -124,16 +126,15 @@ class _Rules:
         stacked = [len(v.aval.shape) for v in eqn.outvars]
         return [((),) * (n - len(split)) + split for n, split in zip(stacked, results, strict=True)]
 
-    def _like_operands(self, eqn: Equation, operands: Sequence[Split], shape: tuple[int, ...]) -> Split:
-        """The split of operands whose dimensions are the result's; of others than elementwise ones, of all of them."""
+    def _kept(self, eqn: Equation, operands: Sequence[Split], shape: tuple[int, ...]) -> Split:
+        """The split of a result, by the dimensions of operands that it has."""
         shapes = [atom.aval.shape for atom in eqn.invars]
-        pairs = [(split, other) for split, other in zip(operands, shapes, strict=True) if len(other) == len(shape)]
-        if eqn.primitive.name not in ELEMENTWISE:
-            pairs = [(split, other) for split, other in pairs if other == shape]
-        return tuple(
-            next((split[d] for split, other in pairs if split[d] and other[d] == size), ())
-            for d, size in enumerate(shape)
-        )
+        kept = kept_dimensions(eqn.primitive.name, eqn.params, shapes, shape)
+        split = dict[int, tuple[str, ...]]()
+        for axes_of, dimensions in zip(operands, kept, strict=False):
+            for d, to in dimensions.items():
+                split[to] = split.get(to) or axes_of[d]
+        return tuple(split.get(d, ()) for d in range(len(shape)))
 
     def _valid(self, split: Split, shape: tuple[int, ...]) -> Split:
         """Leave out axes that split another dimension already, or do not divide their dimension."""
@@ -152,92 +153,6 @@ def _unsplit(shape: Sequence[int]) -> Split:
     return ((),) * len(shape)
 
 
-def _dot(eqn: Equation, operands: Sequence[Split]) -> list[Split]:
-    (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
-    a, b = operands[:2]
-    batch = [x or y for x, y in zip((a[d] for d in left_batch), (b[d] for d in right_batch), strict=True)]
-    free = [a[d] for d in range(len(a)) if d not in (*left, *left_batch)]
-    free += [b[d] for d in range(len(b)) if d not in (*right, *right_batch)]
-    return [(*batch, *free)]
-
-
-def _convolution(eqn: Equation, operands: Sequence[Split]) -> list[Split]:
-    numbers = eqn.params["dimension_numbers"]
-    result: list[tuple[str, ...]] = [()] * len(operands[0])
-    result[numbers.out_spec[0]] = operands[0][numbers.lhs_spec[0]]
-    result[numbers.out_spec[1]] = operands[1][numbers.rhs_spec[0]]
-    return [tuple(result)]
-
-
-def _broadcast(eqn: Equation, operands: Sequence[Split]) -> list[Split]:
-    shape, source = eqn.params["shape"], eqn.invars[0].aval.shape
-    result: list[tuple[str, ...]] = [()] * len(shape)
-    for d, to in enumerate(eqn.params["broadcast_dimensions"]):
-        if source[d] == shape[to]:
-            result[to] = operands[0][d]
-    return [tuple(result)]
-
-
-def _reshape(eqn: Equation, operands: Sequence[Split]) -> list[Split]:
-    """A dimension that is cut apart, or that several become, is split as its outermost part is."""
-    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    result: list[tuple[str, ...]] = [()] * len(after)
-    for old, new in _groups(before, after):
-        outer = next((d for d in old if before[d] > 1), None)
-        target = next((d for d in new if after[d] > 1), None)
-        if outer is not None and target is not None:
-            result[target] = operands[0][outer]
-    return [tuple(result)]
-
-
-def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Return dimensions of two shapes that have as many elements, in the smallest groups."""
-    groups, i, j = [], 0, 0
-    while i < len(before) and j < len(after):
-        old, new = [i], [j]
-        x, y = before[i], after[j]
-        i, j = i + 1, j + 1
-        while x != y and (i < len(before) or j < len(after)):
-            if x < y and i < len(before):
-                x, i = x * before[i], i + 1
-                old.append(i - 1)
-            elif j < len(after):
-                y, j = y * after[j], j + 1
-                new.append(j - 1)
-            else:
-                break
-        groups.append((old, new))
-    return groups
-
-
-def _without(eqn: Equation, operands: Sequence[Split]) -> list[Split]:
-    """The dimensions that are neither reduced nor squeezed."""
-    gone = eqn.params["dimensions" if eqn.primitive.name == "squeeze" else "axes"]
-    return [tuple(axes for d, axes in enumerate(operands[0]) if d not in gone)] * len(eqn.outvars)
-
-
-def _same_dimensions(eqn: Equation, operands: Sequence[Split]) -> list[Split]:
-    """Dimensions of unchanged length stay split: of slices, padding, concatenation, windows."""
-    source = eqn.invars[0].aval.shape
-    return [
-        tuple(axes if size == n else () for axes, size, n in zip(operands[0], source, v.aval.shape, strict=True))
-        for v in eqn.outvars
-    ]
-
-
-def _gather(eqn: Equation, operands: Sequence[Split]) -> list[Split]:
-    """Rows by number: split as the numbers are, and as dimensions that are taken whole."""
-    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    source, ndim = eqn.invars[0].aval.shape, len(eqn.outvars[0].aval.shape)
-    gone = {*numbers.collapsed_slice_dims, *getattr(numbers, "operand_batching_dims", ())}
-    kept = [d for d in range(len(source)) if d not in gone]
-    others = [d for d in range(ndim) if d not in numbers.offset_dims]
-    splits = dict(zip(others, operands[1], strict=False))
-    pairs = zip(numbers.offset_dims, kept, strict=True)
-    splits |= {to: operands[0][d] for to, d in pairs if sizes[d] == source[d]}
-    return [tuple(splits.get(d, ()) for d in range(ndim))]
-
-
 def _annotated(eqn: Equation, _: Sequence[Split]) -> list[Split]:
     """The specs that a sharding constraint or a ``shard_map`` has for its results."""
     specs = eqn.params["out_specs"] if "out_specs" in eqn.params else [eqn.params["sharding"].spec]
@@ -252,25 +167,9 @@ def _ragged_dot(eqn: Equation, operands: Sequence[Split]) -> list[Split]:
 _Rule = Callable[[Equation, Sequence[Split]], list[Split]]
 
 _RULES: dict[str, _Rule] = {
-    "broadcast_in_dim": _broadcast,
-    "concatenate": _same_dimensions,
-    "conv_general_dilated": _convolution,
-    "cumsum": _same_dimensions,
-    "dot_general": _dot,
-    "dynamic_slice": _same_dimensions,
     "dynamic_update_slice": lambda _, operands: [operands[0]],
-    "gather": _gather,
-    "pad": _same_dimensions,
     "ragged_dot_general": _ragged_dot,
-    "reshape": _reshape,
-    "rev": _same_dimensions,
     "shard_map": _annotated,
     "sharding_constraint": _annotated,
-    "slice": _same_dimensions,
     "sort": lambda _, operands: list(operands),
-    "squeeze": _without,
-    "split": _same_dimensions,
-    "transpose": lambda eqn, operands: [tuple(operands[0][d] for d in eqn.params["permutation"])],
-    **dict.fromkeys(["reduce_window", "reduce_window_max", "reduce_window_sum"], _same_dimensions),
-    **dict.fromkeys(REDUCTIONS, _without),
 }

@@ -20,7 +20,8 @@ from jaxpipe.array_types import Array, Equation, PyTree, TensorNumber
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.allowed_codecs import Policy
 from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, inside, join_paths
-from jaxpipe.graph.primitives import POINTWISE
+from jaxpipe.graph.kept_dimensions import LENGTHS, kept_dimensions
+from jaxpipe.graph.primitives import POINTWISE, REARRANGES
 from jaxpipe.graph.stacked_layers import Stacks
 
 
@@ -237,20 +238,18 @@ class _Rows:
 
     def _same_first_axis(self, op: Operator) -> Callable[[int], dict[str, Any]] | None:
         """For an operator that only changes the other axes, its parameters for some number of rows."""
-        if len(op.inputs) != 1:
+        if len(op.inputs) != 1 or op.name not in REARRANGES:
             return None
-        length, params = self.cuts[op.inputs[0]][-1], op.params
-        if op.name == "transpose" and params["permutation"][0] == 0:
-            return lambda rows: {}
-        if op.name == "squeeze" and 0 not in params["dimensions"]:
-            return lambda rows: {}
-        if op.name == "broadcast_in_dim":
-            shape, axes = params["shape"], params["broadcast_dimensions"]
-            if axes[0] == 0 and shape[0] == length:
-                return lambda rows: {"shape": (rows, *shape[1:])}
-        if op.name == "reshape" and params["dimensions"] is None and params["new_sizes"][:1] == (length,):
-            return lambda rows: {"new_sizes": (rows, *params["new_sizes"][1:])}
-        return None
+        shape, result, params = (
+            self.graph.tensors[op.inputs[0]].shape,
+            self.graph.tensors[op.outputs[0]].shape,
+            op.params,
+        )
+        (kept,) = kept_dimensions(op.name, params, [shape], result)
+        if kept.get(0) != 0 or shape[0] != result[0]:
+            return None
+        name = LENGTHS.get(op.name)
+        return lambda rows: {} if name is None else {name: (rows, *params[name][1:])}
 
     def _joined(self, t: TensorNumber, op: Operator | None) -> TensorNumber:
         """A tensor in one piece."""

@@ -13,14 +13,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 
 from jaxpipe.array_types import PyTree
 from jaxpipe.graph.rules.max_pool import Windows, find_maxima, position_bits, scatter_to_maxima
-from jaxpipe.residuals.codecs import bitmap, bits, csr
+from jaxpipe.residuals.codecs import CSR, Bitmap, bits
+from jaxpipe.residuals.codecs.compaction import SparseCodec
 from scripts.measuring import header
 
 
@@ -72,15 +72,12 @@ def sparse_kernels(x: jax.Array) -> dict[str, Kernel]:
     """Return kernels of sparse formats: bitmap and CSR of a map, and back."""
     capacity = int(DENSITY * x.size)
     kernels: dict[str, Kernel] = {}
-    for name, codec in (("bitmap", bitmap), ("CSR", csr)):
+    for name, codec in (("bitmap", Bitmap(capacity)), ("CSR", CSR(capacity))):
 
-        def encode(x: jax.Array, codec: ModuleType = codec) -> tuple[jax.Array, ...]:
-            return codec.encode(x, capacity)
+        def decode(*parts: jax.Array, codec: SparseCodec = codec) -> jax.Array:
+            return codec.decode(parts, jax.ShapeDtypeStruct(x.shape, x.dtype))
 
-        def decode(*parts: jax.Array, codec: ModuleType = codec) -> jax.Array:
-            return codec.decode(parts, x.shape)
-
-        kernels |= {f"{name} encode": (encode, [x]), f"{name} decode": (decode, list(jax.jit(encode)(x)))}
+        kernels |= {f"{name} encode": (codec.encode, [x]), f"{name} decode": (decode, list(jax.jit(codec.encode)(x)))}
     return kernels
 
 

@@ -23,8 +23,7 @@ from jaxpipe.graph.primitives import VIEWS
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.backward_graph import BackwardGraph, build_backward_graph
 from jaxpipe.residuals.choose_formats import Derivations, ResidualPlan, check_plan, smallest_format
-from jaxpipe.residuals.codecs.bitmap import Bitmap
-from jaxpipe.residuals.codecs.csr import CSR
+from jaxpipe.residuals.codecs import CSR, Bitmap
 from jaxpipe.residuals.codecs.keep import KEEP
 from jaxpipe.residuals.stored_formats import Derived, Format
 

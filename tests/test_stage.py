@@ -12,8 +12,8 @@ from jaxpipe.graph.graph import trace
 from jaxpipe.graph.liveness import peak_bytes
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import ResidualPlan, derived_from
+from jaxpipe.residuals.codecs.bits import Mask
 from jaxpipe.residuals.codecs.keep import KEEP
-from jaxpipe.residuals.codecs.mask import Mask
 from jaxpipe.targets.building import building_for
 from tests.support.compare import assert_same_bits
 from tests.support.encoded_models import LINEN

@@ -13,9 +13,8 @@ from jaxpipe.graph.op_cost import is_product, rerun_work, weight
 from jaxpipe.residuals import choose_formats
 from jaxpipe.residuals.backward_graph import build_backward_graph
 from jaxpipe.residuals.choose_formats import ResidualPlan
+from jaxpipe.residuals.codecs.bits import Mask, PoolIndex
 from jaxpipe.residuals.codecs.keep import KEEP
-from jaxpipe.residuals.codecs.mask import Mask
-from jaxpipe.residuals.codecs.pool_index import PoolIndex
 from jaxpipe.residuals.stored_formats import Derived
 from jaxpipe.targets.building import building_for
 

@@ -1,12 +1,9 @@
-"""Codecs of jaxpipe's own, one a file, and how each encodes. All are lossless.
+"""Codecs of jaxpipe's own, and how each encodes. All are lossless.
 
 keep        a tensor as it is
-mask        booleans in 1 bit
-pool_index  pooling positions in 1, 2 or 4 bits
-index       positions along an axis in 8 or 16 bits
+bits        masks in 1 bit an element, positions in pooling windows in 1, 2 or 4, positions along an axis in 8 or 16
 bitmap      for maps with many zeros: a bit for each element, and the values that are not zero
 csr         for maps of nearly all zeros: values, column numbers, row offsets
-bits        packs small integers, for masks and positions
 compaction  moves what is not zero to the front, for bitmap and csr
 """
 
@@ -14,11 +11,9 @@ from collections.abc import Iterable
 
 from jaxpipe.graph.codec import Codec
 from jaxpipe.residuals.codecs.bitmap import Bitmap
+from jaxpipe.residuals.codecs.bits import Index, Mask, PoolIndex
 from jaxpipe.residuals.codecs.csr import CSR
-from jaxpipe.residuals.codecs.index import Index
 from jaxpipe.residuals.codecs.keep import KEEP
-from jaxpipe.residuals.codecs.mask import Mask
-from jaxpipe.residuals.codecs.pool_index import PoolIndex
 
 
 #: Codecs by the name that allows them; of two with equal bytes the first is used.

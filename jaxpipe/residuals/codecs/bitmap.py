@@ -10,33 +10,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import jax
 from jax import lax
 
 from jaxpipe.array_types import Array
 from jaxpipe.residuals.codecs import compaction
-
-
-def encode(x: Array, capacity: int) -> tuple[Array, Array, Array]:
-    """Return ``uint32[2 ceil(n / 64)]`` words of ``n`` elements, ``capacity + 64`` values, their count ``int32[]``."""
-    flat = lax.reshape(x, (x.size,))
-    words = compaction.occupancy(flat)
-    return (words, *compaction.compact(flat, words, capacity))
-
-
-def decode(parts: Sequence[Array], shape: Sequence[int]) -> Array:
-    """Inverse of ``encode`` if the values fit the capacity."""
-    words, values, _ = parts
-    return lax.reshape(compaction.expand(values, words, math.prod(shape)), tuple(shape))
-
-
-def count(parts: Sequence[Array]) -> Array:
-    """Return how many elements are not zero, ``int32[]``: more than the capacity if they do not fit."""
-    return parts[2]
-
-
-def stored_bytes(size: int, itemsize: int, capacity: int) -> int:
-    """Bytes of an encoded array of ``size`` elements."""
-    return 8 * -(-size // compaction.BLOCK) + (capacity + compaction.BLOCK) * itemsize + 4
 
 
 @dataclass(frozen=True)
@@ -44,4 +22,24 @@ class Bitmap(compaction.SparseCodec):
     """Stores 1 bit for each element, and the values that are not zero."""
 
     name = "bitmap"
-    functions = compaction.SparseFunctions(encode, decode, count, stored_bytes)
+
+    def encode(self, x: Array) -> tuple[Array, Array, Array]:
+        """Return ``uint32[2 ceil(n / 64)]`` words, ``capacity + 64`` values, their count ``int32[]``."""
+        flat = lax.reshape(x, (x.size,))
+        words = compaction.occupancy(flat)
+        return (words, *compaction.compact(flat, words, self.capacity))
+
+    def decode(self, arrays: Sequence[Array], shape_and_type: jax.ShapeDtypeStruct) -> Array:
+        """Return the tensor; if it does not fit, something else."""
+        words, values, _ = arrays
+        shape = shape_and_type.shape
+        return lax.reshape(compaction.expand(values, words, math.prod(shape)), shape)
+
+    def nonzeros(self, arrays: Sequence[Array]) -> Array:
+        """Return how many elements are not zero, ``int32[]``."""
+        return arrays[2]
+
+    def nbytes(self, shape_and_type: jax.ShapeDtypeStruct) -> int:
+        """Return the bytes of the words, the values and the count."""
+        words = 8 * -(-shape_and_type.size // compaction.BLOCK)
+        return words + (self.capacity + compaction.BLOCK) * shape_and_type.dtype.itemsize + 4

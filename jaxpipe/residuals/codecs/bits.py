@@ -1,5 +1,6 @@
-"""Pack small integers: 1, 2 or 4 bits for each element, 8, 4 or 2 elements to a byte; 8 and 16 are whole bytes.
+"""Codecs of small integers, masks and positions, which are packed.
 
+An element takes 1, 2 or 4 bits, 8, 4 or 2 elements a byte; 8 and 16 bits are whole bytes.
 Elements are packed along one axis: the first after the batch axis that a byte's number of elements divides. Byte
 ``j`` then holds elements ``j, j + width, j + 2 width, ...`` of that axis, where ``width`` is its packed length.
 Packing reads a few contiguous slices, unpacking needs no index arithmetic inside a row; both vectorize and fuse
@@ -94,3 +95,36 @@ class PackedCodec(Codec):
     def nbytes(self, shape_and_type: jax.ShapeDtypeStruct) -> int:
         """Return ``packed_bytes``."""
         return packed_bytes(shape_and_type.shape, self.bits)
+
+
+@dataclass(frozen=True)
+class Mask(PackedCodec):
+    """Stores booleans in 1 bit."""
+
+    name = "mask"
+
+    def allows(self, tensor: SavedTensor) -> bool:
+        """Return whether elements are booleans."""
+        return tensor.dtype == np.bool_
+
+
+@dataclass(frozen=True)
+class PoolIndex(PackedCodec):
+    """Stores positions of maxima in their pooling windows, in 1, 2 or 4 bits."""
+
+    name = "pool index"
+
+    def allows(self, tensor: SavedTensor) -> bool:
+        """Return whether elements are such positions."""
+        return tensor.demand == "window index" and tensor.bits < 8
+
+
+@dataclass(frozen=True)
+class Index(PackedCodec):
+    """Stores positions along an axis of at most ``2**bits`` elements, in 8 or 16 bits."""
+
+    name = "index"
+
+    def allows(self, tensor: SavedTensor) -> bool:
+        """Return whether elements are such positions."""
+        return tensor.demand == "index" and tensor.bits in (8, 16)

@@ -16,9 +16,8 @@ blocks takes few kernels to compile, and knows in the end how many values there 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple, Self
+from typing import Self
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -162,20 +161,10 @@ def _targets(low: Array, high: Array) -> tuple[Array, Array]:
     return place, (word >> bit) & jnp.uint32(1) != 0
 
 
-class SparseFunctions(NamedTuple):
-    """A sparse form as functions, over arrays and for room for so many values."""
-
-    encode: Callable[[Array, int], tuple[Array, ...]]
-    decode: Callable[[Sequence[Array], Sequence[int]], Array]
-    nonzeros: Callable[[Sequence[Array]], Array]
-    stored_bytes: Callable[[int, int, int], int]
-
-
 @dataclass(frozen=True)
 class SparseCodec(Codec):
     """A codec with room for ``capacity`` values; single elements are moved."""
 
-    functions: ClassVar[SparseFunctions]
     moves = 12.0
     capacity: int = 0
 
@@ -186,18 +175,10 @@ class SparseCodec(Codec):
         sized, dense = replace(self, capacity=tensor.nonzeros), tensor.shape_and_type
         return sized if sized.nbytes(dense) <= WORTH_PACKING * dense.size * dense.dtype.itemsize else None
 
-    def encode(self, x: Array) -> tuple[Array, ...]:
-        """Return the arrays of the sparse form."""
-        return self.functions.encode(x, self.capacity)
-
-    def decode(self, arrays: Sequence[Array], shape_and_type: jax.ShapeDtypeStruct) -> Array:
-        """Return the tensor; if it does not fit, something else."""
-        return self.functions.decode(arrays, shape_and_type.shape)
-
     def fits(self, arrays: Sequence[Array]) -> Array:
         """Return whether there are no more values than there is room for."""
-        return self.functions.nonzeros(arrays) <= self.capacity
+        return self.nonzeros(arrays) <= self.capacity
 
-    def nbytes(self, shape_and_type: jax.ShapeDtypeStruct) -> int:
-        """Return the bytes of the sparse form."""
-        return self.functions.stored_bytes(shape_and_type.size, shape_and_type.dtype.itemsize, self.capacity)
+    def nonzeros(self, arrays: Sequence[Array]) -> Array:
+        """Return how many elements are not zero, ``int32[]``."""
+        raise NotImplementedError

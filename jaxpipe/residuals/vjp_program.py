@@ -5,12 +5,12 @@
 
 The backward pass can be had in two parts, so that a schedule may delay the second:
 
-    backward_input(vjp, parameters, stash, cotangents) -> cotangents of `vjp.input_part`, saved
-    backward_weight(vjp, parameters, stash, saved)     -> cotangents of `vjp.weight_part`
+    run_backward(vjp, vjp.input_steps, parameters, stash, cotangents) -> cotangents of `vjp.input_part` and `vjp.saved`
+    run_backward(vjp, vjp.weight_steps, parameters, stash, saved)     -> cotangents of `vjp.weight_part`
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -170,93 +170,64 @@ def backward(
     cotangents: Sequence[Array | None],
     *,
     barriers: bool = False,
-    absorb: Absorb | None = None,
 ) -> list[Array | None]:
     """The cotangents of the inputs ``vjp.backward_graph.wrt``; None where the outputs do not depend on one.
 
     Args:
+      cotangents: one for each output; None for zero. Those of an output that is returned twice add up.
+      parameters, stash, barriers: as ``run_backward`` has them.
+    """
+    received: dict[TensorNumber, Array] = {}
+    for t, value in zip(vjp.backward_graph.source.outputs, cotangents, strict=True):
+        if value is not None:
+            received[t] = value if t not in received else jnp.add(received[t], value)
+    results = run_backward(vjp, vjp.backward_graph.steps, parameters, stash, received, barriers=barriers)
+    return [results.get(t) for t in vjp.backward_graph.wrt]
+
+
+def run_backward(
+    vjp: VJPProgram,
+    steps: Sequence[BackwardOp],
+    parameters: Sequence[Array],
+    stash: Sequence[Sequence[Array]],
+    received: Mapping[TensorNumber, Array],
+    *,
+    keep: Iterable[TensorNumber] = (),
+    barriers: bool = False,
+    absorb: Absorb | None = None,
+) -> Mapping[TensorNumber, Array]:
+    """Run backward steps in reverse; cotangents are summed in the order in which JAX sums them.
+
+    Args:
+      steps: in the order of the program.
       parameters: values of ``vjp.parameters``.
       stash: what ``forward`` returned.
-      cotangents: one for each output; None for zero.
+      received: the cotangents that are given, by tensor.
+      keep: tensors whose cotangents are returned besides those of ``vjp.backward_graph.wrt``.
       barriers: run the steps behind barriers (see ``jaxpipe.residuals.xla_cpu``) if XLA needs them; not under
         ``vmap``.
       absorb: what is returned for some inputs in place of the cotangent.
+
+    Returns:
+      Cotangents by tensor; none for tensors on which the given ones do not depend.
     """
-    received = _received(vjp, cotangents)
-    rematerializer = _rematerializer(vjp, parameters, stash, barriers)
-    _walk(vjp, vjp.backward_graph.steps, received, rematerializer, absorb or {})
-    return [received.get(t) for t in vjp.backward_graph.wrt]
-
-
-def backward_input(
-    vjp: VJPProgram,
-    parameters: Sequence[Array],
-    stash: Sequence[Sequence[Array]],
-    cotangents: Sequence[Array | None],
-    *,
-    barriers: bool = False,
-    absorb: Absorb | None = None,
-) -> tuple[list[Array | None], list[Array | None]]:
-    """First part: cotangents of ``vjp.input_part``, and those saved for ``backward_weight``."""
-    received = _received(vjp, cotangents)
-    rematerializer = _rematerializer(vjp, parameters, stash, barriers)
-    _walk(vjp, vjp.input_steps, received, rematerializer, absorb or {}, keep=frozenset(vjp.saved))
-    return [received.get(t) for t in vjp.input_part], [received.get(t) for t in vjp.saved]
-
-
-def backward_weight(
-    vjp: VJPProgram,
-    parameters: Sequence[Array],
-    stash: Sequence[Sequence[Array]],
-    saved: Sequence[Array | None],
-    *,
-    barriers: bool = False,
-    absorb: Absorb | None = None,
-) -> list[Array | None]:
-    """Second part: cotangents of ``vjp.weight_part``."""
-    received = {t: value for t, value in zip(vjp.saved, saved, strict=True) if value is not None}
-    rematerializer = _rematerializer(vjp, parameters, stash, barriers)
-    _walk(vjp, vjp.weight_steps, received, rematerializer, absorb or {}, keep=frozenset(vjp.saved))
-    return [received.get(t) for t in vjp.weight_part]
+    graph, received, absorb = vjp.backward_graph, dict(received), absorb or {}
+    stored = dict(zip(vjp.plan.stored, stash, strict=True))
+    values = dict(zip(vjp.parameters, parameters, strict=True))
+    rematerializer = Rematerializer(vjp.graph, vjp.plan, values, stored, barriers)
+    kept = frozenset((*keep, *graph.wrt))
+    if rematerializer.uses_barriers:
+        run_behind_barriers(graph, steps[::-1], received, rematerializer, kept)
+        absorbed = frozenset()
+    else:
+        absorbed = run_steps(graph, steps[::-1], received, rematerializer, absorb, kept, vjp.weights)
+    received.update((t, absorb[t](received[t])) for t in absorb if t in received and t not in absorbed)
+    return received
 
 
 def reached(vjp: VJPProgram, seeds: Iterable[TensorNumber]) -> frozenset[TensorNumber]:
     """The tensors that receive a cotangent when those of the outputs ``seeds`` are given."""
     return frozenset(needed(vjp.backward_graph.steps, seeds, step_ends)[1])
-
-
-def _received(vjp: VJPProgram, cotangents: Sequence[Array | None]) -> dict[TensorNumber, Array]:
-    """Cotangents by tensor number; those of an output returned twice add up."""
-    received: dict[TensorNumber, Array] = {}
-    for t, value in zip(vjp.backward_graph.source.outputs, cotangents, strict=True):
-        if value is not None:
-            received[t] = value if t not in received else jnp.add(received[t], value)
-    return received
-
-
-def _rematerializer(
-    vjp: VJPProgram, parameters: Sequence[Array], stash: Sequence[Sequence[Array]], barriers: bool
-) -> Rematerializer:
-    values = dict(zip(vjp.parameters, parameters, strict=True))
-    return Rematerializer(vjp.graph, vjp.plan, values, dict(zip(vjp.plan.stored, stash, strict=True)), barriers)
-
-
-def _walk(
-    vjp: VJPProgram,
-    steps: Sequence[BackwardOp],
-    received: dict[TensorNumber, Array],
-    rematerializer: Rematerializer,
-    absorb: Absorb,
-    keep: frozenset[TensorNumber] = frozenset(),
-) -> None:
-    """Run backward steps in reverse; cotangents are summed in the order in which JAX sums them."""
-    keep = keep | set(vjp.backward_graph.wrt)
-    if rematerializer.uses_barriers:
-        run_behind_barriers(vjp.backward_graph, steps[::-1], received, rematerializer, keep)
-        absorbed = frozenset()
-    else:
-        absorbed = run_steps(vjp.backward_graph, steps[::-1], received, rematerializer, absorb, keep, vjp.weights)
-    received.update((t, absorb[t](received[t])) for t in absorb if t in received and t not in absorbed)
 
 
 def _split(

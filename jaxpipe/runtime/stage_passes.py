@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jaxpipe.array_types import AbstractArray, Array, TensorNumber
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.residuals import vjp_program
-from jaxpipe.residuals.vjp_program import Absorb
+from jaxpipe.residuals.backward_graph import BackwardOp
+from jaxpipe.residuals.vjp_program import Absorb, run_backward
 from jaxpipe.runtime.stages import Stage
 from jaxpipe.schedules import Kind
 
@@ -60,35 +61,35 @@ def stage_backward(
     """
     built = stage.vjp
     assert built is not None
-    operands = (
-        [known[t] for t in built.parameters],
-        [stash[t] if t in stash else (known[t],) for t in built.plan.stored],
-    )
+    stored = [stash[t] if t in stash else (known[t],) for t in built.plan.stored]
+    parameters = [known[t] for t in built.parameters]
+
+    def run(steps: Sequence[BackwardOp], given: Values, *keep: TensorNumber) -> Values:
+        return run_backward(built, steps, parameters, stored, given, keep=keep, barriers=True, absorb=absorb)
+
     zeros = functools.partial(_with_zeros, objective, absorb or {})
     if kind is Kind.BACKWARD_WEIGHT:
-        saved = [received.get(t) for t in built.saved]
-        values = vjp_program.backward_weight(built, *operands, saved, barriers=True, absorb=absorb)
-        return zeros(built.weight_part, values), {}
+        saved = {t: received[t] for t in built.saved if t in received}
+        return zeros(built.weight_part, run(built.weight_steps, saved, *built.saved)), {}
     seeds = _seeds(objective, stage, received)
     if kind is Kind.BACKWARD:
-        values = vjp_program.backward(built, *operands, seeds, barriers=True, absorb=absorb)
-        return zeros(built.backward_graph.wrt, values), {}
-    values, saved = vjp_program.backward_input(built, *operands, seeds, barriers=True, absorb=absorb)
-    return zeros(built.input_part, values), zeros(built.saved, saved)
+        return zeros(built.backward_graph.wrt, run(built.backward_graph.steps, seeds)), {}
+    values = run(built.input_steps, seeds, *built.saved)
+    return zeros(built.input_part, values), zeros(built.saved, values)
 
 
-def _seeds(objective: MicrobatchProgram, stage: Stage, received: Values) -> list[Array | None]:
-    """A cotangent for each output of a stage; for one that is returned twice, only at its first place."""
+def _seeds(objective: MicrobatchProgram, stage: Stage, received: Values) -> Values:
+    """Return the cotangents of a stage's outputs, in their order."""
     assert stage.vjp is not None
-    left, loss = dict(received), objective.results[0]
+    seeds, loss = dict(received), objective.results[0]
     if 0 in stage.results:
         seed = jnp.ones((), objective.graph.tensors[loss].dtype)
-        left[loss] = left[loss] + seed if loss in left else seed
-    return [left.pop(t, None) for t in stage.vjp.backward_graph.source.outputs]
+        seeds[loss] = seeds[loss] + seed if loss in seeds else seed
+    return {t: seeds[t] for t in stage.vjp.backward_graph.source.outputs if t in seeds}
 
 
 def _with_zeros(
-    objective: MicrobatchProgram, absorb: Absorb, tensors: Sequence[TensorNumber], values: Sequence[Array | None]
+    objective: MicrobatchProgram, absorb: Absorb, tensors: Sequence[TensorNumber], values: Values
 ) -> dict[TensorNumber, Array]:
     """Cotangents by tensor. JAX gives none where there can only be zeros, as behind an array without elements.
 
@@ -96,7 +97,7 @@ def _with_zeros(
     """
     avals = {t: cast(AbstractArray, objective.graph.tensors[t].aval.to_tangent_aval()) for t in tensors}
     return {
-        t: jnp.zeros(avals[t].shape, avals[t].dtype) if x is None else x
-        for t, x in zip(tensors, values, strict=True)
-        if x is not None or t not in absorb
+        t: values[t] if t in values else jnp.zeros(avals[t].shape, avals[t].dtype)
+        for t in tensors
+        if t in values or t not in absorb
     }

@@ -279,7 +279,6 @@ def _bits_to_count(length: int) -> int | None:
 
 
 @functools.cache
-@functools.cache
 def itemsize(dtype: DType) -> int:
     """Bytes of one element; for random keys, the bytes of the raw key data."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
@@ -412,12 +411,19 @@ def trace(function: Callable[..., PyTree], *avals: Shaped) -> Graph:
     return read_graph(jax.make_jaxpr(function)(*avals))
 
 
-def read_graph(closed: AnyJaxpr, inline_shards: bool = False, policy: Policy | None = None) -> Graph:
-    """Read a traced program, of a decoration with a policy, as a graph; wrappers inlined, dead operators dropped."""
+def read_graph(
+    closed: AnyJaxpr, inline_shards: bool = False, policy: Policy | None = None, boundaries: bool = True
+) -> Graph:
+    """Read a traced program as a graph; wrappers inlined, dead operators dropped.
+
+    Args:
+      inline_shards: as ``GraphBuilder`` has it.
+      policy, boundaries: as ``GraphBuilder.read`` has them.
+    """
     jaxpr, _ = _compat.open_jaxpr(closed)
     builder = GraphBuilder(inline_shards=inline_shards)
     inputs = [builder.tensor(var.aval) for var in jaxpr.invars]
-    return builder.build(inputs, builder.read(closed, inputs, boundaries=True, policy=policy))
+    return builder.build(inputs, builder.read(closed, inputs, boundaries=boundaries, policy=policy))
 
 
 def operator_ends(op: Operator) -> tuple[tuple[TensorNumber, ...], tuple[TensorNumber, ...]]:

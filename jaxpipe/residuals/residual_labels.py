@@ -20,27 +20,43 @@ MARK = "jaxpipe stores "
 
 
 @dataclass(frozen=True)
+class StoredTensor:
+    """One array that crosses from the forward to the backward pass.
+
+    Attributes:
+      producer: the module path and operator that made the tensor.
+      shape, dtype: of the tensor, before it was encoded.
+      storage: ``"keep"``, ``"mask"``, ``"pool index"``, ``"index"``, ``"bitmap"``, ``"csr"`` for encoded parts,
+        the name of a codec of one's own, ``"vjp"`` for what JAX saves by itself.
+      bytes: what is stored.
+      readers: the steps of the backward pass that use it, itself or something recomputed from it.
+      otherwise: what would be kept or computed instead.
+    """
+
+    producer: str
+    shape: tuple[int, ...]
+    dtype: str
+    storage: str
+    bytes: int
+    readers: tuple[str, ...] = ()
+    otherwise: str = ""
+
+
+@dataclass(frozen=True)
 class Label:
-    """The name and the origin of a stored tensor.
+    """What is known of an array of a stash.
 
     Attributes:
       number: of the tensor in its graph.
       part: which of its arrays this is.
       codec: a word by which ``by_word`` finds how it is stored.
-      producer: the module path and operator that made it.
-      dtype, shape: before it was encoded.
-      readers: the backward steps that use it, itself or something recomputed from it.
-      otherwise: what would be kept or computed instead.
+      tensor: the tensor, its bytes left open.
     """
 
     number: TensorNumber
     part: int
     codec: str
-    producer: str
-    dtype: str
-    shape: tuple[int, ...]
-    readers: tuple[str, ...]
-    otherwise: str
+    tensor: StoredTensor
 
 
 def labels(vjp: VJPProgram) -> Callable[[TensorNumber, int], str]:
@@ -51,8 +67,9 @@ def labels(vjp: VJPProgram) -> Callable[[TensorNumber, int], str]:
     def label(number: TensorNumber, part: int) -> str:
         producer, tensor, codec = producers[number], vjp.graph.tensors[number], vjp.plan.codecs[number]
         otherwise, read = _otherwise(vjp, number, producer, available), tuple(readers.get(number, ()))
-        word = word_for(codec, repr(codec))
-        known = Label(number, part, word, _name(producer), str(tensor.dtype), tensor.shape, read, otherwise)
+        name, dtype = _name(producer), str(tensor.dtype)
+        stored = StoredTensor(name, tensor.shape, dtype, codec.name, 0, read, otherwise)
+        known = Label(number, part, word_for(codec, repr(codec)), stored)
         return MARK + msgspec.json.encode(known).decode()
 
     return label

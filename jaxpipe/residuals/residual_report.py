@@ -9,14 +9,13 @@ import jax
 import numpy as np
 from flax import nnx
 from flax.errors import FlaxError
-from jax import core
 
 from jaxpipe import _compat
-from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Equation, PyTree
+from jaxpipe.array_types import AnyJaxpr, Array, Equation, PyTree, TensorNumber
 from jaxpipe.errors import DifferentiationError, JaxpipeError, ModelError
 from jaxpipe.graph.allowed_codecs import FAST
 from jaxpipe.graph.codec import Codec
-from jaxpipe.graph.graph import GraphBuilder, Operator, encoded_policy, is_differentiable
+from jaxpipe.graph.graph import Graph, Operator, Tensor, dependents, encoded_policy, is_differentiable, read_graph
 from jaxpipe.graph.primitives import JITS
 from jaxpipe.graph.words import by_word
 from jaxpipe.models.linen_facade import is_unbound, with_linen_model
@@ -24,7 +23,7 @@ from jaxpipe.models.purify_nnx import PureCall, purify
 from jaxpipe.models.variable_trees import common_level
 from jaxpipe.residuals.equal_blocks import common_name, counted, grouped, pattern, sums_by_module
 from jaxpipe.residuals.memory_encoded import run_encoded, without_encoding
-from jaxpipe.residuals.residual_labels import Label, parse_label
+from jaxpipe.residuals.residual_labels import Label, StoredTensor, parse_label
 from jaxpipe.residuals.stored_formats import has_overflowed
 from jaxpipe.text.printed import PlainTable, Printed
 from jaxpipe.text.short_names import cut_middle
@@ -42,29 +41,6 @@ _LONGEST_NAME = 44
 
 #: Formats in words.
 _STORAGE = {"keep": "as it is", "vjp": "by jax.vjp"}
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """One array that crosses from the forward to the backward pass.
-
-    Attributes:
-      producer: the module path and operator that made the tensor.
-      shape, dtype: of the tensor, before it was encoded.
-      storage: ``"keep"``, ``"mask"``, ``"pool index"``, ``"index"``, ``"bitmap"``, ``"csr"`` for encoded parts,
-        the name of a codec of one's own, ``"vjp"`` for what JAX saves by itself.
-      bytes: what is stored.
-      readers: the steps of the backward pass that use it, itself or something recomputed from it.
-      otherwise: what would be kept or computed instead.
-    """
-
-    producer: str
-    shape: tuple[int, ...]
-    dtype: str
-    storage: str
-    bytes: int
-    readers: tuple[str, ...] = ()
-    otherwise: str = ""
 
 
 @dataclass(frozen=True)
@@ -244,7 +220,7 @@ def residual_report(function: Callable[..., PyTree], *args: PyTree, **kwargs: Py
             f"residual_report differentiates every floating-point argument, and found none among ({names}). "
             "Pass the parameters or inputs that the model is trained on as floating-point arrays."
         )
-    _check_no_gradient(traced, call.leaves)
+    _check_no_gradient(traced)
     decorated = _has_encoded_part(traced)
     encoded = call.function if decorated else _encode(call)
     rows, _ = _residuals(encoded, call.leaves, differentiated)
@@ -271,12 +247,11 @@ def _fix(function: Callable[..., PyTree], args: Sequence[PyTree]) -> str | None:
     )
 
 
-def _check_no_gradient(traced: AnyJaxpr, leaves: Sequence[Array]) -> None:
+def _check_no_gradient(traced: AnyJaxpr) -> None:
     """Raise ``DifferentiationError`` if a function returns gradients that it computes, and no loss of its own."""
-    builder = GraphBuilder()
-    outputs = builder.read(traced, [builder.tensor(core.ShapedArray(leaf.shape, leaf.dtype)) for leaf in leaves])
-    path_of = {t: op.path for op in builder.operators for t in op.outputs if t in outputs}
-    has_loss = any(not builder.tensors[t].shape and "jvp(" not in path for t, path in path_of.items())
+    graph = read_graph(traced, boundaries=False)
+    path_of = {t: graph.producers[t].path for t in graph.outputs if t in graph.producers}
+    has_loss = any(not graph.tensors[t].shape and "jvp(" not in path for t, path in path_of.items())
     if not has_loss and any("transpose(" in path for path in path_of.values()):
         raise DifferentiationError(
             "residual_report was given a function that returns gradients (jax.grad, jax.value_and_grad). It takes the "
@@ -306,7 +281,8 @@ def count_overflows(function: Callable[..., PyTree], *args: PyTree, **kwargs: Py
     call = purify(function, *args, **kwargs)
     differentiated = [k for k, leaf in enumerate(call.leaves) if is_differentiable(leaf)]
     saved = _saved(call.function, differentiated)
-    labels = _leaf_labels(saved, call.leaves)
+    graph = read_graph(jax.make_jaxpr(saved)(*call.leaves), boundaries=False)
+    labels = (_label(graph, t) for t in graph.outputs)
     parts: list[tuple[Label, list[Array]]] = []
     for label, leaf in zip(labels, jax.jit(saved)(*call.leaves), strict=True):
         if label is not None and label.part == 0:
@@ -321,17 +297,10 @@ def _overflows(codec: Codec, label: Label, arrays: Sequence[Array]) -> int:
     if not codec.may_overflow:
         return 0
     overflowed: Callable[[Sequence[Array]], Array] = functools.partial(has_overflowed, codec=codec)
-    first = jax.eval_shape(codec.encode, jax.ShapeDtypeStruct(label.shape, label.dtype))[0]
+    first = jax.eval_shape(codec.encode, jax.ShapeDtypeStruct(label.tensor.shape, label.tensor.dtype))[0]
     for _ in range(arrays[0].ndim - first.ndim):
         overflowed = jax.vmap(overflowed)
     return int(np.sum(overflowed(arrays)))
-
-
-def _leaf_labels(saved: Callable[..., list[Array]], leaves: Sequence[Array]) -> list[Label | None]:
-    builder = GraphBuilder()
-    outputs = builder.read(jax.make_jaxpr(saved)(*leaves), [builder.tensor(jax.typeof(leaf)) for leaf in leaves])
-    producers = {t: op for op in builder.operators for t in op.outputs}
-    return [_label(producers[t].equation, producers[t].outputs.index(t)) if t in producers else None for t in outputs]
 
 
 def _encode(call: PureCall) -> Callable[..., list[Array]]:
@@ -347,30 +316,23 @@ def _residuals(
     function: Callable[..., list[Array]], leaves: Sequence[Array], differentiated: Sequence[int]
 ) -> tuple[list[StoredTensor], int]:
     """The arrays that ``jax.vjp`` keeps, each once and without arguments; and the bytes of constants among them."""
-    builder = GraphBuilder()
-    inputs = [builder.tensor(core.ShapedArray(leaf.shape, leaf.dtype)) for leaf in leaves]
-    outputs = dict.fromkeys(builder.read(jax.make_jaxpr(_saved(function, differentiated))(*leaves), inputs))
-    dependent = set(inputs)
-    producers = {}
-    for op in builder.operators:
-        producers.update(dict.fromkeys(op.outputs, op))
-        if not dependent.isdisjoint(op.inputs):
-            dependent.update(op.outputs)
+    graph = read_graph(jax.make_jaxpr(_saved(function, differentiated))(*leaves), boundaries=False)
+    dependent = dependents(graph.operators, graph.inputs)
     rows: list[StoredTensor] = []
     constant_bytes = 0
-    for t in outputs:
-        if t in inputs or t in builder.constants:
+    for t in dict.fromkeys(graph.outputs):
+        if t in graph.inputs or t in graph.constants:
             continue
-        tensor = builder.tensors[t]
-        size = tensor.bytes
+        tensor = graph.tensors[t]
         if t not in dependent:
-            constant_bytes += size
+            constant_bytes += tensor.bytes
             continue
-        label = _label(producers[t].equation, producers[t].outputs.index(t))
+        label = _label(graph, t)
         if label is not None and label.part > 0:  # the arrays of a tensor stand together
-            rows[-1] = replace(rows[-1], bytes=rows[-1].bytes + size)
+            rows[-1] = replace(rows[-1], bytes=rows[-1].bytes + tensor.bytes)
         else:
-            rows.append(_row(producers[t], label, tensor.aval, size))
+            row = _by_jax(graph.producers[t], tensor) if label is None else label.tensor
+            rows.append(replace(row, bytes=tensor.bytes))
     return rows, constant_bytes
 
 
@@ -390,16 +352,20 @@ def _saved(function: Callable[..., list[Array]], differentiated: Sequence[int]) 
     return saved
 
 
-def _row(op: Operator, label: Label | None, aval: AbstractArray, size: int) -> StoredTensor:
-    if label is None:
-        path = re.sub(r"\w+\(\)/?|\b\w+\(([^()]*)\)", r"\1", op.path)  # jvp(Net)/Conv_0 -> Net/Conv_0
-        producer = "/".join(filter(None, (path, op.label)))
-        return StoredTensor(producer, tuple(aval.shape), str(aval.dtype), "vjp", size)
-    storage = by_word(label.codec).name
-    return StoredTensor(label.producer, label.shape, label.dtype, storage, size, label.readers, label.otherwise)
+def _by_jax(op: Operator, tensor: Tensor) -> StoredTensor:
+    """Return a tensor that JAX saves by itself."""
+    path = re.sub(r"\w+\(\)/?|\b\w+\(([^()]*)\)", r"\1", op.path)  # jvp(Net)/Conv_0 -> Net/Conv_0
+    producer = "/".join(filter(None, (path, op.label)))
+    return StoredTensor(producer, tensor.shape, str(tensor.dtype), "vjp", tensor.bytes)
 
 
-def _label(equation: Equation, position: int) -> Label | None:
+def _label(graph: Graph, t: TensorNumber) -> Label | None:
+    """Return the label of a tensor of a program, if it has one."""
+    op = graph.producers.get(t)
+    return None if op is None else _label_of(op.equation, op.outputs.index(t))
+
+
+def _label_of(equation: Equation, position: int) -> Label | None:
     """The stash label of an equation's output, looked up inside ``scan`` and other programs if need be."""
     if equation.primitive.name == "name":
         return parse_label(str(equation.params["name"]))
@@ -409,7 +375,7 @@ def _label(equation: Equation, position: int) -> Label | None:
     inner = body.outvars[position]
     for eqn in body.eqns:
         if inner in eqn.outvars:
-            return _label(eqn, eqn.outvars.index(inner))
+            return _label_of(eqn, eqn.outvars.index(inner))
     return None
 
 

@@ -9,8 +9,9 @@ The pieces of an array are tensors of their own, so that stages may be cut betwe
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import posixpath
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax import core, lax
@@ -48,6 +49,46 @@ def scan_operands(op: Operator) -> tuple[int, int, list[TensorNumber | None]]:
     results = zip(op.equation.outvars, body.outvars, strict=True)
     carried = sum(len(v.aval.shape) == len(inner.aval.shape) for v, inner in results)
     return fixed - carried, carried, op.operands
+
+
+@dataclass(frozen=True)
+class StackedScan:
+    """The scan at a position among the operators of a program, its iterations, and the inputs that it runs over."""
+
+    operator: int
+    length: int
+    inputs: frozenset[TensorNumber]
+
+
+def stacked_scans(graph: Graph, inputs: Collection[TensorNumber]) -> list[StackedScan]:
+    """Return the scans over the first axis of some inputs, as they are or element by element made of them."""
+    origin = {t: t for t in inputs}
+    scans: list[StackedScan] = []
+    for k, op in enumerate(graph.operators):
+        if op.name == "scan":
+            consts, carried, names = scan_operands(op)
+            over = frozenset(origin[t] for t in names[consts + carried :] if t is not None and t in origin)
+            scans += [StackedScan(k, op.params["length"], over)] if over else []
+        elif op.equation is None:
+            origin.update((new, origin[old]) for old, new in zip(op.inputs, op.outputs, strict=True) if old in origin)
+        elif len(op.inputs) == len(op.outputs) == 1 and op.inputs[0] in origin:
+            same = graph.tensors[op.inputs[0]].shape[:1] == graph.tensors[op.outputs[0]].shape[:1]
+            if same:
+                origin[op.outputs[0]] = origin[op.inputs[0]]
+    return scans
+
+
+def with_layer_paths(graph: Graph, names: Mapping[TensorNumber, str]) -> Graph:
+    """Return a program whose scans over named inputs have the path of the module that holds all of these.
+
+    JAX knows the module that calls a scan, not the layers that it runs.
+    """
+    operators = list(graph.operators)
+    for scan in stacked_scans(graph, names):
+        op = operators[scan.operator]
+        module = posixpath.commonpath([posixpath.dirname(names[t]) for t in scan.inputs])
+        operators[scan.operator] = replace(op, path=inside(op.path, module))
+    return replace(graph, operators=tuple(operators))
 
 
 class MixedRowsError(Exception):

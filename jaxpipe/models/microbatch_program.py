@@ -14,9 +14,8 @@ from jaxpipe.graph import sharding_annotations
 from jaxpipe.graph.graph import Graph, behind_rules, dependents, is_differentiable, read_graph
 from jaxpipe.graph.operator_order import parameter_work_in_place
 from jaxpipe.graph.sharding_annotations import Annotations
-from jaxpipe.graph.split_scan import MixedRowsError, split_rows
+from jaxpipe.graph.split_scan import MixedRowsError, split_rows, with_layer_paths
 from jaxpipe.graph.stacked_layers import Stacks
-from jaxpipe.graph.stacked_scans import with_layer_paths
 from jaxpipe.models import joined_replicas
 from jaxpipe.models.bound_model import BoundModel, UserFunction
 from jaxpipe.models.check_arguments import check_predicted, returned_parts

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from jaxpipe.errors import PartitionError
-from jaxpipe.graph.split_scan import MixedRowsError, WholeStackError, split_rows
+from jaxpipe.graph.split_scan import MixedRowsError, StackedScan, WholeStackError, split_rows, stacked_scans
 from jaxpipe.graph.stacked_layers import Stacks, groups_of_rows
-from jaxpipe.graph.stacked_scans import StackedScan, stacked_scans
 from jaxpipe.models.bound_model import BoundModel, unstack
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 

@@ -289,7 +289,7 @@ def default_plan(
     """
     held = frozenset(held)
     graph = backward_graph.graph
-    products = _short_products(graph) if current().runs_early else _products_that_free_most(graph, rerun_share)
+    products = _products_run_again(graph, rerun_share)
     capacities = room(graph)
     codecs = {t: (op.policy or policy).at(op.path) for op in graph.operators for t in op.outputs}
     dense = set(held)
@@ -530,33 +530,26 @@ def _rerun_cost(graph: Graph, op: Operator, on_cpu: bool) -> int | None:
     return 0 if is_product(op) else cost
 
 
-def _short_products(graph: Graph) -> set[Operator]:
-    """The products with the shortest contractions, as many as take ``RERUN_SHARE`` of the time of all."""
-    products = [op for op in graph.operators if is_product(op)]
-    work = {op: product_work(op) for op in products}
-    left = RERUN_SHARE * sum(work.values())
-    chosen = set()
-    for op in sorted(products, key=lambda op: contraction(op.equation)):
-        left -= work[op]
-        if left < 0:
-            break
-        chosen.add(op)
-    return chosen
+def _products_run_again(graph: Graph, gpu_share: float) -> set[Operator]:
+    """The products that may be run again, as many as a share of the time of all allows.
 
-
-def _products_that_free_most(graph: Graph, share: float) -> set[Operator]:
-    """The products that take a GPU least time for each byte of their results, as many as a share of the time allows.
-
-    Of equals the largest, so that few are run again, and then the first of the program, which are run again last, when
-    most else has been freed.
+    On a CPU those with the shortest contractions. A GPU takes those that take it least time for each byte of their
+    results; of equals the largest, so that few are run again, and then the first of the program, which are run again
+    last, when most else has been freed.
     """
-    products = [op for op in graph.operators if is_product(op)]
-    work = {op: gpu_product_work(op) for op in products}
+    products, on_cpu = [op for op in graph.operators if is_product(op)], current().runs_early
+    work = {op: product_work(op) if on_cpu else gpu_product_work(op) for op in products}
     size = {op: sum(graph.tensors[t].bytes for t in op.outputs) for op in products}
-    left = share * sum(work.values())
+
+    def rank(op: Operator) -> tuple[float, int]:
+        return (contraction(op.equation), 0) if on_cpu else (work[op] / max(1, size[op]), -size[op])
+
+    left = (RERUN_SHARE if on_cpu else gpu_share) * sum(work.values())
     chosen = set()
-    for op in sorted(products, key=lambda op: (work[op] / max(1, size[op]), -size[op])):
+    for op in sorted(products, key=rank):
         if work[op] <= left:
             left -= work[op]
             chosen.add(op)
+        elif on_cpu:
+            break
     return chosen

@@ -28,7 +28,7 @@ _MATRIX = 2
 _IMAGES = 4
 
 
-def peak_bytes(function: Callable[..., Any], *avals: Any, donated: Any = ()) -> int:
+def peak_bytes(function: Callable[..., Any], *avals: Any) -> int:
     """Bytes reserved while a function runs; its arguments are not counted, its results are.
 
     A model of what XLA does: elementwise operators are fused into their readers, so that only some tensors are ever
@@ -37,14 +37,8 @@ def peak_bytes(function: Callable[..., Any], *avals: Any, donated: Any = ()) -> 
     kernels read, if it is costly or computed from much more than its own bytes.
     A written tensor lives from its operator to the last written tensor that is computed from it. The branches of a
     conditional are programs of their own, whose tensors live only inside, but for what they return.
-
-    Args:
-      donated: shapes of its last argument, if it may write over it results that are computed from it element by
-        element (sums, say); such results are not counted, and happen as soon as they can.
     """
-    leaves = jax.tree.leaves(donated)
-    graph = read_graph(jax.make_jaxpr(function)(*avals, *([donated] if leaves else [])))
-    return reserved_bytes(lifetimes(graph, graph.inputs[len(graph.inputs) - len(leaves) :]))
+    return reserved_bytes(lifetimes(read_graph(jax.make_jaxpr(function)(*avals))))
 
 
 def temporary_bytes(graph: Graph, donated: Sequence[TensorNumber] = ()) -> int:
@@ -70,10 +64,10 @@ def temporary_bytes(graph: Graph, donated: Sequence[TensorNumber] = ()) -> int:
     return reserved_bytes(in_memory(temporaries, current().rates.on_chip))
 
 
-def lifetimes(graph: Graph, donated: Sequence[TensorNumber] = ()) -> list[Buffer]:
-    """The buffers of a program whose operators run in order; none for what is written over donated inputs."""
+def lifetimes(graph: Graph) -> list[Buffer]:
+    """The buffers of a program whose operators run in order."""
     alive = _Lifetimes()
-    for buffer in alive.run(graph, donated):
+    for buffer in alive.run(graph):
         if buffer is not None:
             buffer.end = alive.clock
     return alive.buffers

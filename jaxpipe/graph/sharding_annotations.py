@@ -116,37 +116,30 @@ def with_axes(
 
 def _in_mesh(function: Callable[[], T], shape: Mapping[str, int] | None, explicit: list[str]) -> T:
     """Call a function in the context of a mesh of automatic axes, or of ``explicit`` ones if it needs them."""
+    mesh = _callers_mesh.get()
+    axes, device = {**({} if mesh is None else mesh.shape), **(shape or {})}, getattr(mesh, "abstract_device", None)
     if not explicit:
         try:
-            return _in_automatic(function, shape)
+            return _with_missing(function, dict(axes), lambda known: _in_context(known, device))
         except ValueError as error:
             if not any(text in str(error) for text in _NEEDS_EXPLICIT):
                 raise
-    axes = dict.fromkeys(explicit or _known_axes(shape), 1)
-    result = _with_missing(function, axes, lambda: _compat.explicit_axes(axes))
+    axes = dict.fromkeys(explicit or axes, 1)
+    result = _with_missing(function, axes, _compat.explicit_axes)
     explicit[:] = axes
     return result
 
 
-def _known_axes(shape: Mapping[str, int] | None) -> dict[str, int]:
-    """The axes of the caller's mesh and of a stage, and their sizes."""
-    mesh = _callers_mesh.get()
-    return {**({} if mesh is None else mesh.shape), **(shape or {})}
-
-
-def _in_automatic(function: Callable[[], T], shape: Mapping[str, int] | None) -> T:
-    axes, device = _known_axes(shape), getattr(_callers_mesh.get(), "abstract_device", None)
-    return _with_missing(function, axes, lambda: _in_context(axes, device))
-
-
 def _with_missing(
-    function: Callable[[], T], axes: dict[str, int], context: Callable[[], contextlib.AbstractContextManager[object]]
+    function: Callable[[], T],
+    axes: dict[str, int],
+    context: Callable[[dict[str, int]], contextlib.AbstractContextManager[object]],
 ) -> T:
     """Call a function in a context of axes, to which others of size 1 are added as JAX misses them."""
     without_mesh = False
     while True:
         try:
-            with context():
+            with context(axes):
                 return function()
         except (RuntimeError, ValueError) as error:
             refused = next((why for text, why in _REFUSED.items() if text in str(error)), None)

@@ -18,13 +18,15 @@ from jaxpipe.array_types import Array, PyTree, TensorNumber
 from jaxpipe.errors import DifferentiationError, ModelError
 from jaxpipe.graph.allowed_codecs import Codecs, Policy, parse, warn_unused
 from jaxpipe.graph.graph import ENCODED_MARK, Graph, read_graph
+from jaxpipe.graph.rules import differs_from_jax
 from jaxpipe.graph.save_policy import SavePolicy
 from jaxpipe.models import purify_linen
 from jaxpipe.models.decorated_class import twin_class
 from jaxpipe.models.purify_nnx import PureCall, purify, root_scope
+from jaxpipe.residuals.checkpointed_passes import CheckpointedPasses
 from jaxpipe.residuals.chosen_storage import DecoratedProgram, Passes, current_choices
-from jaxpipe.residuals.default_passes import default_passes
-from jaxpipe.targets.building import building_for, target_of_values
+from jaxpipe.residuals.stored_passes import StoredPasses
+from jaxpipe.targets.building import building_for, current, target_of_values
 from jaxpipe.targets.target import Target
 
 
@@ -209,7 +211,7 @@ def _encoded_function(
         wrt = tuple(t for t, moves in zip(graph.inputs, perturbed, strict=True) if moves)
         differentiated = DecoratedProgram(program, graph, wrt, policy, kept_alive | (set(graph.inputs) - set(wrt)))
         if choices is None:
-            return default_passes(differentiated), wrt
+            return _default_passes(differentiated), wrt
         return choices.passes(differentiated), wrt
 
     @jax.custom_vjp
@@ -230,6 +232,21 @@ def _encoded_function(
 
     encoded.defvjp(encoded_forward, encoded_backward, symbolic_zeros=True)
     return encoded
+
+
+def _default_passes(program: DecoratedProgram) -> Passes:
+    """Return passes with default storage, or JAX's own where XLA keeps all that these save beside the memory."""
+    by_jax = not any(map(differs_from_jax, program.graph.operators))
+    if by_jax and _plain_bytes(program) <= current().rates.on_chip:
+        return CheckpointedPasses(program, (), jax.checkpoint_policies.everything_saveable)
+    return StoredPasses(program.default, labelled=True)
+
+
+def _plain_bytes(program: DecoratedProgram) -> int:
+    """Return about the bytes that JAX saves of a program: all that its backward pass reads, as it is."""
+    graph = program.backward_graph.graph
+    available = graph.derived_from_parameters | program.held
+    return sum(graph.tensors[t].bytes for t in program.backward_graph.needs if t not in available)
 
 
 @jax.custom_jvp

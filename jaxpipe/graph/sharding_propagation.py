@@ -15,8 +15,8 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import _compat
-from jaxpipe.array_types import AnyJaxpr, Atom, Equation, TensorNumber
-from jaxpipe.graph.graph import Graph
+from jaxpipe.array_types import AnyJaxpr, Equation, TensorNumber
+from jaxpipe.graph.graph import Graph, Operator, read_graph
 from jaxpipe.graph.kept_dimensions import RULES as KEPT_BY_RULE
 from jaxpipe.graph.kept_dimensions import kept_dimensions
 from jaxpipe.graph.primitives import CONTROL
@@ -48,23 +48,12 @@ def propagate(graph: Graph, given: Mapping[TensorNumber, P], shape: Mapping[str,
     """
     if not shape:
         return Propagated({}, {})
-    rules = _Rules(shape)
-    splits = {t: axes_by_dimension(given.get(t, P()), len(graph.tensors[t].shape)) for t in graph.inputs}
-    splits |= {t: _unsplit(graph.tensors[t].shape) for t in graph.constants}
-    products = {}
+    given_splits = [axes_by_dimension(given.get(t, P()), len(graph.tensors[t].shape)) for t in graph.inputs]
+    splits, products = _splits(graph, given_splits, shape), {}
     for k, op in enumerate(graph.operators):
-        operands = [splits[t] for t in op.inputs]
-        if op.equation is None:
-            results: Sequence[Split] = operands
-        else:
-            read = iter(operands)
-            atoms = op.equation.invars
-            whole = [_unsplit(a.aval.shape) if _compat.is_literal(a) else next(read) for a in atoms]
-            results = rules.equation(op.equation, whole)
-            inside = {axis for split in (*operands, *results) for axes in split for axis in axes}
-            if inside:
-                products[k] = tuple(axis for axis in shape if axis in inside)
-        splits.update(zip(op.outputs, results, strict=True))
+        inside = {axis for t in (*op.inputs, *op.outputs) for axes in splits[t] for axis in axes}
+        if inside and op.equation is not None:
+            products[k] = tuple(axis for axis in shape if axis in inside)
     return Propagated({t: spec_of(split) for t, split in splits.items() if any(split)}, products)
 
 
@@ -79,74 +68,77 @@ def of_one_device(graph: Graph, specs: Mapping[TensorNumber, P], shape: Mapping[
     return replace(graph, tensors=tuple(tensors))
 
 
-@dataclass(frozen=True)
-class _Rules:
-    """Propagation rules, by primitive, for mesh axes of some sizes."""
-
-    shape: Mapping[str, int]
-
-    def equation(self, eqn: Equation, operands: Sequence[Split]) -> list[Split]:
-        """Return the splits of an equation's results."""
-        name = eqn.primitive.name
-        shapes = [v.aval.shape for v in eqn.outvars]
-        inner = () if name in KEPT_BY_RULE else _compat.inner_programs(eqn)
-        if name in _RULES:
-            results = _RULES[name](eqn, operands)
-        elif name in CONTROL:
-            results = self._control(eqn, operands)
-        elif len(inner) >= 1 and len(_compat.open_jaxpr(inner[0])[0].invars) == len(operands):
-            results = self.program(inner[0], operands)
+def _splits(graph: Graph, given: Sequence[Split], shape: Mapping[str, int]) -> dict[TensorNumber, Split]:
+    """Return the splits of all tensors of a graph, from those of its inputs."""
+    splits = {t: _unsplit(graph.tensors[t].shape) for t in graph.constants}
+    splits |= zip(graph.inputs, given, strict=True)
+    for op in graph.operators:
+        if op.equation is None:
+            results: Sequence[Split] = [splits[t] for t in op.inputs]
         else:
-            results = [self._kept(eqn, operands, out) for out in shapes]
-        return [self._valid(split, out) for split, out in zip(results, shapes, strict=True)]
+            atoms = zip(op.equation.invars, op.operands, strict=True)
+            results = _results(op, [_unsplit(a.aval.shape) if t is None else splits[t] for a, t in atoms], shape)
+        splits |= zip(op.outputs, results, strict=True)
+    return splits
 
-    def program(self, program: AnyJaxpr, operands: Sequence[Split]) -> list[Split]:
-        """Return the splits of the results of a program in an equation."""
-        jaxpr, _ = _compat.open_jaxpr(program)
-        splits: dict[Atom, Split] = {v: _unsplit(v.aval.shape) for v in jaxpr.constvars}
-        splits |= zip(jaxpr.invars, operands, strict=True)
 
-        def read(atom: Atom) -> Split:
-            return _unsplit(atom.aval.shape) if _compat.is_literal(atom) else splits[atom]
+def _results(op: Operator, operands: Sequence[Split], shape: Mapping[str, int]) -> list[Split]:
+    """Return the splits of an operator's results."""
+    shapes = [v.aval.shape for v in op.equation.outvars]
+    inner = () if op.name in KEPT_BY_RULE else _compat.inner_programs(op.equation)
+    if op.name in _RULES:
+        results = _RULES[op.name](op.equation, operands)
+    elif op.name in CONTROL:
+        results = _control(op, operands, shape)
+    elif len(inner) >= 1 and len(_compat.open_jaxpr(inner[0])[0].invars) == len(operands):
+        results = _of_program(inner[0], operands, shape)
+    else:
+        results = [_kept(op.equation, operands, out) for out in shapes]
+    return [_valid(split, out, shape) for split, out in zip(results, shapes, strict=True)]
 
-        for eqn in jaxpr.eqns:
-            splits |= zip(eqn.outvars, self.equation(eqn, list(map(read, eqn.invars))), strict=True)
-        return list(map(read, jaxpr.outvars))
 
-    def _control(self, eqn: Equation, operands: Sequence[Split]) -> list[Split]:
-        params, name = eqn.params, eqn.primitive.name
-        if name == "cond":
-            return self.program(params["branches"][0], operands[1:])
-        if name == "while":
-            first = params["cond_nconsts"]
-            return self.program(params["body_jaxpr"], operands[first:])
-        body = _compat.open_jaxpr(params["jaxpr"])[0]
-        rows = [split[len(split) - len(v.aval.shape) :] for split, v in zip(operands, body.invars, strict=True)]
-        results = self.program(params["jaxpr"], rows)
-        stacked = [len(v.aval.shape) for v in eqn.outvars]
-        return [((),) * (n - len(split)) + split for n, split in zip(stacked, results, strict=True)]
+def _of_program(program: AnyJaxpr, operands: Sequence[Split], shape: Mapping[str, int]) -> list[Split]:
+    """Return the splits of the results of a program in an operator."""
+    graph = read_graph(program)
+    splits = _splits(graph, operands, shape)
+    return [splits[t] for t in graph.outputs]
 
-    def _kept(self, eqn: Equation, operands: Sequence[Split], shape: tuple[int, ...]) -> Split:
-        """The split of a result, by the dimensions of operands that it has."""
-        shapes = [atom.aval.shape for atom in eqn.invars]
-        kept = kept_dimensions(eqn.primitive.name, eqn.params, shapes, shape)
-        split = dict[int, tuple[str, ...]]()
-        for axes_of, dimensions in zip(operands, kept, strict=False):
-            for d, to in dimensions.items():
-                split[to] = split.get(to) or axes_of[d]
-        return tuple(split.get(d, ()) for d in range(len(shape)))
 
-    def _valid(self, split: Split, shape: tuple[int, ...]) -> Split:
-        """Leave out axes that split another dimension already, or do not divide their dimension."""
-        used: set[str] = set()
-        valid = []
-        for axes, size in zip(split, shape, strict=True):
-            fresh = tuple(axis for axis in axes if axis not in used and axis in self.shape)
-            if size % math.prod(self.shape[axis] for axis in fresh):
-                fresh = ()
-            used.update(fresh)
-            valid.append(fresh)
-        return tuple(valid)
+def _control(op: Operator, operands: Sequence[Split], shape: Mapping[str, int]) -> list[Split]:
+    params = op.params
+    if op.name == "cond":
+        return _of_program(params["branches"][0], operands[1:], shape)
+    if op.name == "while":
+        return _of_program(params["body_jaxpr"], operands[params["cond_nconsts"] :], shape)
+    body = _compat.open_jaxpr(params["jaxpr"])[0]
+    rows = [split[len(split) - len(v.aval.shape) :] for split, v in zip(operands, body.invars, strict=True)]
+    results = _of_program(params["jaxpr"], rows, shape)
+    stacked = [len(v.aval.shape) for v in op.equation.outvars]
+    return [((),) * (n - len(split)) + split for n, split in zip(stacked, results, strict=True)]
+
+
+def _kept(eqn: Equation, operands: Sequence[Split], result: tuple[int, ...]) -> Split:
+    """The split of a result, by the dimensions of operands that it has."""
+    shapes = [atom.aval.shape for atom in eqn.invars]
+    split = dict[int, tuple[str, ...]]()
+    kept = kept_dimensions(eqn.primitive.name, eqn.params, shapes, result)
+    for axes_of, dimensions in zip(operands, kept, strict=False):
+        for d, to in dimensions.items():
+            split[to] = split.get(to) or axes_of[d]
+    return tuple(split.get(d, ()) for d in range(len(result)))
+
+
+def _valid(split: Split, result: tuple[int, ...], shape: Mapping[str, int]) -> Split:
+    """Leave out axes that split another dimension already, or do not divide their dimension."""
+    used: set[str] = set()
+    valid = []
+    for axes, size in zip(split, result, strict=True):
+        fresh = tuple(axis for axis in axes if axis not in used and axis in shape)
+        if size % math.prod(shape[axis] for axis in fresh):
+            fresh = ()
+        used.update(fresh)
+        valid.append(fresh)
+    return tuple(valid)
 
 
 def _unsplit(shape: Sequence[int]) -> Split:

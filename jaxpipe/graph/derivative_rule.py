@@ -126,18 +126,15 @@ def by_rule(
 ) -> Halves:
     """Return the halves of an operator's VJP by a rule; arguments as ``differentiate`` has them."""
     equation = _compat.without_scope(op.equation)
-    numbers = [atom.val if _compat.is_literal(atom) else None for atom in equation.invars]
 
     def forward(*operands: Array) -> tuple[Sequence[Array], Sequence[Array]]:
-        given = iter(operands)
-        values = [next(given) if number is None else number for number in numbers]
-        results = _compat.evaluate_equation(equation, operands)
+        values, results = _compat.all_operands(equation, operands), _compat.evaluate_equation(equation, operands)
         return results, _list(equation, "keep", rule.keep(equation, values, results))
 
     def backward(kept: Sequence[Array], cotangents: Sequence[Array | None]) -> list[Array | None]:
         gradients = _list(equation, "backward", rule.backward(equation, kept, cotangents))
         _check(equation, gradients)
-        return [g for g, number in zip(gradients, numbers, strict=True) if number is None]
+        return _compat.without_literals(equation, gradients)
 
     return from_rule(forward, backward, avals, varied, useful, traced_in=traced_in)
 

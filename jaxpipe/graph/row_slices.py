@@ -250,9 +250,7 @@ def _run(op: Operator, step: _Step, values: Sequence[Array], count: int) -> Sequ
     (name, place), equation = step.length, op.equation
     lengths = list(op.params[name])
     lengths[place] //= count
-    numbers = iter(values)
-    operands = [atom.val if _compat.is_literal(atom) else next(numbers) for atom in equation.invars]
-    result = equation.primitive.bind(*operands, **{**op.params, name: tuple(lengths)})
+    result = equation.primitive.bind(*_compat.all_operands(equation, values), **{**op.params, name: tuple(lengths)})
     return result if equation.primitive.multiple_results else [result]
 
 

@@ -268,12 +268,9 @@ def without_annotations(op: Operator, avals: Sequence[AbstractArray]) -> Operato
         return replace(op, equation=None)
     if op.equation is None or not _annotates(op.equation):
         return op
-    rewriter, given = _Rewriter({}), [not _compat.is_literal(atom) for atom in op.equation.invars]
 
     def run(*operands: Array) -> Sequence[Array]:
-        values = iter(operands)
-        atoms = zip(op.equation.invars, given, strict=True)
-        return rewriter.apply(op.equation, [next(values) if is_given else atom.val for atom, is_given in atoms])
+        return _Rewriter({}).apply(op.equation, _compat.all_operands(op.equation, operands))
 
     (equation,) = _compat.open_jaxpr(jax.make_jaxpr(jax.jit(run))(*avals))[0].eqns
     return replace(op, equation=equation)
@@ -334,9 +331,7 @@ def evaluate(eqn: Equation, operands: Sequence[Array], shape: Mapping[str, int])
     """Evaluate an equation on the operands that are not literals; in the context of a mesh, as if traced in it."""
     if jax.sharding.get_abstract_mesh().empty:
         return _compat.evaluate_equation(eqn, operands)
-    given = iter(operands)
-    values = [atom.val if _compat.is_literal(atom) else next(given) for atom in eqn.invars]
-    return list(_Rewriter(shape).apply(eqn, values))
+    return list(_Rewriter(shape).apply(eqn, _compat.all_operands(eqn, operands)))
 
 
 @dataclass(frozen=True)
@@ -414,8 +409,7 @@ class _Rewriter:
                     given = list(operands[: len(values)])
                     for k, x in zip(varied, changed, strict=True):
                         given[k] = x
-                    atoms = zip(eqn.invars, given, strict=True)
-                    return _compat.evaluate_equation(eqn, [x for a, x in atoms if not _compat.is_literal(a)])
+                    return _compat.evaluate_equation(eqn, _compat.without_literals(eqn, given))
 
                 return jax.jvp(primal, [operands[k] for k in varied], list(operands[len(values) :]))
 

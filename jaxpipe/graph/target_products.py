@@ -60,10 +60,7 @@ def for_target(closed: ClosedJaxpr, may_cut: bool) -> ClosedJaxpr:
             return atom.val if _compat.is_literal(atom) else env[atom]
 
         for eqn, form in zip(jaxpr.eqns, forms, strict=True):
-            if form is not None:
-                results = form(*(read(a) for a in eqn.invars))
-            else:
-                results = _compat.evaluate_equation(eqn, [read(a) for a in eqn.invars if not _compat.is_literal(a)])
+            results = (form or functools.partial(_as_it_is, eqn))(*map(read, eqn.invars))
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(a) for a in jaxpr.outvars]
 
@@ -95,14 +92,11 @@ def _with_inner_form(eqn: Equation) -> Form | None:
     if other is closed:
         return None
     params = {**eqn.params, "jaxpr": other if closed is inner else _compat.open_jaxpr(other)[0]}
-    changed = eqn.replace(params=params)
-    literal = [_compat.is_literal(atom) for atom in eqn.invars]
+    return functools.partial(_as_it_is, eqn.replace(params=params))
 
-    def run(*operands: Array) -> Sequence[Array]:
-        values = [x for x, known in zip(operands, literal, strict=True) if not known]
-        return _compat.evaluate_equation(changed, values)
 
-    return run
+def _as_it_is(eqn: Equation, *operands: Array) -> Sequence[Array]:
+    return _compat.evaluate_equation(eqn, _compat.without_literals(eqn, operands))
 
 
 def _in_order(rank: int) -> lax.ConvDimensionNumbers:

@@ -14,6 +14,7 @@ from jaxpipe.graph.graph import Graph, Operator, read_graph
 from jaxpipe.graph.op_cost import COMPUTE_AGAIN
 from jaxpipe.graph.operator_vjp import writes_zeros
 from jaxpipe.graph.primitives import ADDITIONS, ALIASES, COSTLY, ELEMENTWISE, MOVING, READ_BY_PRODUCTS, REDUCTIONS
+from jaxpipe.graph.reverse_walk import closure
 from jaxpipe.targets.building import current
 
 
@@ -53,14 +54,9 @@ def temporary_bytes(graph: Graph, donated: Sequence[TensorNumber] = ()) -> int:
     """
     alive = _Lifetimes()
     taken = donated if current().runs_early else ()
-    pending = [buffer for buffer in alive.run(graph, taken, results_early=True) if buffer is not None]
-    results: set[int] = set()
-    while pending:
-        buffer = pending.pop()
-        if id(buffer) not in results:
-            results.add(id(buffer))
-            pending += alive.below.get(id(buffer), [])
-    temporaries = [buffer for buffer in alive.buffers if id(buffer) not in results]
+    written = [buffer for buffer in alive.run(graph, taken, results_early=True) if buffer is not None]
+    results = closure(written, lambda buffer: alive.below.get(buffer, ()))
+    temporaries = [buffer for buffer in alive.buffers if buffer not in results]
     return reserved_bytes(in_memory(temporaries, current().rates.on_chip))
 
 
@@ -79,7 +75,7 @@ class _Lifetimes:
     def __init__(self) -> None:
         self.clock = 0
         self.buffers: list[Buffer] = []
-        self.below: dict[int, list[Buffer]] = {}  # by buffer, that in whose place it is written
+        self.below: dict[Buffer, list[Buffer]] = {}  # by buffer, that in whose place it is written
 
     def run(
         self, graph: Graph, donated: Sequence[TensorNumber] = (), results_early: bool = False
@@ -112,7 +108,7 @@ class _Lifetimes:
                 same = [u for u in over if buffers[u].bytes == buffers[t].bytes]
                 if same:  # it is written where what nobody else reads any more was
                     buffers[same[0]].end = begins[k] - 1
-                    self.below.setdefault(id(buffers[t]), []).append(buffers[same[0]])
+                    self.below.setdefault(buffers[t], []).append(buffers[same[0]])
         return [buffers.get(t) for t in outputs]
 
     def _new(self, size: int) -> Buffer:

@@ -39,3 +39,19 @@ def needed(
             values.update(v for v in reads if v not in known)
             kept.append(item)
     return tuple(reversed(kept)), values
+
+
+def closure(values: Iterable[Value], following: Callable[[Value], Iterable[Value]]) -> dict[Value, None]:
+    """Return values and all that follow from them, each once.
+
+    Example:
+      >>> list(closure([6], lambda n: [n // 2] if n % 2 == 0 else []))
+      [6, 3]
+    """
+    found, pending = dict[Value, None](), list(values)
+    while pending:
+        value = pending.pop()
+        if value not in found:
+            found[value] = None
+            pending.extend(following(value))
+    return found

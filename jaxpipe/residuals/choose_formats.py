@@ -20,6 +20,7 @@ from jaxpipe.graph.codec import Codec, Demand, SavedTensor
 from jaxpipe.graph.graph import Graph, Operator, element_bits
 from jaxpipe.graph.op_cost import contraction, gpu_product_work, is_product, product_work, rerun_work
 from jaxpipe.graph.primitives import ADDITIONS, ELEMENTWISE, ORDERINGS, VIEWS
+from jaxpipe.graph.reverse_walk import closure
 from jaxpipe.residuals.backward_graph import BackwardGraph
 from jaxpipe.residuals.codecs import allowed
 from jaxpipe.residuals.codecs.compaction import SparseCodec
@@ -231,26 +232,22 @@ def check_plan(backward_graph: BackwardGraph, plan: ResidualPlan) -> None:
     graph = backward_graph.graph
     producers = graph.producers
     available = graph.derived_from_parameters
-    touched: set[TensorNumber] = set()
-    pending = list(backward_graph.needs)
-    while pending:
-        t = pending.pop()
-        if t in touched or t in available:
-            continue
-        touched.add(t)
+
+    def sources(t: TensorNumber) -> list[TensorNumber]:
         fmt = plan.formats.get(t)
         if fmt is None:
             raise ValueError(f"storage plan: the backward pass needs tensor %{t}, for which there is no choice.")
         if isinstance(fmt, Codec) and not fmt.may_overflow:
-            continue
+            return []
         producer = producers.get(t)
         if producer is None or producer.has_effects:
             raise ValueError(
                 f"storage plan: tensor %{t} is to be {'' if plan.is_stored(t) else 're'}computed, but it is "
                 f"{'an input' if producer is None else 'the result of an operator with side effects'}; store it."
             )
-        if not plan.is_stored(t):
-            pending.extend(producer.inputs)
+        return [] if plan.is_stored(t) else _sources(producer, available)
+
+    touched = set(closure((t for t in backward_graph.needs if t not in available), sources))
     derivations = Derivations(graph)
     for t in plan.uncertain:
         program, leaves = derivations.fallback(t, plan, available)
@@ -354,13 +351,9 @@ def _cut_plan(
     needs = [t for t in backward_graph.needs if t not in available]
     price = {}
     extra = frozenset() if current().runs_early else _behind_products(graph, available)
-    pending = list(needs)
-    while pending:
-        t = pending.pop()
-        if t not in price:
-            size = stored_bytes(graph.tensors[t], format_of(t))
-            price[t] = 0 if t in held else size + (size >> _ANOTHER_ARRAY if t in extra else 0)
-            pending.extend(_sources(derivation.get(t), available))
+    for t in closure(needs, lambda t: _sources(derivation.get(t), available)):
+        size = stored_bytes(graph.tensors[t], format_of(t))
+        price[t] = 0 if t in held else size + (size >> _ANOTHER_ARRAY if t in extra else 0)
     cut = minimum_cut(price, {t: _sources(derivation.get(t), available) for t in price if t in derivation}, needs)
     stored = {_input_seen(t, graph, derivation, price) for t in cut}
 
@@ -391,17 +384,13 @@ def derived_from(
 ) -> ResidualPlan:
     """Return the formats given, and the rest by the operators given, as far as the backward pass needs them."""
     available = backward_graph.graph.derived_from_parameters
+    needs = (t for t in backward_graph.needs if t not in available)
     chosen: dict[TensorNumber, Format] = {}
-    pending = [t for t in backward_graph.needs if t not in available]
-    while pending:
-        t = pending.pop()
-        if t in chosen:
-            continue
+    for t in closure(needs, lambda t: [] if t in stored else _sources(derivation[t], available)):
         if t in stored:
             chosen[t] = stored[t]
         else:
             chosen[t] = Derived.ALIAS if derivation[t].name in VIEWS else Derived.RECOMPUTE
-            pending.extend(_sources(derivation[t], available))
     return ResidualPlan(dict(sorted(chosen.items())))
 
 

@@ -61,11 +61,6 @@ class Rematerializer:
         if barriers and current().order == "grouped":
             self.zero = _compat.hidden_zero([*parameters.values(), *itertools.chain.from_iterable(stash.values())])
 
-    @property
-    def uses_barriers(self) -> bool:
-        """Return whether steps run behind barriers."""
-        return self.zero is not None
-
     def copy(self) -> "Rematerializer":
         """Return the same, for steps behind a barrier: what they rematerialize is lost outside."""
         other = copy.copy(self)
@@ -94,11 +89,11 @@ class Rematerializer:
         if missing:
             program, loads = self.sources(step, self.values)
             parts = {t: list(self._stash[t]) for t in loads}
-            if not self.uses_barriers:
+            if self.zero is None:
                 tied = iter(_compat.tie([part for t in loads for part in parts[t]], after))
                 parts = {t: [next(tied) for _ in parts[t]] for t in loads}
             for t in loads:
-                hidden = parts[t] if self.uses_barriers else [_compat.disguise(part, after) for part in parts[t]]
+                hidden = [_compat.disguise(part, after) for part in parts[t]] if self.zero is None else parts[t]
                 self.values[t] = self._restore(t, hidden)
                 if self._plan.formats[t] == KEEP:
                     (self._loaded[t],) = parts[t]

@@ -216,7 +216,7 @@ def run_backward(
     values = dict(zip(vjp.parameters, parameters, strict=True))
     rematerializer = Rematerializer(vjp.graph, vjp.plan, values, stored, barriers)
     kept = frozenset((*keep, *graph.wrt))
-    if rematerializer.uses_barriers:
+    if rematerializer.zero is not None:
         run_behind_barriers(graph, steps[::-1], received, rematerializer, kept)
         absorbed = frozenset()
     else:

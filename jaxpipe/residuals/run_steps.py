@@ -18,6 +18,7 @@ off what nobody waits for, and whatever writes more than it frees, for as long a
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,6 @@ from jaxpipe import _compat
 from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, restricted
 from jaxpipe.residuals.rematerialize import Rematerializer, is_heavy
-from jaxpipe.targets.building import current
 
 
 #: By input, what is returned in place of its cotangent: a function of it that is called once it is complete.
@@ -37,73 +37,79 @@ Absorb = Mapping[TensorNumber, Callable[[Array], Array]]
 _LATE = {"conv_general_dilated": 1, "dot_general": 8}
 
 
-def run_steps(
-    backward_graph: BackwardGraph,
-    steps: Sequence[BackwardOp],
-    received: dict[TensorNumber, Array],
-    rematerializer: Rematerializer,
-    absorb: Absorb,
-    keep: frozenset[TensorNumber],
-    weights: frozenset[TensorNumber],
-) -> frozenset[TensorNumber]:
-    """Run backward steps in the order given; returns the inputs whose cotangents have been absorbed.
+@dataclass
+class Walk:
+    """A backward pass, as far as it has come.
 
-    Args:
+    Attributes:
       backward_graph: the graph of the steps.
-      steps: in reverse order of the program.
       received: cotangents by tensor number; they change.
       rematerializer: gives the forward tensors that steps need.
-      absorb: what takes the place of some inputs' cotangents.
       keep: tensors whose cotangents stay.
+      absorb: what takes the place of some inputs' cotangents.
       weights: tensors that follow from parameters alone.
     """
-    if current().order == "joined":
-        return _JoinedWalk(backward_graph, received, rematerializer, absorb, keep, weights).run(steps)
-    for step in steps:
-        present = [t for t in step.cotangents_in if t in received]
-        if present:
-            needs = rematerializer.fetch(step, received[present[0]])
-            results = _evaluate(step, needs, _take(backward_graph, step, received, keep))
-            for t, value in zip(step.cotangents_out, results, strict=True):
-                _receive(received, t, value)
-    return frozenset()
+
+    backward_graph: BackwardGraph
+    received: dict[TensorNumber, Array]
+    rematerializer: Rematerializer
+    keep: frozenset[TensorNumber]
+    absorb: Absorb
+    weights: frozenset[TensorNumber]
+
+    def run(self, steps: Sequence[BackwardOp]) -> frozenset[TensorNumber]:
+        """Run steps, in reverse order of the program; returns the inputs whose cotangents have been absorbed."""
+        for step in steps:
+            if not self.received.keys().isdisjoint(step.cotangents_in):
+                for t, value in zip(step.cotangents_out, self.results(step), strict=True):
+                    self.receive(t, value)
+        return frozenset()
+
+    def results(self, step: BackwardOp) -> list[Array]:
+        """Run a step."""
+        needs = self.rematerializer.fetch(step, self.first_cotangent(step))
+        return _evaluate(step, needs, self.take(step))
+
+    def first_cotangent(self, step: BackwardOp) -> Array:
+        """Return the first of the cotangents that a step reads."""
+        return next(self.received[t] for t in step.cotangents_in if t in self.received)
+
+    def take(self, step: BackwardOp) -> list[Array]:
+        """Return the cotangents that a step reads, zeros for missing ones; remove those that are not kept."""
+        tensors, received = self.backward_graph.source.tensors, self.received
+        seeds = [received[t] if t in received else _compat.zeros(tensors[t].aval) for t in step.cotangents_in]
+        for t in set(step.cotangents_in) - self.keep:
+            received.pop(t, None)
+        return seeds
+
+    def receive(self, t: TensorNumber, value: Array) -> None:
+        """Add a cotangent of a tensor to those from other readers."""
+        self.received[t] = value if t not in self.received else jnp.add(self.received[t], value)
 
 
-class _JoinedWalk:
+@dataclass
+class JoinedWalk(Walk):
     """A backward pass on a GPU, as far as it has come.
 
     Attributes:
-      received: cotangents by tensor number.
       awaited: tensors whose cotangents the next barrier joins.
       late: products that come last, each with the values that it reads.
     """
 
-    def __init__(
-        self,
-        backward_graph: BackwardGraph,
-        received: dict[TensorNumber, Array],
-        rematerializer: Rematerializer,
-        absorb: Absorb,
-        keep: frozenset[TensorNumber],
-        weights: frozenset[TensorNumber],
-    ):
-        self._backward_graph, self._rematerializer, self._absorb = backward_graph, rematerializer, absorb
-        self._keep, self._weights = keep, weights
-        self.received = received
-        self.awaited: list[TensorNumber] = []
-        self.late: list[tuple[BackwardOp, list[Array]]] = []
+    awaited: list[TensorNumber] = field(default_factory=list)
+    late: list[tuple[BackwardOp, list[Array]]] = field(default_factory=list)
 
     def run(self, steps: Sequence[BackwardOp]) -> frozenset[TensorNumber]:
-        """Run all steps; returns the inputs whose cotangents have been absorbed."""
+        """Run all steps."""
         summands = Counter(t for step in steps for t in step.cotangents_out)
-        self._of_one_product = {t for t in self._backward_graph.wrt if summands[t] == 1}
-        pending = deque(_weights_first(steps, self._weights))
-        last = _last_steps(pending, self.received, self._absorb)
+        self._of_one_product = {t for t in self.backward_graph.wrt if summands[t] == 1}
+        pending = deque(_weights_first(steps, self.weights))
+        last = _last_steps(pending, self.received, self.absorb)
         self._completed: dict[int, list[TensorNumber]] = {}
         for t, step in last.items():
             self._completed.setdefault(id(step), []).append(t)
         first = list(self.received)
-        loaded = self._rematerializer.load(_light(pending), [self.received[t] for t in first])
+        loaded = self.rematerializer.load(_light(pending), [self.received[t] for t in first])
         self.received.update(zip(first, loaded, strict=True))
         while pending:
             step = pending.popleft()
@@ -117,48 +123,47 @@ class _JoinedWalk:
         return frozenset(last)
 
     def _run_light(self, step: BackwardOp) -> None:
-        needs = self._rematerializer.fetch(step, self._first_cotangent(step))
-        results = _evaluate(step, needs, self._take(step))
+        results = self.results(step)
         for t, value in zip(step.cotangents_out, results, strict=True):
-            if t in self.received or t in self._weights or len(results) > 1:
+            if t in self.received or t in self.weights or len(results) > 1:
                 self.awaited.append(t)
-            _receive(self.received, t, value)
+            self.receive(t, value)
         self._absorb_completed(step)
 
     def _run_product(self, step: BackwardOp, pending: deque[BackwardOp]) -> None:
         present = [t for t in step.cotangents_in if t in self.received]
-        loaded = self._rematerializer.load([step], [self.received[t] for t in present])
+        loaded = self.rematerializer.load([step], [self.received[t] for t in present])
         self.received.update(zip(present, loaded, strict=True))
-        needs = self._rematerializer.fetch(step, self._first_cotangent(step))
+        needs = self.rematerializer.fetch(step, self.first_cotangent(step))
         values = dict(zip(step.needs, needs, strict=True))
-        seeds = dict(zip(step.cotangents_in, self._take(step), strict=True))
+        seeds = dict(zip(step.cotangents_in, self.take(step), strict=True))
         results: list[tuple[TensorNumber, Array]] = []
         for part in self._parts(step, values, seeds):
-            if step.name == "conv_general_dilated" and self._weights.isdisjoint(part.cotangents_out):
+            if step.name == "conv_general_dilated" and self.weights.isdisjoint(part.cotangents_out):
                 self._join_operands(part, values, seeds)
             returned = _evaluate(part, [values[t] for t in part.needs], [seeds[t] for t in part.cotangents_in])
             for t, value in zip(part.cotangents_out, returned, strict=True):
-                if t in self._weights:
+                if t in self.weights:
                     self._receive_gradient(step, t, value)
                 else:
                     results.append((t, value))
             self._absorb_completed(step)
-            while pending and _leads_from(pending[0], self._weights) and not is_heavy(pending[0]):
+            while pending and _leads_from(pending[0], self.weights) and not is_heavy(pending[0]):
                 if not self.received.keys().isdisjoint(pending[0].cotangents_in):
                     self._run_light(pending[0])
                 pending.popleft()
-        if self._backward_graph.graph.stage_shape:
+        if self.backward_graph.graph.stage_shape:
             self._join_sums(results, pending)
             return
         for (t, _), value in zip(results, self._join([x for _, x in results], _light(pending)), strict=True):
             if t in self.received:
                 self.awaited.append(t)
-            _receive(self.received, t, value)
+            self.receive(t, value)
 
     def _join_sums(self, results: Sequence[tuple[TensorNumber, Array]], pending: Sequence[BackwardOp]) -> None:
         """Join cotangents once they are complete: behind a barrier devices would add up each term by itself."""
         for t, value in results:
-            _receive(self.received, t, value)
+            self.receive(t, value)
         incomplete = {t for step in pending for t in step.cotangents_out}
         complete = [t for t, _ in results if t not in incomplete]
         if complete:
@@ -169,14 +174,14 @@ class _JoinedWalk:
         self, step: BackwardOp, values: Mapping[TensorNumber, Array], seeds: Mapping[TensorNumber, Array]
     ) -> list[BackwardOp]:
         """Return a product's parts in the order in which they run now; a part that comes last is put aside."""
-        weights = [k for k, t in enumerate(step.cotangents_out) if t in self._weights]
-        others = [k for k, t in enumerate(step.cotangents_out) if t not in self._weights]
+        weights = [k for k, t in enumerate(step.cotangents_out) if t in self.weights]
+        others = [k for k, t in enumerate(step.cotangents_out) if t not in self.weights]
         if step.name not in _LATE or not weights:
             return [step]
         gradient = restricted(step, weights)
         operands = [values[t] for t in gradient.needs] + [seeds[t] for t in gradient.cotangents_in]
-        written = sum(self._backward_graph.source.tensors[t].bytes for t in gradient.cotangents_out)
-        alone = self._of_one_product.issuperset(gradient.cotangents_out) and not self._absorb
+        written = sum(self.backward_graph.source.tensors[t].bytes for t in gradient.cotangents_out)
+        alone = self._of_one_product.issuperset(gradient.cotangents_out) and not self.absorb
         if alone and written > _LATE[step.name] * sum(x.nbytes for x in operands):
             self.late.append((gradient, operands))
             return [restricted(step, others)] if others else []
@@ -188,7 +193,7 @@ class _JoinedWalk:
         self, part: BackwardOp, values: dict[TensorNumber, Array], seeds: dict[TensorNumber, Array]
     ) -> None:
         """Let a convolution wait for the gradient before it; its kernel too, or it would be kept in another layout."""
-        kernels = [t for t in part.needs if t in self._weights]
+        kernels = [t for t in part.needs if t in self.weights]
         joined = iter(self._join([*seeds.values(), *(values[t] for t in kernels)]))
         seeds.update((t, next(joined)) for t in list(seeds))
         values.update((t, next(joined)) for t in kernels)
@@ -198,7 +203,7 @@ class _JoinedWalk:
         awaited = [t for t in dict.fromkeys(self.awaited) if t in self.received]
         sums = [self._flat(t) for t in awaited]
         operands = [x for _, read in self.late for x in read]
-        joined = iter(self._rematerializer.load(steps, [*arrays, *sums, *operands], always=bool(awaited)))
+        joined = iter(self.rematerializer.load(steps, [*arrays, *sums, *operands], always=bool(awaited)))
         unchanged = [next(joined) for _ in arrays]
         self.received.update((t, next(joined).reshape(self.received[t].shape)) for t in awaited)
         self.late = [(part, [next(joined) for _ in read]) for part, read in self.late]
@@ -207,7 +212,7 @@ class _JoinedWalk:
 
     def _run_late(self) -> None:
         """Run the products that were put off one after the other, those first that need a layout of their own."""
-        tensors = self._backward_graph.source.tensors
+        tensors = self.backward_graph.source.tensors
         late = sorted(
             self.late,
             key=lambda pair: (pair[0].name == "dot_general", sum(tensors[t].bytes for t in pair[0].cotangents_out)),
@@ -219,15 +224,15 @@ class _JoinedWalk:
                 self._receive_gradient(part, t, value)
 
     def _receive_gradient(self, step: BackwardOp, t: TensorNumber, value: Array) -> None:
-        if step.name == "conv_general_dilated" and not self._backward_graph.graph.stage_shape:
+        if step.name == "conv_general_dilated" and not self.backward_graph.graph.stage_shape:
             # It is turned out of the convolution's own layout first, to be added to its sum in place.
             value = _compat.barrier(value.reshape(-1)).reshape(value.shape)
-        _receive(self.received, t, value)
+        self.receive(t, value)
         self.awaited.append(t)
 
     def _absorb_completed(self, step: BackwardOp) -> None:
         completed = self._completed.pop(id(step), [])
-        self.received.update((t, self._absorb[t](self.received[t])) for t in completed)
+        self.received.update((t, self.absorb[t](self.received[t])) for t in completed)
         self.awaited += completed
 
     def _flat(self, t: TensorNumber) -> Array:
@@ -236,13 +241,7 @@ class _JoinedWalk:
         Where a stage is sharded it stays as it is: devices would gather a dimension that is split.
         """
         value = self.received[t]
-        return value.reshape(-1) if t in self._weights and not self._backward_graph.graph.stage_shape else value
-
-    def _first_cotangent(self, step: BackwardOp) -> Array:
-        return next(self.received[t] for t in step.cotangents_in if t in self.received)
-
-    def _take(self, step: BackwardOp) -> list[Array]:
-        return _take(self._backward_graph, step, self.received, self._keep)
+        return value.reshape(-1) if t in self.weights and not self.backward_graph.graph.stage_shape else value
 
 
 def _weights_first(steps: Iterable[BackwardOp], weights: frozenset[TensorNumber]) -> list[BackwardOp]:
@@ -263,25 +262,9 @@ def _leads_from(step: BackwardOp, tensors: frozenset[TensorNumber]) -> bool:
     return tensors.issuperset(step.cotangents_in)
 
 
-def _take(
-    backward_graph: BackwardGraph, step: BackwardOp, received: dict[TensorNumber, Array], keep: frozenset[TensorNumber]
-) -> list[Array]:
-    """Return the cotangents that a step reads, zeros for missing ones; remove those that are not kept."""
-    tensors = backward_graph.source.tensors
-    seeds = [received[t] if t in received else _compat.zeros(tensors[t].aval) for t in step.cotangents_in]
-    for t in set(step.cotangents_in) - keep:
-        received.pop(t, None)
-    return seeds
-
-
 def _evaluate(step: BackwardOp, needs: Sequence[Array], seeds: Sequence[Array]) -> list[Array]:
     with jax.named_scope(step.path or step.name):
         return step.program.evaluate([*needs, *seeds])
-
-
-def _receive(received: dict[TensorNumber, Array], t: TensorNumber, value: Array) -> None:
-    """Add a cotangent of a tensor to those from other readers."""
-    received[t] = value if t not in received else jnp.add(received[t], value)
 
 
 def _last_steps(

@@ -25,7 +25,7 @@ from jaxpipe.graph.reverse_walk import needed
 from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, build_backward_graph, restricted, step_ends
 from jaxpipe.residuals.choose_formats import ResidualPlan, check_plan, default_plan, refitted
 from jaxpipe.residuals.rematerialize import Rematerializer, is_heavy
-from jaxpipe.residuals.run_steps import Absorb, run_steps
+from jaxpipe.residuals.run_steps import Absorb, JoinedWalk, Walk
 from jaxpipe.residuals.stored_formats import encode, has_overflowed, part_avals
 from jaxpipe.residuals.xla_cpu import run_behind_barriers
 from jaxpipe.targets.building import current
@@ -211,18 +211,16 @@ def run_backward(
     Returns:
       Cotangents by tensor; none for tensors on which the given ones do not depend.
     """
-    graph, received, absorb = vjp.backward_graph, dict(received), absorb or {}
+    graph, absorb = vjp.backward_graph, absorb or {}
     stored = dict(zip(vjp.plan.stored, stash, strict=True))
     values = dict(zip(vjp.parameters, parameters, strict=True))
     rematerializer = Rematerializer(vjp.graph, vjp.plan, values, stored, barriers)
-    kept = frozenset((*keep, *graph.wrt))
-    if rematerializer.zero is not None:
-        run_behind_barriers(graph, steps[::-1], received, rematerializer, kept)
-        absorbed = frozenset()
-    else:
-        absorbed = run_steps(graph, steps[::-1], received, rematerializer, absorb, kept, vjp.weights)
-    received.update((t, absorb[t](received[t])) for t in absorb if t in received and t not in absorbed)
-    return received
+    kind = JoinedWalk if current().order == "joined" else Walk
+    walk = kind(graph, dict(received), rematerializer, frozenset((*keep, *graph.wrt)), absorb, vjp.weights)
+    run = walk.run if rematerializer.zero is None else functools.partial(run_behind_barriers, walk)
+    absorbed = run(steps[::-1])
+    walk.received.update((t, absorb[t](walk.received[t])) for t in absorb if t in walk.received and t not in absorbed)
+    return walk.received
 
 
 def reached(vjp: VJPProgram, seeds: Iterable[TensorNumber]) -> frozenset[TensorNumber]:

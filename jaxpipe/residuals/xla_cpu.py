@@ -8,16 +8,16 @@ outside.
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxpipe.array_types import Array, PyTree, TensorNumber
-from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp
+from jaxpipe.residuals.backward_graph import BackwardOp
 from jaxpipe.residuals.rematerialize import Rematerializer, is_heavy, parts
-from jaxpipe.residuals.run_steps import run_steps
+from jaxpipe.residuals.run_steps import Walk
 
 
 T = TypeVar("T")
@@ -43,40 +43,30 @@ class _Group:
     read: frozenset[TensorNumber]
 
 
-def run_behind_barriers(
-    backward_graph: BackwardGraph,
-    steps: Sequence[BackwardOp],
-    received: dict[TensorNumber, Array],
-    rematerializer: Rematerializer,
-    keep: frozenset[TensorNumber],
-) -> None:
-    """Run backward steps as ``jaxpipe.residuals.run_steps`` does, but in groups, each behind a barrier."""
-    tensors, zero = (backward_graph.source.tensors, backward_graph.graph.tensors), rematerializer.zero
+def run_behind_barriers(walk: Walk, steps: Sequence[BackwardOp]) -> frozenset[TensorNumber]:
+    """Run backward steps as ``walk.run`` does, but in groups, each behind a barrier."""
+    graph, received, rematerializer = walk.backward_graph, walk.received, walk.rematerializer
+    tensors, zero = (graph.source.tensors, graph.graph.tensors), rematerializer.zero
     assert zero is not None
-    groups = _outline(steps, set(received), keep, rematerializer)
+    groups = _outline(steps, set(received), walk.keep, rematerializer)
     for k, group in enumerate(groups):
         shared = group.rematerialized & frozenset().union(*(later.read for later in groups[k + 1 :]))
         results = sorted(group.written), sorted(shared)
         avals = [[of[t].aval for t in ts] for of, ts in zip(tensors, results, strict=True)]
-        run_group = functools.partial(_run_group, backward_graph, group, received, rematerializer, *results)
-        (cotangents, values), zero = _barrier(run_group, avals, zero)
+        (cotangents, values), zero = _barrier(functools.partial(_run_group, walk, group, *results), avals, zero)
         for t in group.consumed:
             received.pop(t, None)
         received.update(zip(results[0], cotangents, strict=True))
         rematerializer.values.update(zip(results[1], values, strict=True))
+    return frozenset()
 
 
 def _run_group(
-    backward_graph: BackwardGraph,
-    group: _Group,
-    received: dict[TensorNumber, Array],
-    rematerializer: Rematerializer,
-    written: Sequence[TensorNumber],
-    shared: Sequence[TensorNumber],
+    walk: Walk, group: _Group, written: Sequence[TensorNumber], shared: Sequence[TensorNumber]
 ) -> tuple[list[Array], list[Array]]:
-    """Return cotangents and forward tensors that a group makes; ``received`` and the rematerializer stay."""
-    rematerializer, received = rematerializer.copy(), dict(received)
-    run_steps(backward_graph, group.steps, received, rematerializer, {}, group.keep, weights=frozenset())
+    """Return cotangents and forward tensors that a group makes; ``walk`` stays as it is."""
+    rematerializer, received = walk.rematerializer.copy(), dict(walk.received)
+    replace(walk, received=received, rematerializer=rematerializer, keep=group.keep).run(group.steps)
     return [received[t] for t in written], [rematerializer.values[t] for t in shared]
 
 

@@ -30,8 +30,8 @@ from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import ResidualPlan, refitted
 from jaxpipe.residuals.codecs import BUILT_IN, CSR, Bitmap
 from jaxpipe.residuals.codecs.compaction import SparseCodec
-from jaxpipe.residuals.sliced_program import in_slices
 from jaxpipe.residuals.stored_formats import Derived, Format
+from jaxpipe.residuals.vjp_program import in_slices
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.stages import StashSwap, SwapTarget, places_to_cut, with_storage
 from jaxpipe.schedules.table import Action, Kind, Schedule, StageNumber

@@ -15,8 +15,8 @@ import numpy as np
 from jaxpipe import _compat
 from jaxpipe.array_types import AnyJaxpr, Array, Atom, OpenJaxpr
 from jaxpipe.graph.graph import encoded_policy
-from jaxpipe.graph.repeated_modules import modules_by_family
 from jaxpipe.residuals.chosen_storage import DecoratedProgram
+from jaxpipe.residuals.equal_blocks import modules_by_family
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,8 +21,7 @@ from jaxpipe.graph.program_text import program_text
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.backward_graph import BackwardGraph, build_backward_graph
 from jaxpipe.residuals.choose_formats import ResidualPlan, default_plan
-from jaxpipe.residuals.sliced_program import SlicedProgram, in_slices
-from jaxpipe.residuals.vjp_program import VJPProgram
+from jaxpipe.residuals.vjp_program import SlicedProgram, VJPProgram, in_slices
 from jaxpipe.text.stable_text import digest
 
 

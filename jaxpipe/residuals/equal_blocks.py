@@ -1,8 +1,8 @@
-"""Equal blocks of a model under one name: ``4 x Net/blocks/*`` for ``Net/blocks/0`` to ``Net/blocks/3``."""
+"""Blocks that a model has several of: equal ones under one name, as ``4 x Net/blocks/*``, and all of a family."""
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -11,6 +11,9 @@ T = TypeVar("T")
 
 #: A module's number, at the end of a part of a path: the 3 of ``blocks/3``, ``Block_3`` and ``block3``.
 _NUMBER = re.compile(r"(\d+)(?=/)")
+
+#: A part of a path with such a number.
+_NUMBERED = re.compile(r"(.*?)\d+")
 
 
 def pattern(name: str) -> tuple[str, ...]:
@@ -45,6 +48,25 @@ def grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return list(groups.values())
+
+
+def modules_by_family(paths: Iterable[str]) -> Mapping[str, Mapping[str, list[int]]]:
+    """Return the places of the paths below each module, by its family and by its own path.
+
+    Example:
+      >>> families = modules_by_family(["Net/Block_0/Dense_0", "Net/Block_0/add", "Net/Block_1/Dense_0"])
+      >>> dict(families["Net/Block_*"])
+      {'Net/Block_0': [0, 1], 'Net/Block_1': [2]}
+    """
+    families: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for place, path in enumerate(paths):
+        parts = path.split("/")
+        for depth, part in enumerate(parts):
+            named = _NUMBERED.fullmatch(part)
+            if named is not None:
+                name = "/".join([*parts[:depth], f"{named[1]}*"])
+                families[name]["/".join(parts[: depth + 1])].append(place)
+    return families
 
 
 @dataclass

@@ -19,16 +19,21 @@ import jax.numpy as jnp
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.graph.allowed_codecs import FAST, Policy
-from jaxpipe.graph.graph import Graph, live, ordered
+from jaxpipe.graph.graph import Graph, Operator, live, ordered
 from jaxpipe.graph.primitives import PRODUCTS
 from jaxpipe.graph.reverse_walk import needed
+from jaxpipe.graph.row_slices import slice_rows
 from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, build_backward_graph, restricted, step_ends
-from jaxpipe.residuals.choose_formats import ResidualPlan, check_plan, default_plan, refitted
+from jaxpipe.residuals.choose_formats import ResidualPlan, check_plan, default_plan, kept_by_policies, refitted
 from jaxpipe.residuals.rematerialize import Rematerializer, is_heavy
 from jaxpipe.residuals.run_steps import Absorb, JoinedWalk, Walk
 from jaxpipe.residuals.stored_formats import encode, has_overflowed, part_avals
 from jaxpipe.residuals.xla_cpu import run_behind_barriers
 from jaxpipe.targets.building import current
+
+
+#: Slices of a product at most, whatever else a program holds.
+MOST_SLICES = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +71,15 @@ class VJPProgram:
         return tuple(part_avals(self.graph.tensors[t], codec) for t, codec in self.plan.codecs.items())
 
 
+@dataclass(frozen=True, eq=False)
+class SlicedProgram:
+    """The programs, the operators of the first graph that run in the loop over slices, and the number of slices."""
+
+    vjp: VJPProgram
+    operators: tuple[Operator, ...]
+    count: int
+
+
 def build(
     graph: Graph,
     wrt: Iterable[TensorNumber],
@@ -89,6 +103,31 @@ def build(
     if plan is None:
         return assemble(backward_graph, default_plan(backward_graph, policy, held))
     return assemble(backward_graph, refitted(plan, backward_graph.graph))
+
+
+def in_slices(
+    graph: Graph,
+    wrt: Iterable[TensorNumber],
+    *,
+    policy: Policy = FAST,
+    held: Iterable[TensorNumber] = (),
+    seeds: Iterable[TensorNumber] | None = None,
+) -> SlicedProgram | None:
+    """Return the programs of a graph with its largest product in slices; None if what follows that is not row-wise.
+
+    None as well if a save policy keeps something of it: slices are computed again.
+
+    A slice is no larger than the largest of the tensors that are less than half of the product, or than a 32nd of it.
+    Arguments as ``build`` has them.
+    """
+    sizes = [graph.tensors[t].bytes for op in graph.operators for t in op.outputs]
+    largest = max((graph.tensors[op.outputs[0]].bytes for op in graph.operators if op.name == "dot_general"), default=0)
+    others = max((size for size in sizes if 2 * size < largest), default=0)
+    sliced = slice_rows(graph, max(others, largest // MOST_SLICES))
+    if sliced is None or not kept_by_policies(graph).isdisjoint(sliced.operators):
+        return None
+    built = build(sliced.graph, wrt, policy=policy, held=held, seeds=seeds)
+    return SlicedProgram(built, sliced.operators, sliced.count)
 
 
 def assemble(backward_graph: BackwardGraph, plan: ResidualPlan) -> VJPProgram:

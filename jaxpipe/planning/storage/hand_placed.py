@@ -13,10 +13,10 @@ import jax
 from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.op_cost import is_product
-from jaxpipe.graph.repeated_modules import modules_by_family
 from jaxpipe.graph.save_policy import is_saved
 from jaxpipe.planning.storage.storage_items import Items
 from jaxpipe.planning.storage.storage_problem import NOT_STORED
+from jaxpipe.residuals.equal_blocks import modules_by_family
 
 
 #: Families of blocks that have at least this share of a program's products are checkpointed.

@@ -22,8 +22,7 @@ from jaxpipe.planning.storage.storage_items import Items, storage_plan
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Option, Problem, SolverOptions, outcome_of
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import GPU_RERUN_SHARE, ResidualPlan, default_plan
-from jaxpipe.residuals.sliced_program import SlicedProgram
-from jaxpipe.residuals.vjp_program import VJPProgram
+from jaxpipe.residuals.vjp_program import SlicedProgram, VJPProgram
 from jaxpipe.targets.building import current
 
 

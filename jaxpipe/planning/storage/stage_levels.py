@@ -23,8 +23,7 @@ from jaxpipe.planning.storage.prices import Prices
 from jaxpipe.planning.storage.program_front import RERUN_LEVELS, Front, Point
 from jaxpipe.planning.storage.solving import GAP, Solving
 from jaxpipe.planning.storage.storage_items import Items, stage_items
-from jaxpipe.residuals.sliced_program import SlicedProgram, in_slices
-from jaxpipe.residuals.vjp_program import VJPProgram
+from jaxpipe.residuals.vjp_program import SlicedProgram, VJPProgram, in_slices
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.stages import Stage, StashSwap, with_storage
 from jaxpipe.schedules.joined_work import program_kinds

@@ -33,12 +33,11 @@ from jaxpipe.plan import Plan
 from jaxpipe.planning.candidate import PlannedStep
 from jaxpipe.planning.compare_requests import state_parts
 from jaxpipe.planning.compile_plan import check_budget, with_step
-from jaxpipe.planning.cuts.placed_stages import Partition, stage_speeds
+from jaxpipe.planning.cuts.placed_stages import Partition, as_planned, stage_speeds
 from jaxpipe.planning.describe_plan import processes_of
 from jaxpipe.planning.make_plan import compiled_plan
 from jaxpipe.planning.memory_report import MemoryReport
 from jaxpipe.planning.plan_timeline import plan_timeline
-from jaxpipe.planning.planned_partition import as_planned
 from jaxpipe.runtime import check_state, nonfinite_origin, shard_batch
 from jaxpipe.runtime.executable_plan import Batching, ForwardPass, StepResults
 from jaxpipe.runtime.hold_signals import hold_signals

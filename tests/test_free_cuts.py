@@ -19,7 +19,7 @@ from jaxpipe.costs.topology import INFINIBAND_HDR, NVLINK_A100, NVLINK_V100
 from jaxpipe.planning import partition_layers
 from jaxpipe.planning.cuts import choose_plan
 from jaxpipe.planning.cuts.free_pipeline import Timelines, one_f_one_b_seconds, shortest
-from jaxpipe.planning.cuts.step_bound import step_bound
+from jaxpipe.planning.cuts.placed_stages import step_bound
 from jaxpipe.planning.dispatch_timeline import Dispatching, dispatched_timeline, host_seconds
 from jaxpipe.schedules import gpipe, interleaved, one_f_one_b, simulate, zero_bubble
 from jaxpipe.schedules.replicas import StageReplicas

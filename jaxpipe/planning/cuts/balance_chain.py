@@ -104,9 +104,8 @@ class Chain:
         for s in range(count - 1, -1, -1):
             behind = earliest[s + 1]
             first = bisect_left(self.work, self.work[behind] - limit * self.rates[s])
-            if self.memory[s] < math.inf:
-                held = self.holds[s]
-                first = max(first, int(np.searchsorted(held, held[behind] - self.memory[s])))
+            held = self.holds[s]
+            first = max(first, int(np.searchsorted(held, held[behind] - self.memory[s])))
             first = max([first, *(k for k in self.wanted if k < behind)])
             earliest[s] = min(max(first, s), latest[s])
         places = [self._places(*ends) for ends in zip(earliest, latest, strict=True)]
@@ -115,9 +114,7 @@ class Chain:
         for s, (before, behind) in enumerate(itertools.pairwise(places)):
             share = (work[behind, None] - work[before]) / (limit * self.rates[s])
             possible = (share <= 1 + PRECISION) & space.is_stage(before[:, None], behind).T
-            if self.memory[s] < math.inf:
-                held = self.holds[s]
-                possible &= held[behind, None] - held[before] <= self.memory[s]
+            possible &= self.holds[s][behind, None] - self.holds[s][before] <= self.memory[s]
             total = np.where(possible, values + scale * share**2, np.inf)
             chosen.append(total.argmin(1))
             values = total.min(1)

@@ -1,6 +1,6 @@
 """Cost models: what stages on groups of devices cost. They know nothing of the search.
 
-The library's own is here, those that others have published in ``jaxpipe.planning.cuts.published_models``.
+The library's own is here, those that others have published in ``jaxpipe.planning.cuts.published``.
 """
 
 import itertools
@@ -62,14 +62,14 @@ class CostModel(ABC):
         if key not in self._links:
             places = np.ix_(sources, targets)
             kinds = np.stack([self.network.bandwidth[places], self.network.latency[places]], -1).reshape(-1, 2)
-            self._links[key] = _slowest_links([(b, latency) for b, latency in np.unique(kinds, axis=0).tolist()])
+            self._links[key] = np.unique(kinds, axis=0)
         slowest = np.zeros_like(count)
-        for bandwidth, latency in self._links[key]:
+        for bandwidth, latency in self._links[key].tolist():
             slowest = np.maximum(slowest, latency + count / bandwidth if bandwidth else np.inf)
         return np.where(count > 0, slowest, 0.0)
 
     @cached_property
-    def _links(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[float, float], ...]]:
+    def _links(self) -> dict[Layout, np.ndarray]:
         """A cache of the bandwidth and latency of each kind of link between two groups."""
         return {}
 
@@ -196,12 +196,3 @@ class Synchronous(CostModel):
 
     def in_flight(self, size: int, followers: int) -> int:
         return min(super().in_flight(size, followers), math.ceil(self.m / size))
-
-
-def _slowest_links(links: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Return those of some links (bandwidth, latency) that no other is slower than for messages of any size."""
-    kept: list[tuple[float, float]] = []
-    for bandwidth, latency in sorted(links, key=lambda link: (link[0], -link[1])):
-        if not kept or latency > kept[-1][1]:
-            kept.append((bandwidth, latency))
-    return tuple(kept)

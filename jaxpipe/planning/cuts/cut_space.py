@@ -56,7 +56,7 @@ class CutSpace:
         if self.members is None:
             wanted = self.wanted.cumsum()
             return (first < last) & (wanted[last - 1] == wanted[first])
-        return self._nested[first, last]
+        return self.nested[first, last]
 
     @property
     def is_chain(self) -> bool:
@@ -66,12 +66,9 @@ class CutSpace:
     @cached_property
     def nested(self) -> np.ndarray:
         """``[cuts, cuts]``: ``is_stage`` of all pairs."""
-        numbers = np.arange(len(self.crossing))
-        return self.is_stage(numbers[:, None], numbers)
-
-    @cached_property
-    def _nested(self) -> np.ndarray:
-        assert self.members is not None
+        if self.members is None:
+            numbers = np.arange(len(self.crossing))
+            return self.is_stage(numbers[:, None], numbers)
         # Cut i lies in cut j if no operator before i is behind j.
         within = self.members.astype(np.float32) @ (~self.members).T.astype(np.float32) == 0
         nested = within & ~np.eye(len(within), dtype=bool)

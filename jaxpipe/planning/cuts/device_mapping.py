@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jaxpipe.planning.cuts.choose_plan import ROUNDING
 from jaxpipe.planning.cuts.cost_models import Layout, Stages, Synchronous
 from jaxpipe.planning.cuts.cut_space import CutSpace, space_of
 from jaxpipe.planning.cuts.layouts import Limits, all_layouts, device_classes
@@ -30,9 +31,6 @@ MOST_HALVINGS = 60
 
 #: By what share a step may take longer with another mapping: profiles are no better than this.
 SLOWER = 0.01
-
-#: Sums of the same seconds in another order differ by less than this.
-ROUNDING = 1 + 1e-9
 
 
 @dataclass(frozen=True)

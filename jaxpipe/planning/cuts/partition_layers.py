@@ -12,12 +12,10 @@ from jaxpipe.planning.cuts.choose_plan import Plans, all_plans, chosen, least_by
 from jaxpipe.planning.cuts.cost_models import Synchronous
 from jaxpipe.planning.cuts.cut_space import CutSpace, cut_space
 from jaxpipe.planning.cuts.layouts import Limits, device_classes
-from jaxpipe.planning.cuts.placed_stages import Partition, cost_stages, in_order_of_stages
-from jaxpipe.planning.cuts.published import cheapest_bottleneck
-from jaxpipe.planning.cuts.published_models import Bottleneck, MinMax, PipeDream, Throughput
+from jaxpipe.planning.cuts.placed_stages import Partition, cost_stages, in_order_of_stages, step_bound
+from jaxpipe.planning.cuts.published import Bottleneck, MinMax, PipeDream, Throughput, cheapest_bottleneck
 from jaxpipe.planning.cuts.refine_cuts import move_operators
 from jaxpipe.planning.cuts.shortest_step import least_memory, shortest_step
-from jaxpipe.planning.cuts.step_bound import step_bound
 from jaxpipe.text.units import bytes_text, parse_bytes
 
 

@@ -10,9 +10,9 @@ import numpy as np
 from jaxpipe.costs.network import Network, NetworkFile
 from jaxpipe.costs.profile import Profile, ProfileFile
 from jaxpipe.errors import PartitionError
+from jaxpipe.plan import Plan
 from jaxpipe.planning.cuts.cost_models import CostModel, Stages
 from jaxpipe.planning.cuts.cut_space import CutSpace
-from jaxpipe.planning.cuts.step_bound import step_bound
 from jaxpipe.text.checked_json import Amount, Count, read_json
 from jaxpipe.text.printed import PlainTable, Printed
 from jaxpipe.text.short_names import cut_middle
@@ -177,6 +177,49 @@ def plan_bound(partition: Partition) -> float:
     """Return a lower bound of a step's seconds on a partition's devices, with as many replicas of a stage at most."""
     most = max(len(stage.devices) for stage in partition.stages)
     return step_bound(partition.profile, partition.network, partition.num_microbatches or 1, most_replicas=most)
+
+
+def step_bound(
+    profile: Profile, network: Network, num_microbatches: int, num_devices: int | None = None, most_replicas: int = 1
+) -> float:
+    """Return the bound, for stages on at most ``most_replicas`` devices each and ``num_devices`` in all.
+
+    All devices are busy all the time; those of the longest operator are; or one micro-batch goes through all operators
+    forward, and back through the longest one. Calls, messages and sums of gradients are left out.
+    """
+    speeds = np.sort(network.speed)[::-1][:num_devices]
+    longest = max(profile.seconds) / min(most_replicas, len(speeds))
+    once = sum(profile.forward_seconds) + max(profile.backward_seconds)
+    busy = num_microbatches * max(sum(profile.seconds) / float(speeds.sum()), longest / float(speeds[0]))
+    return max(busy, once / float(speeds[0]))
+
+
+def as_planned(placed: Partition, plan: Plan) -> Partition:
+    """Return a partition with a plan's numbers in place of those that cuts were compared by."""
+    sent = [stage.message_seconds for stage in plan.stages]
+    boundaries = [0.0, *(ahead[0] + behind[1] for ahead, behind in itertools.pairwise(sent)), 0.0]
+    memory = [sum(parts.values()) for parts in plan.stage_memory] or [plan.predicted_bytes] * len(plan.stages)
+    stages = [
+        replace(
+            cost,
+            compute_seconds=(stage.forward_seconds + stage.backward_seconds) / (len(stage.devices) * speed),
+            communication_seconds=max(around),
+            sent_bytes=stage.sent_bytes,
+            parameter_bytes=stage.parameter_bytes,
+            residual_bytes=stage.stash_bytes,
+            in_flight=stage.in_flight,
+            memory_bytes=memory[k % len(memory)],  # of the device, where it has several stages
+        )
+        for k, (cost, stage, speed, around) in enumerate(
+            zip(placed.stages, plan.stages, stage_speeds(placed), itertools.pairwise(boundaries), strict=True)
+        )
+    ]
+    return replace(
+        placed,
+        stages=tuple(stages),
+        bottleneck_seconds=plan.step_seconds,
+        lower_bound_seconds=plan.lower_bound_seconds,
+    )
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,10 @@
 """A bound that no storage can pass: what a device holds whatever its stages store, for plans with the same stages."""
 
-from dataclasses import dataclass
-
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.planning.candidate import PlannedStep
 from jaxpipe.planning.storage.storage_items import tensor_text
 from jaxpipe.runtime.stages import Stage
-from jaxpipe.schedules.table import DeviceNumber
+from jaxpipe.schedules.table import StageNumber
 from jaxpipe.targets.building import current
 from jaxpipe.text.units import bytes_text
 
@@ -15,51 +13,34 @@ from jaxpipe.text.units import bytes_text
 HELD = ("parameters", "gradients", "optimizer", "residual", "state", "batch")
 
 
-@dataclass(frozen=True)
-class LowerBound:
-    """The bytes that a device holds at least.
+def lower_bound(planned: PlannedStep) -> tuple[int, str]:
+    """Return the bytes that a device holds at least, and what they are, in words.
 
-    Attributes:
-      held: bytes of parameters, gradients and so on, by component.
-      operator: the largest operator of its stages.
-      operator_bytes: what this reads from other operators and what it writes.
-      kernel: the convolution whose kernel is the largest parameter, if a GPU writes its gradient twice.
-      kernel_bytes: of that gradient.
+    Of plans with the cuts and the schedule of this one, the bound of the device with the highest one.
     """
-
-    held: dict[str, int]
-    operator: str = ""
-    operator_bytes: int = 0
-    kernel: str = ""
-    kernel_bytes: int = 0
-
-    @property
-    def bytes(self) -> int:
-        """The bound. Gradients may be written after the largest operator has run, so these are not added up."""
-        besides = sum(n for name, n in self.held.items() if name != "gradients")
-        return max(sum(self.held.values()) + self.kernel_bytes, besides + self.operator_bytes)
-
-    def __str__(self) -> str:
-        parts = ", ".join(f"{name} {bytes_text(n)}" for name, n in self.held.items() if n)
-        if self.kernel_bytes:
-            parts += f", {bytes_text(self.kernel_bytes)} for the kernel's gradient as {self.kernel} writes it"
-        largest = f"; the largest operator, {self.operator}, needs {bytes_text(self.operator_bytes)}"
-        return f"{bytes_text(self.bytes)} ({parts}{largest if self.operator_bytes else ''})"
+    return max((_stage_bound(planned, s) for s in planned.program.stage_numbers), key=lambda bound: bound[0])
 
 
-def lower_bound(planned: PlannedStep) -> LowerBound:
-    """Return the bound of the device with the highest one, for plans with the cuts and the schedule of this one."""
-    memory, program = planned.plan.stage_memory, planned.program
-    by_device: dict[DeviceNumber, LowerBound] = {}
-    for s, stage in zip(program.stage_numbers, program.stages, strict=True):
-        held = {name: memory[s][name] for name in HELD if name in memory[s]}
-        is_last, on_one_device = s == len(program.stages) - 1, program.specs.submesh.size == 1
-        operator = _largest_operator(stage.graph, is_last) if on_one_device else ("", 0)
-        writes_twice = on_one_device and program.schedule.num_chunks == 1 and current().order == "joined"
-        kernel = _kernel_written_twice(stage) if writes_twice else ("", 0)
-        bound, d = LowerBound(held, *operator, *kernel), program.device(s)
-        by_device[d] = max(by_device.get(d, bound), bound, key=lambda bound: bound.bytes)
-    return max(by_device.values(), key=lambda bound: bound.bytes)
+def _stage_bound(planned: PlannedStep, s: StageNumber) -> tuple[int, str]:
+    """Return the bound of a stage's device, and what it is.
+
+    Gradients may be written after the largest operator has run, so these are not added up.
+    """
+    program, memory = planned.program, planned.plan.stage_memory[s]
+    held = {name: memory[name] for name in HELD if name in memory}
+    parts = [f"{name} {bytes_text(n)}" for name, n in held.items() if n]
+    largest, operator_bytes, kernel_bytes = "", 0, 0
+    if program.specs.submesh.size == 1:
+        operator, operator_bytes = _largest_operator(program.stages[s].graph, s == len(program.stages) - 1)
+        if operator_bytes:
+            largest = f"; the largest operator, {operator}, needs {bytes_text(operator_bytes)}"
+        if program.schedule.num_chunks == 1 and current().order == "joined":
+            kernel, kernel_bytes = _kernel_written_twice(program.stages[s])
+            if kernel_bytes:
+                parts.append(f"{bytes_text(kernel_bytes)} for the kernel's gradient as {kernel} writes it")
+    besides = sum(held.values()) - held.get("gradients", 0)
+    size = max(sum(held.values()) + kernel_bytes, besides + operator_bytes)
+    return size, f"{bytes_text(size)} ({', '.join(parts)}{largest})"
 
 
 def _kernel_written_twice(stage: Stage) -> tuple[str, int]:

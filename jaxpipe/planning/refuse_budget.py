@@ -35,8 +35,8 @@ def refusal(search: BudgetSearch, budget: int, smallest: PlannedStep) -> MemoryB
     largest = largest_stored(smallest)
     stored = f" Largest tensors stored at that budget: {', '.join(largest)}." if largest else ""
     stored += KEPT_BY_POLICIES if kept else ""
-    bound = lower_bound(smallest)
-    over = ", which alone is over this budget" if bound.bytes > budget else ""
+    least, bound = lower_bound(smallest)
+    over = ", which alone is over this budget" if least > budget else ""
     more = None if over else search.more_microbatches(budget)
     lines, also, fewer = [f"memory={needed}"], "", "more micro-batches or more stages need less."
     if more is not None:

@@ -32,12 +32,13 @@ from jaxpipe.models.variable_trees import holds_optimizer, optimizer_leaves, ste
 from jaxpipe.plan import Plan
 from jaxpipe.planning.candidate import PlannedStep
 from jaxpipe.planning.compare_requests import state_parts
-from jaxpipe.planning.compile_plan import check_budget, with_step
 from jaxpipe.planning.cuts.placed_stages import Partition, as_planned, stage_speeds
 from jaxpipe.planning.describe_plan import processes_of
 from jaxpipe.planning.make_plan import compiled_plan
 from jaxpipe.planning.memory_report import MemoryReport
 from jaxpipe.planning.plan_timeline import plan_timeline
+from jaxpipe.planning.refuse_budget import check_budget
+from jaxpipe.planning.step_bytes import with_step
 from jaxpipe.runtime import check_state, nonfinite_origin, shard_batch
 from jaxpipe.runtime.executable_plan import Batching, ForwardPass, StepResults
 from jaxpipe.runtime.hold_signals import hold_signals
@@ -198,7 +199,7 @@ class Pipeline:
                 "are not known. Call pipeline.init(key, batch) first, for a function with variables=; shapes will do."
             )
         planned, _ = self._ready
-        if not planned.has_bytes:
+        if not planned.plan.memory:
             planned = planned.with_bytes()
             self._ready = planned, runtime_of(planned)
         return self._ready

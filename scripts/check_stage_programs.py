@@ -30,7 +30,7 @@ import jaxpipe
 from examples import models
 from jaxpipe import _compat
 from jaxpipe.costs.count_products import count_products
-from jaxpipe.planning.compile_plan import with_step
+from jaxpipe.planning.step_bytes import with_step
 from jaxpipe.runtime.mpmd.device_bytes import device_peaks
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime

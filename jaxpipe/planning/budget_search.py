@@ -19,14 +19,15 @@ from jaxpipe.errors import JaxpipeError, JaxpipeWarning
 from jaxpipe.models import check_batch
 from jaxpipe.planning.balance_stages import balanced
 from jaxpipe.planning.candidate import Candidate, PlannedStep
-from jaxpipe.planning.compile_plan import with_step
 from jaxpipe.planning.level_search import INEXACT, LevelSearch
 from jaxpipe.planning.list_candidates import cut_again, leanest, list_candidates, price
 from jaxpipe.planning.price_storage import longest_microbatch, price_storage
+from jaxpipe.planning.step_bytes import needs, with_step
 from jaxpipe.planning.storage.program_front import reruns_products
 from jaxpipe.planning.storage.solving import Solving
 from jaxpipe.planning.storage.stage_levels import StageLevels, stage_levels
 from jaxpipe.planning.trace_request import trace_request
+from jaxpipe.runtime.program import Program
 from jaxpipe.text.progress import phase, tell
 from jaxpipe.text.units import bytes_text, seconds_text
 
@@ -55,7 +56,7 @@ class BudgetSearch:
         self._searches: dict[Candidate, LevelSearch] = {}
         self._levels: dict[Candidate, StageLevels] = {}
         self._wrong: tuple[int, ...] | None = None
-        self._compiled: list[PlannedStep] = []
+        self._compiled: dict[Program, PlannedStep] = {}
 
     @phase("storage")
     def shortest(self, budget: int) -> PlannedStep:
@@ -151,8 +152,7 @@ class BudgetSearch:
     def _search(self, candidate: Candidate) -> LevelSearch:
         """Return the levels of a candidate, with what its devices need besides what their stages store."""
         if candidate not in self._searches:
-            needs = candidate.graphs.needs(candidate.default, candidate.program)
-            besides = self._estimated(candidate).besides_of(needs)
+            besides = self._estimated(candidate).besides_of(needs(candidate.default, candidate.graphs))
             self._wrong = self._wrong or tuple(map(operator.sub, besides, candidate.held_bytes))
             levels = replace(self._estimated(candidate), besides=besides)
             self._searches[candidate] = LevelSearch(candidate, levels, self._with_step if self._compiles else None)
@@ -176,12 +176,10 @@ class BudgetSearch:
 
     def _with_step(self, planned: PlannedStep) -> PlannedStep:
         """Compile a plan, once for equal programs."""
-        known = next((other for other in self._compiled if other.program is planned.program), None)
-        if known is None:
-            known = with_step(planned)
-            self._compiled.append(known)
+        if planned.program not in self._compiled:
+            known = self._compiled[planned.program] = with_step(planned)
             self._log.append(f"{_described(planned)} predicted, {bytes_text(known.needed_bytes)} compiled")
-        return known
+        return self._compiled[planned.program]
 
 
 def _price(planned: PlannedStep) -> float:

@@ -15,7 +15,6 @@ from jaxpipe.costs.assumed_links import slowest_used
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import PartitionError
 from jaxpipe.gradients.outer_loop import OuterLoop
-from jaxpipe.models import check_batch
 from jaxpipe.models.microbatch_program import trace_loss
 from jaxpipe.models.traced_update import trace_update, without_frozen
 from jaxpipe.plan import Plan
@@ -24,7 +23,7 @@ from jaxpipe.planning.cuts.device_mapping import best_mapping
 from jaxpipe.planning.cuts.placed_stages import Partition, on_devices
 from jaxpipe.planning.describe_plan import describe, program_timeline, stage_seconds, step_seconds
 from jaxpipe.planning.price_storage import longest_microbatch
-from jaxpipe.planning.step_graphs import StepGraphs
+from jaxpipe.planning.step_bytes import Graphs, with_bytes
 from jaxpipe.planning.storage.stage_levels import Fitted
 from jaxpipe.planning.trace_request import Traced
 from jaxpipe.residuals.choose_formats import ResidualPlan
@@ -35,7 +34,6 @@ from jaxpipe.runtime.mpmd.device_bytes import array_bytes
 from jaxpipe.runtime.optimizer_by_stage import partition_update
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.replica_exchange import stage_exchange, warn_of_first_moment
-from jaxpipe.runtime.select_runtime import bytes_by_component
 from jaxpipe.runtime.stage_outer_loop import stage_outer_loop
 from jaxpipe.runtime.stages import Placement, Stage, count_frozen, cut_stages, place_variables, with_backward
 from jaxpipe.schedules import schedule_makers
@@ -108,6 +106,7 @@ class Candidate:
     program: Program
     schedule: Schedule
     maker: schedule_makers.ScheduleMaker | None = None
+    graphs: Graphs = field(default_factory=dict, init=False)  # of its plans' steps
 
     @property
     def traced(self) -> Traced:
@@ -117,13 +116,9 @@ class Candidate:
     @cached_property
     def seconds(self) -> float:
         """The seconds of a step; storage within a budget may add to them."""
-        return self.seconds_with()
-
-    def seconds_with(self, added: Sequence[float] | None = None) -> float:
-        """Return the seconds of a step with what storage has ``added`` to a micro-batch of each stage."""
-        request, program, partition = self.traced.request, self.program, self.partition
-        seconds = stage_seconds(program, partition, added)
-        return step_seconds(program, partition, program_timeline(request, program, partition, seconds))
+        program, partition = self.program, self.partition
+        seconds = stage_seconds(program, partition)
+        return step_seconds(program, partition, program_timeline(self.traced.request, program, partition, seconds))
 
     @cached_property
     def waiting_bytes(self) -> int:
@@ -187,11 +182,6 @@ class Candidate:
         return Update(by_stage, sent, request.options.on_nonfinite, outer)
 
     @cached_property
-    def graphs(self) -> StepGraphs:
-        """The graphs of its plans' steps."""
-        return StepGraphs(self.cut.traces)
-
-    @cached_property
     def default(self) -> "PlannedStep":
         """The plan with default storage."""
         return self.described(self.program, (Fitted(),) * len(self.program.stages))
@@ -201,10 +191,7 @@ class Candidate:
 
         To know these all calls are traced.
         """
-        traced, update = self.traced, self.update
-        memory = bytes_by_component(traced.request.runtime, program, update, traced.local)
-        rows = check_batch.batch_size(traced.microbatch)
-        return self.planned(program, describe(traced, program, self.partition, update, memory, rows, fitted))
+        return self.planned(program, describe(self.traced, program, self.partition, self.update, fitted))
 
     def planned(self, program: Program, plan: Plan) -> "PlannedStep":
         """Return the step of a plan, of which the program has the storage."""
@@ -224,6 +211,7 @@ class Candidate:
             schedules=request.schedules if self.maker is None else (self.maker, *request.schedules),
             retrace=lambda shapes: trace_loss(model, request.loss, shapes).training(traced.update.trained),
             shardings=traced.shardings,
+            traces=self.cut.traces,
         )
 
 
@@ -233,14 +221,9 @@ class PlannedStep(ExecutablePlan):
 
     candidate: Candidate
 
-    @property
-    def has_bytes(self) -> bool:
-        """True if the plan has the bytes of each device."""
-        return bool(self.plan.memory)
-
     def with_bytes(self) -> "PlannedStep":
         """Return the plan with the bytes of each device. To trace all calls for them takes longer than all else."""
-        return self if self.has_bytes else self.candidate.graphs.with_bytes(self)
+        return self if self.plan.memory else with_bytes(self, self.candidate.graphs)
 
     @property
     def profile(self) -> Profile:

@@ -16,6 +16,7 @@ from jaxpipe.array_types import TensorNumber
 from jaxpipe.costs.kernels import operator_seconds
 from jaxpipe.costs.profile import Profile
 from jaxpipe.graph.op_cost import weight
+from jaxpipe.models import check_batch
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.plan import FrozenPlan, Plan, StagePlan, StashPiece
 from jaxpipe.planning.check_request import Request
@@ -31,7 +32,7 @@ from jaxpipe.residuals.stored_formats import Derived, stored_bytes
 from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.gradient_precision import sum_dtype
 from jaxpipe.runtime.program import Program
-from jaxpipe.runtime.select_runtime import lockstep_timeline
+from jaxpipe.runtime.select_runtime import bytes_by_component, lockstep_timeline
 from jaxpipe.runtime.stages import Stage
 from jaxpipe.runtime.uint32_words import word_count
 from jaxpipe.schedules import Schedule, Timeline, makespan_bound
@@ -148,8 +149,6 @@ def describe(
     program: Program,
     partition: Partition,
     update: Update,
-    memory: dict[str, int],
-    microbatch_size: int,
     fitted: Sequence[Fitted],
 ) -> Plan:
     """Return the plan of a program; its budget and its search are those of whoever chose it."""
@@ -176,7 +175,7 @@ def describe(
         ),
         replicas=request.replicas,
         num_microbatches=program.num_microbatches,
-        microbatch_size=microbatch_size,
+        microbatch_size=check_batch.batch_size(traced.microbatch),
         schedule=program.schedule.name,
         profile=partition.profile.source,
         measured="" if partition.profile.measurement is None else str(partition.profile.measurement),
@@ -186,7 +185,7 @@ def describe(
         lower_bound_seconds=plan_bound(partition),
         schedule_bound_seconds=bound,
         budget=None,
-        memory=memory,
+        memory=bytes_by_component(runtime, program, update, traced.local),
         host=request.host,
         staleness=program.schedule.staleness if program.schedule.versions is not None else (),
         notes=(*annotations, *_sum_notes(program), *_cut_notes(traced, program), *traced.notes),

@@ -12,12 +12,12 @@ from jaxpipe.planning.budget_search import BudgetSearch
 from jaxpipe.planning.candidate import Candidate, PlannedStep
 from jaxpipe.planning.check_request import Request
 from jaxpipe.planning.compare_requests import shape_parts
-from jaxpipe.planning.compile_plan import check_budget, with_step
 from jaxpipe.planning.given_plan import check_same, recipe_in
 from jaxpipe.planning.kept_front import Point, add_point, better_point, front_path, read_front
 from jaxpipe.planning.list_candidates import leanest, list_candidates, on_fewer_devices, price
-from jaxpipe.planning.refuse_budget import refusal
+from jaxpipe.planning.refuse_budget import check_budget, refusal
 from jaxpipe.planning.run_plan import run_plan, with_recipe
+from jaxpipe.planning.step_bytes import with_step
 from jaxpipe.planning.storage.fastest_choice import raised
 from jaxpipe.planning.trace_request import Traced, trace_request
 from jaxpipe.targets.building import building_for, current

@@ -56,6 +56,27 @@ def refusal(search: BudgetSearch, budget: int, smallest: PlannedStep) -> MemoryB
     )
 
 
+def check_budget(planned: PlannedStep) -> None:
+    """Raise ``MemoryBudgetError`` if XLA reserves more than the budget for a compiled plan."""
+    budget, reserved = planned.plan.budget, planned.needed_bytes
+    if budget is not None and reserved > budget:
+        request = planned.candidate.traced.request
+        if request.plan is not None:
+            raise MemoryBudgetError(
+                f"{asked_bytes(request.memory, budget)}: XLA reserves {reserved} bytes ({bytes_text(reserved)}) for "
+                f"plan= here, and {bytes_text(request.plan.compiled_bytes or request.plan.predicted_bytes)} where that "
+                "was made. Leave out plan= for one that keeps the budget.",
+                reserved,
+            )
+        raise MemoryBudgetError(
+            f"{asked_bytes(request.memory, budget)}: XLA reserves {reserved} bytes "
+            f"({bytes_text(reserved)}) for this plan, which was made without compiling it "
+            f"({bytes_text(planned.plan.predicted_bytes)} predicted). Call pipeline.compile() before pipeline.init, or "
+            "leave out PlanOptions(compile=False), for a plan that keeps it once it is compiled.",
+            reserved,
+        )
+
+
 def largest_stored(planned: PlannedStep) -> list[str]:
     """Return the largest tensors that a plan stores between the passes: module path, operator, shape and bytes."""
     objective = planned.program.objective

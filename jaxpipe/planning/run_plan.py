@@ -21,9 +21,10 @@ from jaxpipe.plan import Plan
 from jaxpipe.planning.candidate import Candidate, Cut, PlannedStep, make_program
 from jaxpipe.planning.check_request import settings_of
 from jaxpipe.planning.compare_requests import shape_parts
-from jaxpipe.planning.compile_plan import check_budget, with_step
 from jaxpipe.planning.cuts.placed_stages import Partition, StageCost
 from jaxpipe.planning.given_plan import check_same, made_with, recipe_in
+from jaxpipe.planning.refuse_budget import check_budget
+from jaxpipe.planning.step_bytes import with_step
 from jaxpipe.planning.trace_request import Traced
 from jaxpipe.recipe import Recipe, StagePrograms
 from jaxpipe.residuals import vjp_program

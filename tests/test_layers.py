@@ -475,3 +475,12 @@ def test_groups_without_a_link():
     matrix = [[0, 1e9, 0, 0], [1e9, 0, 0, 0], [0, 0, 0, 1e9], [0, 0, 1e9, 0]]
     with pytest.raises(PartitionError, match=r"need a link .* for fewer devices in each"):
         partition_layers(tiny(), Network(matrix), replicate=3)
+
+
+def test_too_few_links_are_named_where_there_are_too_many_plans_to_list():
+    """Four pairs of devices, and three stages: no device has a link to two others."""
+    ones = [1.0] * 80
+    profile = Profile.chain([f"layer {k}" for k in range(80)], ones, ones, ones, ones, ones)
+    pairs = np.kron(np.eye(4), 1 - np.eye(2))
+    with pytest.raises(PartitionError, match=r"There are no 3 stages: .* 79 places to cut, .* need a link"):
+        partition_layers(profile, Network(pairs), replicate=False, num_stages=3)

@@ -207,7 +207,7 @@ def _nothing_fits(
         least = least_bytes(space, free, plans)
     else:
         least = least_memory(space if space.is_chain else cut_space(profile, reorder=False), free, limits)
-    if least == math.inf:
+    if least == math.inf or not model.memory:
         return PartitionError(
             f"There are no {num_stages or 'possible'} stages: the profile has {len(space.crossing) - 2} places "
             "to cut, and devices of one stage, or of two that follow each other, need a link (bandwidth above 0). Ask "

@@ -10,42 +10,8 @@ from jaxpipe.schedules import Schedule
 
 def check_runtime_features(request: Request, schedules: Sequence[Schedule]) -> None:
     """Raise ``PartitionError`` if ``runtime="spmd"`` comes with a feature that only ``"mpmd"`` has."""
-    if request.runtime == "spmd":
-        for feature, rule in _only_in_stage_programs(request, schedules).items():
-            raise PartitionError(
-                f"runtime='spmd' with {feature}: {rule}. Pass runtime='mpmd', the default: a program for each stage."
-            )
-
-
-def check_model_features(request: Request, model: BoundModel) -> None:
-    """Raise ``PartitionError`` if a model has variables that what was requested cannot train."""
-    names = [model.parameters[k].name for k in sorted(model.overwritten)][:1]
-    rows = [v.name for v, axis in zip(model.state, model.examples, strict=True) if axis is not None][:1]
-    if request.runtime == "spmd" and names + rows:
-        why = "becomes its gradient, and one program adds up gradients" if names else "has a row for each example"
-        raise PartitionError(
-            f"runtime='spmd' with the variable {(names + rows)[0]}: it {why}, which only stage programs keep apart. "
-            "Leave runtime= out."
-        )
-    if names and request.exchange is not None:
-        raise PartitionError(
-            f"gradient_exchange=block_sparse(...) with the variable {names[0]}: it becomes its gradient, of which no "
-            "block may be left out. Use gradient_exchange='dense'."
-        )
-    if rows and request.replica_axis is not None:
-        raise PartitionError(
-            f"PlanOptions(axis_name={request.replica_axis.name!r}) with the state variable {rows[0]}, which has a row "
-            "for each example of a batch: a micro-batch of several replicas has no rows side by side. Leave out one."
-        )
-    if rows and request.several_sizes:
-        raise PartitionError(
-            f"Batches of several sizes with the state variable {rows[0]}, which has a row for each example of a batch: "
-            "it has one size. Pass batches of one size."
-        )
-
-
-def _only_in_stage_programs(request: Request, schedules: Sequence[Schedule]) -> dict[str, str]:
-    """Return the requested features that one program for all devices lacks, each with its rule."""
+    if request.runtime != "spmd":
+        return
     features = {
         f"schedule={schedule.name}": "one program updates weights at the end of a step, not between micro-batches"
         for schedule in schedules
@@ -75,4 +41,34 @@ def _only_in_stage_programs(request: Request, schedules: Sequence[Schedule]) -> 
         features["memory="] = "in one program each device reserves the memory of the largest stage"
     if request.several_sizes:
         features["batches of several sizes"] = "one program has one size"
-    return features
+    for feature, rule in features.items():
+        raise PartitionError(
+            f"runtime='spmd' with {feature}: {rule}. Pass runtime='mpmd', the default: a program for each stage."
+        )
+
+
+def check_model_features(request: Request, model: BoundModel) -> None:
+    """Raise ``PartitionError`` if a model has variables that what was requested cannot train."""
+    names = [model.parameters[k].name for k in sorted(model.overwritten)][:1]
+    rows = [v.name for v, axis in zip(model.state, model.examples, strict=True) if axis is not None][:1]
+    if request.runtime == "spmd" and names + rows:
+        why = "becomes its gradient, and one program adds up gradients" if names else "has a row for each example"
+        raise PartitionError(
+            f"runtime='spmd' with the variable {(names + rows)[0]}: it {why}, which only stage programs keep apart. "
+            "Leave runtime= out."
+        )
+    if names and request.exchange is not None:
+        raise PartitionError(
+            f"gradient_exchange=block_sparse(...) with the variable {names[0]}: it becomes its gradient, of which no "
+            "block may be left out. Use gradient_exchange='dense'."
+        )
+    if rows and request.replica_axis is not None:
+        raise PartitionError(
+            f"PlanOptions(axis_name={request.replica_axis.name!r}) with the state variable {rows[0]}, which has a row "
+            "for each example of a batch: a micro-batch of several replicas has no rows side by side. Leave out one."
+        )
+    if rows and request.several_sizes:
+        raise PartitionError(
+            f"Batches of several sizes with the state variable {rows[0]}, which has a row for each example of a batch: "
+            "it has one size. Pass batches of one size."
+        )

@@ -5,12 +5,14 @@ lead to a faster plan. What a request has come by is on disk; a plan is made aga
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxpipe import _compat, multihost
+from jaxpipe import multihost
 from jaxpipe.costs.profile_cache import cache_folder
 from jaxpipe.graph.program_text import program_text
+from jaxpipe.planning.compare_requests import request_parts
 from jaxpipe.planning.trace_request import Traced
 from jaxpipe.text.kept_files import keep, read_kept
 from jaxpipe.text.stable_text import digest, stable_text
@@ -26,17 +28,9 @@ class Point(NamedTuple):
 
 def front_path(traced: Traced) -> Path:
     """Return the file of a request. What two requests share by mistake costs them time: plans are made again."""
-    request, profile = traced.request, traced.profile
-    device = request.mesh.devices.flat[0].device_kind
-    settings = [
-        *_compat.versions(),
-        device,
-        dict(request.mesh.shape),
-        traced.batching,
-        request.options,
-        request.network,
-    ]
-    settings += [profile.forward_seconds, profile.backward_seconds, request.schedules, request.policy, request.cuts]
+    request, profile = replace(traced.request, memory=None), traced.profile
+    seconds = profile.forward_seconds, profile.backward_seconds
+    settings = [request_parts(request, [traced.batch], {}), request.mesh.devices.flat[0].device_kind, seconds]
     text = program_text(traced.objective.graph) + program_text(traced.update.graph) + stable_text(settings)
     return cache_folder().parent / "fronts" / f"{digest(text)}.json"
 

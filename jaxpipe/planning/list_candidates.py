@@ -143,8 +143,8 @@ def _candidates(traced: Traced, replicate: bool | tuple[int, ...]) -> list[Candi
     elif cuts(1)[0].replicas.is_single:
         return []
     else:
-        schedules = iter(schedule_makers.make_replicated_schedules(request.schedules, cuts(1)[0].replicas, m))
-    candidates = _of_schedules(traced, _noted(schedules, made), cut)
+        schedules = schedule_makers.make_replicated_schedules(request.schedules, cuts(1)[0].replicas, m)
+    candidates = _of_schedules(traced, schedules, cut, made)
     if request.schedules is not schedule_makers.AUTO or request.num_devices == 1 or replicate:
         return candidates
     sources = list(candidates)
@@ -152,7 +152,7 @@ def _candidates(traced: Traced, replicate: bool | tuple[int, ...]) -> list[Candi
     maps = {candidate.schedule.stage_of for candidate in candidates}
     more = [schedule for schedule in made if schedule.stage_of not in maps]
     with contextlib.suppress(PartitionError):  # too few operators for so many stages
-        sources += _of_schedules(traced, [x for x in more if not _is_longer(traced, x, candidates)], cut)
+        sources += _of_schedules(traced, [x for x in more if not _is_longer(traced, x, candidates)], cut, [])
     return candidates + searched_candidates(candidates, sources)
 
 
@@ -172,17 +172,14 @@ def _host_seconds(mesh: Mesh, schedule: Schedule, stage_replicas: StageReplicas)
     return host_seconds(schedule, [(0,)] * schedule.num_devices, stage_replicas)
 
 
-def _noted(schedules: Iterator[Schedule], made: list[Schedule]) -> Iterator[Schedule]:
-    for schedule in schedules:
-        made.append(schedule)
-        yield schedule
-
-
-def _of_schedules(traced: Traced, schedules: Iterable[Schedule], cut: Callable[[Schedule], Cut]) -> list[Candidate]:
-    """Return a program for each schedule that may be faster than those before it."""
+def _of_schedules(
+    traced: Traced, schedules: Iterable[Schedule], cut: Callable[[Schedule], Cut], made: list[Schedule]
+) -> list[Candidate]:
+    """Return a program for each schedule that may be faster than those before it; adds what it looks at to ``made``."""
     candidates: list[Candidate] = []
     errors: list[PartitionError] = []
     for schedule in schedules:
+        made.append(schedule)
         if _is_longer(traced, schedule, candidates):
             continue
         least = 0.0
@@ -215,6 +212,11 @@ def searched_candidates(candidates: Sequence[Candidate], sources: Sequence[Candi
     Of ``sources`` the fastest for each map from devices to stages gives cuts and seconds.
     """
     best = list(candidates)
+
+    def needless(seconds: float, waiting: int) -> bool:
+        """Return whether a candidate is about as short as such a one or shorter, and holds no more bytes of stashes."""
+        return any((1 - SHORTER) * x.seconds <= seconds and x.waiting_bytes <= waiting for x in best)
+
     for stages in sorted({source.schedule.stage_of for source in sources}, key=lambda stages: (len(stages[0]), stages)):
         alike = sorted((x for x in sources if x.schedule.stage_of == stages), key=lambda x: x.seconds)
         fixed = alike[0]
@@ -227,22 +229,16 @@ def searched_candidates(candidates: Sequence[Candidate], sources: Sequence[Candi
             fastest = min(x.seconds for x in best)
             if fixed.traced.request.budget is None and least > (1 + ALIKE) * fastest:
                 continue
-            if any((1 - SHORTER) * x.seconds <= least and x.waiting_bytes <= waiting for x in best):
+            if needless(least, waiting):
                 continue
             count = fixed.schedule.total_stages
             tell(f"Searching for a schedule of {count} stages with {list(limits)} stashes in flight")
             maker = functools.partial(list_schedule, **arguments)
             schedule = schedule_makers.check_schedule(maker(*size), *size)
             candidate = build_candidate(fixed.cut, schedule, maker)
-            if not any(_dominates(other, candidate) for other in best):
+            if not needless(candidate.seconds, candidate.waiting_bytes):
                 best.append(candidate)
     return best[len(candidates) :]
-
-
-def _dominates(other: Candidate, candidate: Candidate) -> bool:
-    """Return whether another candidate is shorter or about as short, and holds no more bytes of stashes."""
-    about = (1 - SHORTER) * other.seconds
-    return about <= candidate.seconds and other.waiting_bytes <= candidate.waiting_bytes
 
 
 def _limits(sources: Sequence[Candidate]) -> Iterator[tuple[tuple[int, ...], int]]:

@@ -46,9 +46,8 @@ def device_classes(network: Network, memory: Sequence[float]) -> tuple[tuple[int
     for device in range(network.num_devices):
         home = next((group for group in classes if alike(group[0], device)), None)
         if home is None:
-            classes.append([device])
-        else:
-            home.append(device)
+            classes.append(home := [])
+        home.append(device)
     return tuple(map(tuple, classes))
 
 
@@ -97,7 +96,8 @@ def numbers_of_devices(limits: Limits, count: int) -> Iterator[tuple[int, ...]]:
     if len(limits.group_sizes) == 1:
         return
     if count <= MOST_UNEQUAL:
-        yield from (widths for number in used for widths in _compositions(number) if len(set(widths)) > 1)
+        every = sorted((tuple(map(len, layout)) for layout in all_layouts([range(count)], limits, count)), key=sum)
+        yield from (widths for widths in every if len(set(widths)) > 1)
     elif count <= MOST_IN_TWO_PARTS:
         for small in limits.group_sizes:
             for large in range(2 * small, count, small):
@@ -105,13 +105,6 @@ def numbers_of_devices(limits: Limits, count: int) -> Iterator[tuple[int, ...]]:
                     parts = (large,) * number, (small,) * ((used[-1] - number * large) // small)
                     if sum(map(sum, parts)) == used[-1]:
                         yield from (parts[0] + parts[1], parts[1] + parts[0])
-
-
-def _compositions(number: int) -> Iterator[tuple[int, ...]]:
-    if not number:
-        yield ()
-    for first in range(1, number + 1):
-        yield from ((first, *rest) for rest in _compositions(number - first))
 
 
 def along(order: Sequence[int], widths: Sequence[int]) -> Layout:

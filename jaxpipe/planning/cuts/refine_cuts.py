@@ -4,6 +4,7 @@ For graphs with too many cuts to look at all of them: stages found along one ord
 which an operator may go to the stage of its readers, or of what it reads.
 """
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -51,13 +52,11 @@ def move_operators(
     spent, improved = 0, True
     while improved and spent < MOST_MOVES:
         improved = False
-        for moved in moves(sets):
+        for moved in itertools.islice(moves(sets), MOST_MOVES - spent):
             spent += 1
             candidate = space_of(profile, moved)
             cost = model.objective(candidate, chosen)
             if cost < seconds / ROUNDING:
                 best, sets, seconds, improved = candidate, moved, cost, True
-                break
-            if spent >= MOST_MOVES:
                 break
     return best, chosen, seconds

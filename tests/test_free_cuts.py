@@ -76,7 +76,7 @@ def test_the_host_makes_all_calls_of_a_step():
         seconds = host_seconds(one_f_one_b(p, m), [(0,)] * p, alone)
         assert seconds == pytest.approx(m * ((2 * p - 1) * CALL + 2 * (p - 1) * SEND) - CALL)
         nothing = Dispatching([(0.0, 0.0)] * p, [(0,)] * p, alone)
-        assert dispatched_timeline(one_f_one_b(p, m), *[[0.0] * p] * 3, nothing).makespan >= seconds
+        assert dispatched_timeline(one_f_one_b(p, m), [[0.0] * p] * 3, nothing).makespan >= seconds
     busiest = host_seconds(zero_bubble(4, 8), [(0,), (0,), (1,), (1,)], StageReplicas((1,) * 4))
     assert busiest == pytest.approx(8 * (6 * CALL + 3 * SEND) - CALL)  # of the first: two stages, three of their sends
 

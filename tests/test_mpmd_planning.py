@@ -56,7 +56,7 @@ def default():
 def free(schedule, forward, backward, messages, processes):
     zero = [0.0] * len(forward)
     return dispatched_timeline(
-        schedule, forward, backward, zero, Dispatching(messages, processes, StageReplicas((1, 1)))
+        schedule, (forward, backward, zero), Dispatching(messages, processes, StageReplicas((1, 1)))
     )
 
 
@@ -84,7 +84,7 @@ def test_processes_call_at_the_same_time():
 def test_zero_bubble_makes_two_calls_of_a_backward_pass():
     zero = [0.0, 0.0]
     timeline = dispatched_timeline(
-        zero_bubble(2, 1), zero, zero, zero, Dispatching([(0.0, 0.0)] * 2, ONE, StageReplicas((1, 1)))
+        zero_bubble(2, 1), (zero, zero, zero), Dispatching([(0.0, 0.0)] * 2, ONE, StageReplicas((1, 1)))
     )
     # F, I, W of stage 0; F with I, and W, of stage 1: the last weight work follows the message back.
     assert timeline.makespan == pytest.approx(5 * CALL_SECONDS + 2 * SEND_SECONDS, abs=SEND_SECONDS)

@@ -7,6 +7,7 @@
 Levels and candidates do not depend on the budget: whoever asks for what an error has offered gets a plan that runs.
 """
 
+# More than 15 of our modules: candidates, their levels and what these need come together here.
 import contextlib
 import math
 import operator

@@ -14,9 +14,9 @@ from jaxpipe.agreement import Part
 from jaxpipe.array_types import Array, PyTree
 from jaxpipe.graph.program_text import digests_by, program_text
 from jaxpipe.models.bound_model import BoundModel
-from jaxpipe.models.microbatch_program import MicrobatchProgram
-from jaxpipe.models.traced_update import TracedUpdate, trace_initial_state, transformation_of
+from jaxpipe.models.traced_update import trace_initial_state, transformation_of
 from jaxpipe.planning.check_request import Request
+from jaxpipe.planning.cut_scans import TracedLayers
 from jaxpipe.runtime.executable_plan import Batching
 from jaxpipe.text.stable_text import stable_text, writer
 
@@ -68,10 +68,9 @@ def shape_parts(batches: PyTree) -> dict[str, str]:
     }
 
 
-def program_parts(
-    request: Request, model: BoundModel, objective: MicrobatchProgram, update: TracedUpdate, batching: Batching
-) -> dict[str, Part | str]:
+def program_parts(request: Request, layers: TracedLayers, batching: Batching) -> dict[str, Part | str]:
     """Return the programs of a loss and of an optimizer, with their constants."""
+    model, objective, update = layers.model, layers.objective, layers.update
     initial = trace_initial_state(request.optimizer, model)
     variables = {v.name: stable_text(v.aval) for v in (*model.parameters, *model.state)}
     return {

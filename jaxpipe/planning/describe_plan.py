@@ -83,7 +83,7 @@ def program_timeline(
         return lockstep_timeline(program, work, functools.partial(_slowest_message, partition), rate)
     processes = processes_of(request.mesh, partition, program.schedule)
     dispatching = Dispatching(message_seconds(program, partition), processes, program.stage_replicas)
-    return dispatched_timeline(program.schedule, *work, dispatching)
+    return dispatched_timeline(program.schedule, work, dispatching)
 
 
 def least_seconds(schedule: Schedule, partition: Partition, stage_replicas: StageReplicas) -> float:
@@ -114,7 +114,7 @@ def stage_search_arguments(
     """Return the arguments of a search for a schedule of stage programs, with what storage has ``added``."""
     seconds = stage_seconds(program, partition, added, splits=True)
     dispatching = Dispatching(message_seconds(program, partition), (), program.stage_replicas)
-    return search_arguments(program.schedule, *seconds_on_devices(seconds, stage_speeds(partition)), dispatching)
+    return search_arguments(program.schedule, seconds_on_devices(seconds, stage_speeds(partition)), dispatching)
 
 
 def message_seconds(program: Program, partition: Partition) -> list[tuple[float, float]]:
@@ -144,13 +144,7 @@ def processes_of(mesh: Mesh, partition: Partition, schedule: Schedule) -> list[t
     return [tuple(devices[d].process_index for d in stage.devices) for stage in placed]
 
 
-def describe(
-    traced: Traced,
-    program: Program,
-    partition: Partition,
-    update: Update,
-    fitted: Sequence[Fitted],
-) -> Plan:
+def describe(traced: Traced, program: Program, partition: Partition, update: Update, fitted: Sequence[Fitted]) -> Plan:
     """Return the plan of a program; its budget and its search are those of whoever chose it."""
     request, runtime, shape = traced.request, traced.request.runtime, traced.request.submesh.shape
     added = [fit.added_seconds for fit in fitted]

@@ -29,20 +29,15 @@ class Dispatching:
     stage_replicas: StageReplicas
 
 
-def dispatched_timeline(
-    schedule: Schedule,
-    forward: Sequence[float],
-    backward_input: Sequence[float],
-    backward_weight: Sequence[float],
-    dispatching: Dispatching,
-) -> Timeline:
-    """Return who computes what when in a step.
+def dispatched_timeline(schedule: Schedule, work: Sequence[Sequence[float]], dispatching: Dispatching) -> Timeline:
+    """Return who computes what when in a step, by the work of each stage: forward, backward for inputs, for weights.
 
     Every call takes ``CALL_SECONDS`` of its device, every message to another device ``SEND_SECONDS`` besides its way.
     The host of a process does all of these in the order of the table; what it has not come to yet cannot begin. A
     forward and a backward pass that are one program are one call.
     """
     count = schedule.total_stages
+    forward, backward_input, backward_weight = work
     first = {s: {kinds[0] for kinds in program_kinds(schedule, s)} for s in range(count)}
     whole = Kind.BACKWARD_INPUT if schedule.splits_backward else Kind.BACKWARD
 
@@ -71,18 +66,13 @@ def _links(schedule: Schedule, dispatching: Dispatching) -> list[tuple[float, fl
     return list(zip(ahead, back, strict=True))
 
 
-def search_arguments(
-    schedule: Schedule,
-    forward: Sequence[float],
-    backward_input: Sequence[float],
-    backward_weight: Sequence[float],
-    dispatching: Dispatching,
-) -> dict[str, Any]:
+def search_arguments(schedule: Schedule, work: Sequence[Sequence[float]], dispatching: Dispatching) -> dict[str, Any]:
     """Return the arguments of ``list_schedule`` for other orders of the same work, with a table's stashes in flight.
 
     The last stage is charged one call for its forward and backward work, as if it did both at once. So no order has a
     shorter timeline than the bound for these arguments.
     """
+    forward, backward_input, backward_weight = work
     stages = range(schedule.total_stages)
     turns = [dispatching.stage_replicas.per_device(schedule.device(s)) for s in stages]
     trained = [n * (s >= schedule.frozen) for s, n in enumerate(turns)]

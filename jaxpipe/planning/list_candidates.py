@@ -137,20 +137,20 @@ def _candidates(traced: Traced, replicate: bool | tuple[int, ...]) -> list[Candi
         ways = cuts(schedule.num_chunks)
         return ways[best_placed(schedule, [way.partition for way in ways])]
 
-    made: list[Schedule] = []
+    tried: list[Schedule] = []
     if not replicate:
         schedules = schedule_makers.make_schedules(request.schedules, request.num_devices, m)
     elif cuts(1)[0].replicas.is_single:
         return []
     else:
         schedules = schedule_makers.make_replicated_schedules(request.schedules, cuts(1)[0].replicas, m)
-    candidates = _of_schedules(traced, schedules, cut, made)
+    candidates = _of_schedules(traced, schedules, cut, tried)
     if request.schedules is not schedule_makers.AUTO or request.num_devices == 1 or replicate:
         return candidates
     sources = list(candidates)
     # A table of several stages on each device may lose where an order of the seconds of its stages does not.
     maps = {candidate.schedule.stage_of for candidate in candidates}
-    more = [schedule for schedule in made if schedule.stage_of not in maps]
+    more = [schedule for schedule in tried if schedule.stage_of not in maps]
     with contextlib.suppress(PartitionError):  # too few operators for so many stages
         sources += _of_schedules(traced, [x for x in more if not _is_longer(traced, x, candidates)], cut, [])
     return candidates + searched_candidates(candidates, sources)
@@ -173,13 +173,13 @@ def _host_seconds(mesh: Mesh, schedule: Schedule, stage_replicas: StageReplicas)
 
 
 def _of_schedules(
-    traced: Traced, schedules: Iterable[Schedule], cut: Callable[[Schedule], Cut], made: list[Schedule]
+    traced: Traced, schedules: Iterable[Schedule], cut: Callable[[Schedule], Cut], tried: list[Schedule]
 ) -> list[Candidate]:
-    """Return a program for each schedule that may be faster than those before it; adds what it looks at to ``made``."""
+    """Return a program for each schedule that may be faster than those before it; ``tried`` gets what it looks at."""
     candidates: list[Candidate] = []
     errors: list[PartitionError] = []
     for schedule in schedules:
-        made.append(schedule)
+        tried.append(schedule)
         if _is_longer(traced, schedule, candidates):
             continue
         least = 0.0

@@ -99,7 +99,7 @@ def best_placed(schedule: Schedule, partitions: Sequence[Partition]) -> int:
         sends = [stage.communication_seconds / 2 for stage in partition.stages]
         devices = range(schedule.num_devices)
         dispatching = Dispatching([(s, s) for s in sends], [(0,) for _ in devices], StageReplicas((1,) * len(devices)))
-        return dispatched_timeline(schedule, forward, half, half, dispatching).makespan
+        return dispatched_timeline(schedule, (forward, half, half), dispatching).makespan
 
     first, second = map(seconds, partitions)
     return int(second < (1 - SHORTER) * first)

@@ -48,7 +48,7 @@ def plan_timeline(
         devices = processes or [(0,) * len(plan.stages[row[0]].devices) for row in schedule.stage_of]
         stage_replicas = StageReplicas(plan.stage_replicas.per_stage[: schedule.num_devices])
         messages = [stage.message_seconds for stage in plan.stages]
-        return dispatched_timeline(schedule, *work, Dispatching(messages, devices, stage_replicas))
+        return dispatched_timeline(schedule, work, Dispatching(messages, devices, stage_replicas))
     parts = dict(zip(("forward", "backward_input", "backward_weight"), work, strict=True))
     walk = functools.partial(schedule.simulate, **parts, lockstep=True)
     return walk(communication=max(0.0, plan.step_seconds - walk().makespan) / len(schedule.ticks))

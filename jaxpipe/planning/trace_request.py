@@ -100,7 +100,7 @@ def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> 
     request, batching, microbatch, layers = agreed(
         "jaxpipe.partition",
         lambda: _trace_programs(*asked),
-        lambda x: program_parts(x[0], x[3].model, x[3].objective, x[3].update, x[1]),
+        lambda x: program_parts(x[0], x[3], x[1]),
     )
     seconds = time.perf_counter() - start
     model, objective, update = layers.model, layers.objective, layers.update
@@ -151,7 +151,7 @@ def _trace_programs(
     microbatch = with_rows(batch, size // (request.replicas * m))
     layers = _trace_layers(request, microbatch, variables, batch, assumed=request.replica_axis is None)
     warn_unused(request.policy, (op.path for op in layers.objective.graph.operators), "storage")
-    enough = _leaving_examples(request, layers.model, layers.objective, microbatch, size, m)
+    enough = _leaving_examples(request, layers, microbatch, size, m)
     if enough != m:
         return _trace_programs(replace(request, num_microbatches=enough), batch, variables)
     return request, batching, microbatch, layers
@@ -203,12 +203,7 @@ def _counts(size: int, replicas: int) -> list[int]:
 
 
 def _leaving_examples(
-    request: Request,
-    model: BoundModel,
-    objective: MicrobatchProgram,
-    microbatch: PyTree,
-    size: int,
-    num_microbatches: int,
+    request: Request, layers: TracedLayers, microbatch: PyTree, size: int, num_microbatches: int
 ) -> int:
     """Return a number of micro-batches that leaves enough examples to each if they depend on one another.
 
@@ -217,13 +212,13 @@ def _leaving_examples(
     """
     replicas, rows = request.replicas, size // (request.replicas * num_microbatches)
     is_few = rows < FEW_EXAMPLES
-    if not check_batch.has_examples(microbatch) or not (is_few or may_compare(objective, rows)):
+    if not check_batch.has_examples(microbatch) or not (is_few or may_compare(layers.objective, rows)):
         return num_microbatches
 
     def trace(rows: int) -> MicrobatchProgram:
-        return trace_results(model, request.loss, with_rows(microbatch, rows))[0]
+        return trace_results(layers.model, request.loss, with_rows(microbatch, rows))[0]
 
-    statistics = find_statistics(objective, rows, trace)
+    statistics = find_statistics(layers.objective, rows, trace)
     if is_few and (statistics.modules or statistics.similarities):
         counts = [m for m in _counts(size, request.parts) if m <= num_microbatches]
         enough = [m for m in counts if size // (replicas * m) >= FEW_EXAMPLES]

@@ -4,7 +4,7 @@ import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,32 +23,21 @@ MOST_PLACES = 256
 UNEQUAL = 1e-6
 
 
-@dataclass(eq=False)
 class Chain:
     """The cuts of a chain, and the devices of its stages."""
 
-    space: CutSpace
-    model: CostModel
-    layout: Layout
-    rates: list[float] = field(init=False)
-    work: list[float] = field(init=False)
-    holds: list[np.ndarray] = field(init=False)  # by stage: bytes of all operators before each cut
-    memory: list[float] = field(init=False)
-    wanted: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        space, model = self.space, self.model
-        self.work, self.wanted = space.seconds.tolist(), np.flatnonzero(space.wanted).tolist()
-        self.rates = model.rates(self.layout).tolist()
-        followers = sum(map(len, self.layout))
-        self.holds = []
-        for group in self.layout:
+    def __init__(self, space: CutSpace, model: CostModel, layout: Layout):
+        """Nothing is cut yet; ``holds`` are by stage the bytes of all operators before each cut."""
+        self.space, self.model, self.layout = space, model, layout
+        self.work: list[float] = space.seconds.tolist()
+        self.wanted: list[int] = np.flatnonzero(space.wanted).tolist()
+        self.rates: list[float] = model.rates(layout).tolist()
+        self.holds: list[np.ndarray] = []
+        followers = sum(map(len, layout))
+        for group in layout:
             followers -= len(group)
             self.holds.append(model.memory_bytes(space.residuals, space.parameters, len(group), followers))
-        self.memory = [
-            min((model.memory[d] for d in group), default=math.inf) if model.memory else math.inf
-            for group in self.layout
-        ]
+        self.memory = [min(model.memory[d] for d in group) if model.memory else math.inf for group in layout]
 
     def within(self, limit: float, memory: Sequence[float] | None = None) -> list[int] | None:
         """Return cuts whose stages take no longer than a limit, each as long as can be; None if there are none."""

@@ -46,8 +46,9 @@ def device_classes(network: Network, memory: Sequence[float]) -> tuple[tuple[int
     for device in range(network.num_devices):
         home = next((group for group in classes if alike(group[0], device)), None)
         if home is None:
-            classes.append(home := [])
-        home.append(device)
+            classes.append([device])
+        else:
+            home.append(device)
     return tuple(map(tuple, classes))
 
 

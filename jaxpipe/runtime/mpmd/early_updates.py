@@ -41,7 +41,7 @@ class EarlyUpdateWriter(StepEndWriter):
         if Kind.BACKWARD not in kinds or (k + 1) % self._group:
             return
         work = functools.partial(_early_update, self.ends[s], self._group * self.devices.replicas)
-        self.renew(s, "early update", work)
+        self.renew(s, f"early update of {self._group}", work)
         self._versions[s].append(self.split(s, self.held[s]["parameters"]))
         for r in self.members_of(s):
             self.members[self.place(s, r)] |= {"sums": {}, "packs": {}}

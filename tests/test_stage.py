@@ -15,6 +15,7 @@ from jaxpipe.residuals.choose_formats import ResidualPlan, derived_from
 from jaxpipe.residuals.codecs.bits import Mask
 from jaxpipe.residuals.codecs.keep import KEEP
 from jaxpipe.targets.building import building_for
+from tests.support.backward_parts import backward_in_parts, seeds_of
 from tests.support.compare import assert_same_bits
 from tests.support.encoded_models import LINEN
 
@@ -43,11 +44,10 @@ def test_the_split_backward_pass_is_the_whole_one(name):
     with jax.disable_jit():
         (output,), stash = vjp_program.forward(built, leaves)
         whole = vjp_program.backward(built, parameters, stash, [jnp.ones(())])
-        early, saved = vjp_program.backward_input(built, parameters, stash, [jnp.ones(())])
-        late = vjp_program.backward_weight(built, parameters, stash, saved)
+        early, late = backward_in_parts(built, parameters, stash, [jnp.ones(())])
     assert output == value
     assert_same_bits(whole, list(gradients))
-    parts = dict(zip(built.input_part, early, strict=True)) | dict(zip(built.weight_part, late, strict=True))
+    parts = early | late
     assert_same_bits([parts[t] for t in graph.inputs], list(gradients))
     assert built.weight_part and built.input_part
 
@@ -309,12 +309,12 @@ def test_gradients_are_absorbed_by_their_sums(platform):
         _, stash = vjp_program.forward(built, leaves)
         sums = {t: jnp.full_like(leaf, 0.375) for t, leaf in zip(graph.inputs, leaves, strict=True)}
         absorb = {t: functools.partial(jnp.add, total) for t, total in sums.items()}
-        whole = vjp_program.backward(built, parameters, stash, [jnp.ones(())], absorb=absorb)
-        early, saved = vjp_program.backward_input(built, parameters, stash, [jnp.ones(())], absorb=absorb)
-        late = vjp_program.backward_weight(built, parameters, stash, saved, absorb=absorb)
+        steps, seeds = built.backward_graph.steps, seeds_of(built, [jnp.ones(())])
+        whole = vjp_program.run_backward(built, steps, parameters, stash, seeds, absorb=absorb)
+        early, late = backward_in_parts(built, parameters, stash, [jnp.ones(())], absorb=absorb)
     expected = [jnp.float32(0.375) + g for g in gradients]
-    assert_same_bits(whole, expected)
-    parts = dict(zip(built.input_part, early, strict=True)) | dict(zip(built.weight_part, late, strict=True))
+    assert_same_bits([whole[t] for t in graph.inputs], expected)
+    parts = early | late
     assert_same_bits([parts[t] for t in graph.inputs], expected)
 
 
@@ -330,7 +330,9 @@ def test_on_a_gpu_a_gradient_is_added_to_its_sum_before_the_next_product(platfor
     def run(x, first, second, sums):
         outputs, stash = vjp_program.forward(built, [x, first, second])
         absorb = dict(zip(built.backward_graph.wrt, (functools.partial(jnp.add, total) for total in sums), strict=True))
-        return vjp_program.backward(built, [first, second], stash, [jnp.ones_like(outputs[0])], absorb=absorb)
+        steps, seeds = built.backward_graph.steps, seeds_of(built, [jnp.ones_like(outputs[0])])
+        results = vjp_program.run_backward(built, steps, [first, second], stash, seeds, absorb=absorb)
+        return [results[t] for t in built.backward_graph.wrt]
 
     with building_for(platform):
         graph = trace(function, x, first, second).with_parameters([False, True, True])

@@ -27,7 +27,7 @@ def draw_late(axes: Axes, variants: Mapping[str, Sequence[Mapping[str, Any]]]) -
         axes.hlines(sum(y) / len(y), x - 0.3, x + 0.3, color=color)
     axes.set_xticks(range(len(names)), names, rotation=25, ha="right", fontsize=8)
     axes.set_ylabel("test loss, nats per byte")
-    axes.set_title("Gradients one update late")
+    axes.set_title("Late gradients")
     axes.grid(alpha=0.3, axis="y")
 
 
@@ -46,7 +46,7 @@ def draw_sparse(axes: Axes, variants: Mapping[str, Sequence[Mapping[str, Any]]])
     axes.margins(x=0.3)
     axes.set_xlabel("times fewer bytes than a dense exchange")
     axes.set_ylabel("test loss above the dense run's, %")
-    axes.set_title("Block-sparse exchange, four replicas")
+    axes.set_title("Sparse gradients and outer loops")
     axes.grid(alpha=0.3)
 
 

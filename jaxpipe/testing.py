@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.array_types import Array
+from jaxpipe.array_types import Array, ArrayLike
 from jaxpipe.errors import ModelError
 from jaxpipe.graph.codec import Codec, SavedTensor, check_own
 from jaxpipe.residuals.stored_formats import decode, encode, type_text
@@ -19,20 +19,23 @@ from jaxpipe.residuals.stored_formats import decode, encode, type_text
 _SHAPES = ((), (0,), (1,), (7,), (3, 0), (3, 5), (2, 3, 3, 1), (16, 64), (5, 33, 7))
 
 
-def check_codec(codec: Codec, tensors: Iterable[SavedTensor] = ()) -> None:
+def check_codec(codec: Codec, tensors: Iterable[SavedTensor | ArrayLike] = ()) -> None:
     """Check that a codec gives back every bit of the tensors that it allows.
 
     It is tried on all element types and many shapes that it allows: NaN with payloads, -0.0, infinities, subnormals,
-    random bits, zeros with few other values, empty arrays, scalars, odd sizes; under ``jit`` and ``vmap``. Where
-    ``fits`` returns False, nothing has to come back.
+    random bits, whole numbers, powers of two, what ``bfloat16`` holds, zeros with few other values, empty arrays,
+    scalars, odd sizes; under ``jit`` and ``vmap``. Where ``fits`` returns False, nothing has to come back, and nothing
+    is compared: give arrays that the codec is made for.
 
     Args:
       codec: an object of ``jaxpipe.Codec``.
-      tensors: more to try, for a codec that allows those of some shapes, operators or paths only.
+      tensors: more to try: arrays; or descriptions, ``jaxpipe.graph.codec.SavedTensor``, for a codec that allows
+        those of some operators or paths only, for which values are drawn.
 
     Raises:
       ModelError: if the codec loses a bit, with the element and its bits before and after; if it returns another shape
-        or type, counts bytes wrong, raises an error, has no name, cannot be compared, or allows or fits nothing.
+        or type, counts bytes wrong, raises an error, has no name, cannot be compared, or allows or fits nothing, or not
+        an array that was given.
 
     Example:
       >>> import jax.numpy as jnp, jaxpipe
@@ -53,8 +56,20 @@ def check_codec(codec: Codec, tensors: Iterable[SavedTensor] = ()) -> None:
       jaxpipe.errors.ModelError: check_codec was given Half(), which lost bits of float32[] under jit: ...
     """
     check_own(codec, (), "check_codec")
-    trials = {(c, x.shape_and_type): x for x in (*_tensors(), *tensors) if (c := codec.for_tensor(x)) is not None}
-    fitted = [_fits_some(form, tensor) for (form, _), tensor in trials.items()]
+    arrays, described = [], list(_tensors())
+    for x in tensors:
+        described.append(x) if isinstance(x, SavedTensor) else arrays.append(np.asarray(x))
+    for k, x in enumerate(arrays):
+        tensor = SavedTensor(x.shape, x.dtype, "value", "", "", 8 * x.dtype.itemsize)
+        form = codec.for_tensor(tensor)
+        if form is None or not _fits_some(form, tensor, x[None]):
+            raise ModelError(
+                f"check_codec was given {codec!r} and arrays, of which {type_text(tensor.shape_and_type)}, number {k}, "
+                f"is none of its own: {'allows' if form is None else 'fits'} returned False. Arrays come from no "
+                "operator and no module; describe tensors that do as SavedTensor(...)."
+            )
+    trials = {(c, x.shape_and_type): x for x in described if (c := codec.for_tensor(x)) is not None}
+    fitted = [_fits_some(form, tensor, _values(tensor)) for (form, _), tensor in trials.items()]
     if not any(fitted):
         method = "fits" if fitted else "allows"
         raise ModelError(
@@ -81,7 +96,7 @@ def _tensors() -> Iterator[SavedTensor]:
 
 
 def _values(tensor: SavedTensor) -> np.ndarray:
-    """Return arrays for a tensor, stacked: random ones, full ones, and zeros with something at one place."""
+    """Return arrays for a tensor, stacked: random ones, full ones, zeros with something at one place, plain numbers."""
     rng, dtype = np.random.default_rng(0), tensor.dtype
     words = np.dtype(f"uint{8 * dtype.itemsize}")
     highest = 2**tensor.bits - 1
@@ -98,13 +113,20 @@ def _values(tensor: SavedTensor) -> np.ndarray:
         pieces.append(few.reshape(tensor.shape))
     pieces += [rng.choice(np.array(rare, words), tensor.shape), rng.integers(0, highest, tensor.shape, words, True)]
     stacked = np.stack(pieces).view(dtype)
-    small = rng.integers(0, 2, (2, *tensor.shape)).astype(dtype)
-    return np.concatenate([stacked, small])
+    plain = [rng.integers(0, 2, (2, *tensor.shape))]
+    if tensor.demand == "value":
+        least = 0 if jnp.issubdtype(dtype, jnp.unsignedinteger) else -1
+        numbers = [rng.integers(least * n, n, (1, *tensor.shape)) for n in (4, 128)]
+        plain += [*numbers, least * np.abs(numbers[1])]
+        if jnp.issubdtype(dtype, jnp.inexact):
+            powers = np.ldexp(1.0, rng.integers(-6, 7, numbers[0].shape))
+            plain += [powers, -powers, numbers[1] / 2]
+    return np.concatenate([stacked, *(x.astype(dtype) for x in plain)])
 
 
-def _fits_some(codec: Codec, tensor: SavedTensor) -> bool:
+def _fits_some(codec: Codec, tensor: SavedTensor, values: np.ndarray) -> bool:
     """Raise ``ModelError`` if values of a tensor do not come back; return whether some fit."""
-    form, values = tensor.shape_and_type, _values(tensor)
+    form = tensor.shape_and_type
     given, what = f"check_codec was given {codec!r}", type_text(form)
 
     def back(arrays: Sequence[Array]) -> tuple[Array, Array]:

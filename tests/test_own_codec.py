@@ -7,8 +7,10 @@ import re
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from jax import lax
 
 import jaxpipe
 from jaxpipe.graph.codec import SavedTensor
@@ -436,6 +438,43 @@ def test_check_codec_tries_the_tensors_that_it_is_given():
     with pytest.raises(jaxpipe.ModelError, match=r"Pass what it is for as tensors="):
         check_codec(OfTanh())
     check_codec(OfTanh(), [SavedTensor((4, 3), jnp.dtype("float32"), "value", "Net", "tanh", 32)])
+    with pytest.raises(jaxpipe.ModelError, match=r"float32\[3\], number 0, is none of its own: allows returned False"):
+        check_codec(OfTanh(), [jnp.ones(3)])
+
+
+class WholeNumbers(Copy):
+    """Small whole numbers in 8 bits."""
+
+    def encode(self, x):
+        whole = x.astype(jnp.int8)
+        words = [lax.bitcast_convert_type(y, jnp.uint32) for y in (x, whole.astype(jnp.float32))]
+        return whole, jnp.all(words[0] == words[1])
+
+    def decode(self, arrays, shape_and_type):
+        return arrays[0].astype(jnp.float32)
+
+    def fits(self, arrays):
+        return arrays[1]
+
+
+class WithoutSigns(WholeNumbers):
+    def decode(self, arrays, shape_and_type):
+        return jnp.abs(arrays[0]).astype(jnp.float32)
+
+
+class WithoutOneNumber(WholeNumbers):
+    def decode(self, arrays, shape_and_type):
+        return jnp.where(arrays[0] == -128, 0, arrays[0]).astype(jnp.float32)
+
+
+def test_check_codec_tries_numbers_that_fit():
+    check_codec(WholeNumbers(), [np.arange(-128, 128, dtype=np.float32)])
+    with pytest.raises(jaxpipe.ModelError, match=r"lost bits of float32\[\] under jit: element \(\) was -"):
+        check_codec(WithoutSigns())
+    with pytest.raises(jaxpipe.ModelError, match=r"element \(0,\) was -128.0"):
+        check_codec(WithoutOneNumber(), [np.arange(-128, 128, dtype=np.float32)])
+    with pytest.raises(jaxpipe.ModelError, match=r"float32\[2\], number 1, is none of its own: fits returned False"):
+        check_codec(WholeNumbers(), [np.ones(2, np.float32), np.array([0.5, 1], np.float32)])
 
 
 def test_what_a_codec_raises_names_it():

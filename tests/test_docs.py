@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from jaxpipe.planning.dispatch_timeline import CALL_SECONDS, SEND_SECONDS
 from scripts.bench_learning import losses
 
 
@@ -376,3 +377,9 @@ def test_planning_takes_the_multiples_of_tracing_that_were_measured():
     assert f"and {within:.1f} times for 12 layers within 70 % of the bytes" in text
     for layers in (24, 48, 96):
         assert f"{min(ratios[layers, False]):.1f} to {max(ratios[layers, False]):.1f} times for {layers}" in text
+
+
+@pytest.mark.core
+def test_seconds_of_calls_are_those_of_the_timeline():
+    call, send = (f"{1e6 * seconds:.0f}" for seconds in (CALL_SECONDS, SEND_SECONDS))
+    assert f"each program in about {call} us and each send in {send}" in (DOCS / "slow.md").read_text()

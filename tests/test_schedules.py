@@ -8,6 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from jaxpipe import schedules
 from jaxpipe.errors import ScheduleError
 from jaxpipe.runtime.spmd.pair_ticks import pair_ticks
 from jaxpipe.runtime.spmd.tick_table import slots, tick_table
@@ -405,3 +406,17 @@ def test_bad_costs(costs, message):
 def test_interleaved_needs_whole_groups():
     with pytest.raises(ScheduleError, match=r"num_microbatches=6, num_chunks=2; .* a multiple"):
         interleaved(4, 6)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", schedules.BY_NAME)
+def test_gradients_of_micro_batches_are_added_in_their_order(name):
+    """So that gradients have the same bits with every built-in schedule."""
+    table, orders = schedules.BY_NAME[name](4, 8), {}
+    for tick in table.ticks:
+        for device, actions in enumerate(tick):
+            for action in actions:
+                if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                    orders.setdefault(table.stage(device, action.chunk), []).append(action.microbatch)
+    assert set(orders) == set(range(table.total_stages))
+    assert all(order == list(range(8)) for order in orders.values())

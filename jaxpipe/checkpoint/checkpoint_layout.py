@@ -123,7 +123,7 @@ def put(runtime: Runtime, saved: Saved) -> TrainState:
     elif saved.leaves[RESIDUALS]:
         warnings.warn(
             f"The checkpoint {saved.folder} has residuals of a block-sparse gradient exchange, and this pipeline "
-            "exchanges gradients whole: what had not been sent is lost.",
+            "has no such exchange: what had not been sent is lost.",
             stacklevel=4,
         )
     if loop is not None and OUTER in saved.leaves:

@@ -48,10 +48,10 @@ def closure(values: Iterable[Value], following: Callable[[Value], Iterable[Value
       >>> list(closure([6], lambda n: [n // 2] if n % 2 == 0 else []))
       [6, 3]
     """
-    found, pending = dict[Value, None](), list(values)
+    reached, pending = dict[Value, None](), list(values)
     while pending:
         value = pending.pop()
-        if value not in found:
-            found[value] = None
+        if value not in reached:
+            reached[value] = None
             pending.extend(following(value))
-    return found
+    return reached

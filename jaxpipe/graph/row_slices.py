@@ -156,7 +156,7 @@ def _step(graph: Graph, op: Operator, axes: Mapping[TensorNumber, int]) -> _Step
         return None
     sliced = _kept_as(kept, axis)
     lengths = {graph.tensors[t].shape[axis : axis + 1] for t in op.outputs}
-    if len(lengths) > 1 or any(d not in (None, own) for d, own in zip(given, sliced, strict=True)):
+    if len(lengths) > 1 or any(d not in (None, wanted) for d, wanted in zip(given, sliced, strict=True)):
         return None
     if looks_up and before not in op.params["dimension_numbers"].operand_batching_dims:
         return _Step(axis, sliced, ("slice_sizes", before))

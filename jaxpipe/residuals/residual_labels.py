@@ -44,7 +44,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Label:
-    """What is known of an array of a stash.
+    """The description of an array of a stash.
 
     Attributes:
       number: of the tensor in its graph.

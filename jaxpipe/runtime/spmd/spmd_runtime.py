@@ -82,8 +82,8 @@ class SpmdRuntime:
         part = dict[Device, dict[str, PyTree]]()
         for r, device in enumerate(self.devices_of(place)):
             if multihost.mine([device]):
-                own = arrays.replicas[r] if arrays.replicas else arrays
-                groups = own.parameters, own.variables, own.optimizer, [x[r] for x in arrays.residuals], ()
+                source = arrays.replicas[r] if arrays.replicas else arrays
+                groups = source.parameters, source.variables, source.optimizer, [x[r] for x in arrays.residuals], ()
                 pairs = zip(self._layouts.items(), groups, strict=True)
                 # Residuals that are not given are zero.
                 buffers = {

@@ -25,12 +25,13 @@ def test_train_digits_learns(tmp_path):
     accuracy = example["main"](options, console)
     printed = re.sub(r"\x1b\[[\d?]*[A-Za-z]", "", console.file.getvalue())
     assert accuracy > 0.85
-    assert "2 stages, " in printed and "bubble" in printed
+    (stages,) = set(re.findall(r"\d stages, 4 micro-batches", printed))  # 4 in a V, if that was measured to be shorter
+    assert stages[0] in "24" and "bubble" in printed
     lines = [line.rstrip() for line in printed.replace("\r", "\n").splitlines()]
     assert "nan" not in printed and max(map(len, lines)) <= 80
     bars = [k for k, line in enumerate(lines) if line.startswith("epoch ")]
     assert [line for line in lines[bars[0] : bars[-1]] if line and not line.startswith("epoch ")] == []  # nothing else
-    row = re.compile(r"^ *(one device, \S+|2 stages, .*?) +([\d.]+ \w+) +([\d.]+ \w+) +[\d.]+ m?s$", re.MULTILINE)
+    row = re.compile(r"^ *(one device, \S+|\d stages, .*?) +([\d.]+ \w+) +([\d.]+ \w+) +[\d.]+ m?s$", re.MULTILINE)
     units = {"KiB": 1, "MiB": 1024}
     kept, reserved = (
         {cells[0]: float(cells[k].split()[0]) * units[cells[k].split()[1]] for cells in row.findall("\n".join(lines))}
@@ -39,7 +40,7 @@ def test_train_digits_learns(tmp_path):
     names = ["one device, memory_encoded", "one device, jax.checkpoint", "one device, jax.grad"]
     assert len(reserved) == 4
     assert kept[names[0]] < kept[names[1]] < kept[names[2]] and reserved[names[0]] < reserved[names[2]]
-    assert reserved["2 stages, 4 micro-batches"] < reserved[names[0]]
+    assert reserved[stages] < reserved[names[0]]
     written = ["memory.png", "metrics.jsonl", "report.html", "timeline.png"]
     assert sorted(path.name for path in tmp_path.iterdir()) == written
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

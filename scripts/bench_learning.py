@@ -1,6 +1,7 @@
 """Late and sparse gradients: the loss of a small language model after equal numbers of tokens.
 
     python -m scripts.bench_learning --minutes 60      # goes on where the JSON file ends
+    python -m scripts.bench_learning --rows 16 --out out/16.json --variants muon "muon outer" "muon outer, half a bit"
     python -m scripts.plot_learning
 
 Bytes of Python's own library (every tenth module is for the test), a GPT of 4 layers of 128, replicas, a cosine
@@ -91,12 +92,19 @@ VARIANTS = {
     "adamw blocks": Variant(exchange={"k": 0.1, "bits": 2}, arguments={"b1": 0.0}),
     "adamw blocks, first moment": Variant(exchange={"k": 0.1, "bits": 2}),
     "adamw blocks, decay": Variant(exchange={"k": 0.1, "bits": 2, "decay": 0.95}, arguments={"b1": 0.0}),
-    # Two replicas apart for 16 steps, which then average what they have learned: all of it, or the best blocks.
+    # Two replicas apart for 16 steps, which then average what they have learned: all of it, the best blocks, or the
+    # largest of each eight elements.
     "muon outer": Variant("muon", outer={"optimizer": optax.sgd(1.0)}, replicas=2),
-    "muon outer, blocks": Variant(
+    "muon outer, 2 bits": Variant(
         "muon",
         outer={"optimizer": optax.sgd(1.0)},
         exchange={"k": 0.22, "bits": 2, "dense_1d": False},
+        replicas=2,
+    ),
+    "muon outer, half a bit": Variant(
+        "muon",
+        outer={"optimizer": optax.sgd(1.0, momentum=0.3, nesterov=True)},
+        exchange={"k": 1.0, "bits": 0.5, "dense_1d": False},
         replicas=2,
     ),
 }
@@ -328,13 +336,14 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=120)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=Size.steps)
+    parser.add_argument("--rows", type=int, default=Size.rows, help="of a batch, of all replicas together")
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS))
     parser.add_argument(
         "--sweep", type=float, nargs="*", default=[2e-3, 3e-3, 4e-3], help="AdamW's rates; Muon's: four times"
     )
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 4)
-    size = Size(steps=options.steps)
+    size = Size(steps=options.steps, rows=options.rows)
     results, texts, end = Results(options.out, size), library(), time.monotonic() + 60 * options.minutes
 
     def run(name: str, seed: int, rate: float) -> float:

@@ -313,13 +313,20 @@ LEARNING = {
     "adamw blocks, first moment": "AdamW, 10 % of the blocks in 2 bits",
     "adamw blocks, decay": "AdamW without first moment, the same, residuals times 0.95",
     "muon outer": "Muon, outer loop of 16 steps, two replicas",
-    "muon outer, blocks": "Muon, the same, 22 % of the blocks in 2 bits",
+    "muon outer, 2 bits": "Muon, the same, 22 % of the blocks in 2 bits",
+}
+
+#: The same with batches of 16 rows.
+LEARNING_OF_16 = {
+    "muon": "Muon, 1,024 tokens a step",
+    "muon outer": "Muon, 1,024 tokens a step, outer loop of 16 steps",
+    "muon outer, half a bit": "Muon, the same, Nesterov, one of eight elements in 4 bits",
 }
 
 
-def learning_rows() -> dict[str, list[str]]:
+def learning_rows(file: str, names: dict[str, str]) -> dict[str, list[str]]:
     """Seeds, mean loss, how far it is above that of the synchronous runs with the same seeds, times fewer bytes."""
-    variants = losses(results("learning-cpu-jax0.12"))
+    variants = losses(results(file))
     rows = {}
     for name, runs in variants.items():
         base = synchronous(variants, name)
@@ -327,7 +334,7 @@ def learning_rows() -> dict[str, list[str]]:
         above = 100 * (mean / (sum(base[run["seed"]] for run in runs) / len(runs)) - 1)
         ratio = runs[0]["dense_bytes"] / runs[0]["sent_bytes"] if "sent_bytes" in runs[0] else 1
         far = "" if name in ("adamw", "muon") else f"{above:+.1f} %"
-        rows[LEARNING[name]] = [str(len(runs)), f"{mean:.3f}", far, f"{ratio:.0f}" if ratio > 1 else ""]
+        rows[names[name]] = [str(len(runs)), f"{mean:.3f}", far, f"{ratio:.0f}" if ratio > 1 else ""]
     return rows
 
 
@@ -336,14 +343,16 @@ def synchronous(variants: dict[str, list[dict]], name: str) -> dict[int, float]:
     return {run["seed"]: run["test_loss"] for run in variants[name.split()[0]]}
 
 
-def shares_by_seed(name: str) -> str:
-    variants = losses(results("learning-cpu-jax0.12"))
+def shares_by_seed(name: str, file: str = "learning-cpu-jax0.12") -> str:
+    variants = losses(results(file))
     base = synchronous(variants, name)
     return ", ".join(f"{100 * (run['test_loss'] / base[run['seed']] - 1):+.1f}" for run in variants[name]) + " %"
 
 
 def test_losses_of_late_and_sparse_gradients_are_the_measured_ones():
-    shown, rows = table_rows(DOCS / "benchmarks.md"), learning_rows()
+    shown, rows = table_rows(DOCS / "benchmarks.md"), learning_rows("learning-cpu-jax0.12", LEARNING)
+    of_16 = learning_rows("learning-rows16-cpu-jax0.12", LEARNING_OF_16)
+    assert of_16 and {name: shown[name] for name in of_16} == of_16
     assert rows and {name: shown[name] for name in rows} == rows
     said = (DOCS / "benchmarks.md").read_text()
     for title, name in {
@@ -352,6 +361,8 @@ def test_losses_of_late_and_sparse_gradients_are_the_measured_ones():
         "a tenth of the blocks": "adamw blocks",
     }.items():
         assert f"{title} {shares_by_seed(name)}" in said
+    half = shares_by_seed("muon outer, half a bit", "learning-rows16-cpu-jax0.12")
+    assert f"outer loops with one of eight elements {half}" in said
     chosen = table_rows(DOCS / "choosing.md")
     cell = {name: rows[title][2] for name, title in LEARNING.items() if title in rows}
     late, sparse, sites = (chosen[x] for x in ("the same, AdamW", "slow links, Adam's kind", "links between sites"))
@@ -360,7 +371,8 @@ def test_losses_of_late_and_sparse_gradients_are_the_measured_ones():
     assert late[-1] == f"{cell['adamw 2bw corrected']}, {cell['adamw 2bw']} without"
     assert chosen["the same, and weights are large, Muon"][-1] == cell["muon paci"]
     assert sparse[-1] == f"{cell['adamw blocks']}, {cell['adamw blocks, first moment']} with one"
-    assert sites[-1] == f"{cell['muon outer']}, {cell['muon outer, blocks']} in blocks"
+    dense, half_a_bit = (of_16[LEARNING_OF_16[name]][2] for name in ("muon outer", "muon outer, half a bit"))
+    assert sites[-1] == f"{dense}, {half_a_bit} in half a bit"
     text, ratio = (DOCS / "sparse-gradients.md").read_text(), rows[LEARNING["adamw blocks"]][3]
     assert f"{ratio} times fewer bytes, at a loss {cell['adamw blocks']} from" in text
     assert f"in place of {cell['adamw blocks, first moment']} with" in text

@@ -60,6 +60,7 @@ CASES = {
     "blocks that decay": ({"inner_steps": 2, "fragments": 2}, {"k": 2, "decay": 0.75, "norm": "l1"}),
     "consensus": ({"inner_steps": 3, "delay": 2}, {"k": 1, "mode": "consensus"}),
     "two bits": ({"inner_steps": 2}, {"k": 1, "bits": 2}),
+    "half a bit": ({"inner_steps": 2}, {"k": 100, "bits": 0.5}),
 }
 
 

@@ -24,7 +24,7 @@ from jax import lax
 
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, DType
-from jaxpipe.gradients import block_numbers, two_bits
+from jaxpipe.gradients import block_numbers
 from jaxpipe.gradients.blocks import Blocks, reduced_itemsize
 from jaxpipe.gradients.squared_norm import squared_norm, squares_of
 
@@ -92,14 +92,13 @@ def traffic(plan: Sequence[Blocks], mode: str) -> Traffic:
       >>> traffic(plan, "own").bytes, traffic(plan, "own").dense_bytes
       (401, 4000)
     """
-    sparse = [b for b in plan if not b.is_whole]
     own_blocks = mode == "own"
     return Traffic(
         values=sum(b.values for b in plan),
-        blocks=sum(b.indices for b in sparse),
-        indices=sum(b.indices for b in sparse) if own_blocks else 0,
-        number_bytes=sum(b.number_bytes for b in sparse) if own_blocks else 0,
-        norms=0 if own_blocks else sum(b.layers * b.count for b in sparse),
+        blocks=sum(b.indices for b in plan),
+        indices=sum(b.indices for b in plan) if own_blocks else 0,
+        number_bytes=sum(b.number_bytes for b in plan) if own_blocks else 0,
+        norms=0 if own_blocks else sum(b.layers * b.count for b in plan if not b.is_whole),
         value_bytes=sum(b.wire_bytes(mode) for b in plan),
         dense_bytes=sum(int(np.prod(b.shape, dtype=np.int64)) * b.dtype.itemsize for b in plan),
     )
@@ -298,18 +297,21 @@ def _choose(plan: Sequence[Blocks], scores: Array) -> list[Array]:
 
 
 def _take(b: Blocks, x: Array, numbers: Array) -> Array:
-    """``[layers, k, size]``: the chosen blocks, or ``[layers, k, bytes]``: their codes."""
-    blocks = jnp.take_along_axis(b.to_blocks(x), numbers[:, :, None], axis=1, mode="promise_in_bounds")
-    return blocks if b.bits is None else two_bits.encode(blocks)
+    """``[layers, k, size]``: the chosen blocks, or ``[layers, bytes]``: their codes."""
+    blocks = _chosen_blocks(b, x, numbers)
+    return blocks if b.code is None else b.code.encode(blocks)
+
+
+def _chosen_blocks(b: Blocks, x: Array, numbers: Array) -> Array:
+    return jnp.take_along_axis(b.to_blocks(x), numbers[:, :, None], axis=1, mode="promise_in_bounds")
 
 
 def _add_up(b: Blocks, codes: Array, values: Array) -> Array:
     """The sum of the blocks that each sender has picked, zero elsewhere, in the shape of the gradient."""
     numbers = block_numbers.decode(codes.reshape(*codes.shape[:-1], b.layers, -1), b.count, b.k)
-    values = values.reshape(len(numbers), b.layers, b.k, -1)
-    values = (values if b.bits is None else two_bits.decode(values, b.size)).astype(
-        jnp.promote_types(b.dtype, jnp.float32)
-    )
+    values = values.reshape(len(numbers), b.layers, -1)
+    values = values.reshape(*numbers.shape, -1) if b.code is None else b.code.decode(values, b.k, b.size)
+    values = values.astype(jnp.promote_types(b.dtype, jnp.float32))
     layer = jnp.arange(b.layers)[:, None]
 
     def add(r: Array, total: Array) -> Array:
@@ -325,17 +327,25 @@ def _unsent(b: Blocks, x: Array, numbers: Array) -> Array:
 
     Nothing of what was sent is left but what its type or its code could not hold; of what is not finite, nothing.
     """
-    nothing = _compat.vary_as(jnp.zeros(x.shape, x.dtype), x)
-    if b.bits is not None:
-        lost = x - b.from_blocks(two_bits.decode(two_bits.encode(b.to_blocks(x)), b.size)).astype(x.dtype)
-    else:
-        lost = nothing if x.dtype == b.dtype else x - x.astype(b.dtype).astype(x.dtype)
-    lost = jnp.where(jnp.isfinite(lost), lost, nothing)
     if b.is_whole:
-        return lost
-    layer = jnp.arange(b.layers)[:, None]
-    chosen = jnp.zeros((b.layers, b.count), bool).at[layer, numbers.reshape(b.layers, b.k)].set(True)
-    return jnp.where(b.spread(chosen), lost, x)
+        return _lost(b, x)
+    numbers, layer = numbers.reshape(b.layers, b.k), jnp.arange(b.layers)[:, None]
+    if b.code is None:
+        chosen = jnp.zeros((b.layers, b.count, 1), bool).at[layer, numbers].set(True)
+        return jnp.where(b.from_blocks(jnp.repeat(chosen, b.size, -1)), _lost(b, x), x)
+    lost = _lost(b, _chosen_blocks(b, x, numbers))
+    blocks = b.to_blocks(x).at[layer, numbers].set(lost, unique_indices=True, mode="promise_in_bounds")
+    return b.from_blocks(blocks)
+
+
+def _lost(b: Blocks, sent: Array) -> Array:
+    """What the type or the code of values did not hold of them."""
+    nothing = _compat.vary_as(jnp.zeros(sent.shape, sent.dtype), sent)
+    if b.code is None and sent.dtype == b.dtype:
+        return nothing
+    arrived = sent.astype(b.dtype) if b.code is None else b.code.decode(b.code.encode(sent), b.k, b.size)
+    lost = sent - arrived.astype(sent.dtype)
+    return jnp.where(jnp.isfinite(lost), lost, nothing)
 
 
 def _pad(parts: Sequence[Array], length: int, dtype: jax.typing.DTypeLike) -> Array:

@@ -1,6 +1,7 @@
 """``block_sparse``: the block-sparse exchange with error feedback as an optax transformation."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -16,6 +17,7 @@ from jaxpipe.array_types import Array, PyTree
 from jaxpipe.errors import PartitionError
 from jaxpipe.gradients.block_exchange import Rule, Traffic, exchange_one, sent_share, traffic
 from jaxpipe.gradients.blocks import BlockRules, Blocks, Count, find_blocks
+from jaxpipe.gradients.value_codes import CODES
 
 
 class BlockSparseState(NamedTuple):
@@ -43,7 +45,7 @@ class Settings:
     dense_1d: bool
     rules: BlockRules
     rule: Rule
-    bits: int | None
+    bits: float | None
 
     def plans(self, tree: PyTree) -> list[tuple[Blocks, ...]]:
         """The blocks of each leaf, by phase."""
@@ -52,11 +54,8 @@ class Settings:
 
     def phase(self, step: Array | int) -> Array:
         """The number of the phase that a step is in, ``int32[]``."""
-        ends, end = [], 0
-        for steps, _ in self.phases[:-1]:
-            end += steps or 0
-            ends.append(end)
-        return sum((step >= end for end in ends), start=jnp.zeros((), jnp.int32))
+        ends = itertools.accumulate(steps or 0 for steps, _ in self.phases[:-1])
+        return sum((jnp.asarray(step) >= end for end in ends), start=jnp.zeros((), jnp.int32))
 
 
 class BlockSparse(optax.GradientTransformationExtraArgs):
@@ -85,7 +84,7 @@ def block_sparse(
     blocks: BlockRules | None = None,
     warmup: Sequence[tuple[int, Count]] = (),
     decay: float = 1.0,
-    bits: Literal[2] | None = None,
+    bits: float | None = None,
 ) -> BlockSparse:
     """Average gradients over replicas, sending only the best blocks of each and keeping the rest for later steps.
 
@@ -113,8 +112,9 @@ def block_sparse(
       warmup: ``(steps, k)`` for the first steps, one after the other: ``[(100, 1.0), (200, 0.25)]``.
       decay: by which residuals are multiplied after each step, from 0.0 to 1.0, which loses nothing. What is sent whole
         has no residual.
-      bits: 2 to send the elements of blocks as signs and one of two magnitudes, with a scale in float32 for each block,
-        and to keep what that rounds in the residual; in the warm-up, too, and not by consensus.
+      bits: of an element of a block that is sent. 2: its sign and one of two magnitudes, with a scale in float32 for
+        each block. 0.5: of eight neighbors place and sign of the largest one, with a scale for all ``k`` blocks. What
+        that loses stays in the residual. In the warm-up, too, and not by consensus.
 
     Returns:
       A transformation. ``init`` makes a residual of zeros, which varies over the mesh axes that the parameters vary
@@ -148,10 +148,10 @@ def block_sparse(
         raise PartitionError(f"axis_name={axis_name!r}; it must be the name of one mesh axis, or None.")
     if not 0 <= decay <= 1:
         raise PartitionError(f"decay={decay!r}; it must be from 0.0, by which nothing is left, to 1.0.")
-    if bits not in (None, 2) or (bits and mode == "consensus"):
+    if bits not in (None, *CODES) or (bits and mode == "consensus"):
         raise PartitionError(
-            f"bits={bits!r} with mode={mode!r}; it must be 2 or None, and None by consensus, where values are added up "
-            "on their way."
+            f"bits={bits!r} with mode={mode!r}; it must be 2, 0.5 or None, and None by consensus, where values are "
+            "added up on their way."
         )
     for phase in warmup:
         if not isinstance(phase, (tuple, list)) or len(phase) != 2 or not isinstance(phase[0], int) or phase[0] < 1:

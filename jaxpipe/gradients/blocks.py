@@ -21,7 +21,7 @@ import numpy as np
 from jaxpipe.array_types import Array, DType, PyTree, Shaped
 from jaxpipe.errors import PartitionError
 from jaxpipe.gradients.block_numbers import number_bytes
-from jaxpipe.gradients.two_bits import code_bytes
+from jaxpipe.gradients.value_codes import CODES, ValueCode
 from jaxpipe.graph.allowed_codecs import fits
 
 
@@ -42,7 +42,7 @@ class Blocks:
     stacked: tuple[int, ...]  # axes that number layers
     axis: int | None  # that numbers blocks; None if the gradient is sent whole
     k: int  # blocks that are sent of each layer
-    bits: int | None = None  # 2 to an element of a block, if not as many as its type has
+    bits: float | None = None  # of ``CODES``, if not as many to an element as its type has
 
     @property
     def is_whole(self) -> bool:
@@ -80,14 +80,19 @@ class Blocks:
         return math.prod(self.shape) if self.is_whole else self.indices * self.size
 
     @property
+    def code(self) -> ValueCode | None:
+        """The code of its values; None if they go as they are."""
+        return None if self.is_whole or self.bits is None else CODES[self.bits]
+
+    @property
     def wire_dtype(self) -> DType:
         """The type of what is sent."""
-        return self.dtype if self.bits is None else np.dtype(np.uint8)
+        return self.dtype if self.code is None else np.dtype(np.uint8)
 
     @property
     def wire_size(self) -> int:
         """Elements of that type."""
-        return self.values if self.bits is None else self.indices * code_bytes(self.size)
+        return self.values if self.code is None else self.layers * self.code.bytes(self.k, self.size)
 
     def wire_bytes(self, mode: str) -> int:
         """Bytes of the values that are sent: what goes by gathers has its own type."""
@@ -102,12 +107,6 @@ class Blocks:
         """Inverse of ``to_blocks``."""
         shape = [self.shape[a] for a in self._order]
         return jnp.transpose(blocks.reshape(shape), _inverse(self._order))
-
-    def spread(self, flags: Array) -> Array:
-        """A value for each block, ``[layers, count]``, in a shape that broadcasts against the gradient."""
-        ordered = flags.reshape([self.shape[a] for a in self.numbered])
-        ordered = jnp.transpose(ordered, _inverse(self.numbered))
-        return ordered.reshape([n if a in self.numbered else 1 for a, n in enumerate(self.shape)])
 
     @property
     def _order(self) -> tuple[int, ...]:
@@ -140,7 +139,7 @@ def find_blocks(
     dense_1d: bool,
     rules: BlockRules,
     mode: Literal["own", "consensus"] = "own",
-    bits: int | None = None,
+    bits: float | None = None,
 ) -> tuple[Blocks, ...]:
     """The blocks of each leaf of a tree of arrays or shapes.
 
@@ -164,7 +163,7 @@ def find_blocks(
 
 
 def _blocks(
-    path: str, leaf: Shaped, k: Count, dense_1d: bool, rules: BlockRules, mode: str, bits: int | None
+    path: str, leaf: Shaped, k: Count, dense_1d: bool, rules: BlockRules, mode: str, bits: float | None
 ) -> Blocks:
     shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
     if bits is not None and dtype.kind == "c":

@@ -138,8 +138,7 @@ def test_train_resnet_is_better_than_a_linear_classifier(capsys):
     example = runpy.run_path(str(EXAMPLES / "train_resnet.py"))
     accuracy, linear = example["main"](example["Options"](stages=2, epochs=6))
     assert accuracy > linear > 0.9
-    printed = capsys.readouterr().out  # which modules the table has room for depends on the measured cut
-    assert "2 stages, " in printed and "ResNet18/" in printed
+    assert "2 stages, " in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -164,7 +163,7 @@ def test_train_language_is_better_than_counts(capsys):
     bits, single, pairs = example["main"](example["Options"](stages=2, steps=250, layers=2))
     assert pairs < single and bits < single - 0.5
     plan = capsys.readouterr().out
-    assert "2 stages, " in plan and "shared" in plan  # the embedding is shared with the last stage
+    assert "2 stages, " in plan and "Embed_0" in plan
 
 
 def test_bits_of_counts_by_hand():

@@ -339,7 +339,7 @@ def _unsent(b: Blocks, x: Array, numbers: Array) -> Array:
 
 
 def _lost(b: Blocks, sent: Array) -> Array:
-    """What the type or the code of values did not hold of them."""
+    """Return what the type or the code of some values does not hold of them."""
     nothing = _compat.vary_as(jnp.zeros(sent.shape, sent.dtype), sent)
     if b.code is None and sent.dtype == b.dtype:
         return nothing

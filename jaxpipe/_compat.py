@@ -242,6 +242,20 @@ def bound_axes(sizes: Mapping[str, int]) -> contextlib.AbstractContextManager[ob
     return private_core.extend_axis_env_nd(list(sizes.items()))
 
 
+def axes_here() -> Callable[[], contextlib.AbstractContextManager[object]]:
+    """Return what makes the named axes of ``vmap`` and ``shard_map`` that are bound here a context elsewhere."""
+    sizes, mesh = dict(private_core.get_axis_env().axis_sizes), jax.sharding.get_abstract_mesh()
+    is_typed = private_config._check_vma.value
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        none = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))  # between meshes of different sizes
+        with bound_axes(sizes), none, jax.sharding.use_abstract_mesh(mesh), private_config._check_vma(is_typed):
+            yield
+
+    return context if sizes else contextlib.nullcontext
+
+
 @contextlib.contextmanager
 def explicit_axes(sizes: Mapping[str, int]) -> Iterator[None]:
     """A context of a mesh with explicit axes, those of size 1 left out of the types of arrays."""

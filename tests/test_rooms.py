@@ -35,6 +35,7 @@ ROOMS = (
     "schedules",
     "options",
     "agreement",
+    "collect_later",
     "text",
     "multihost",
     "_compat",

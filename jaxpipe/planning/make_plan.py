@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from jaxpipe.agreement import agree
 from jaxpipe.array_types import PyTree
+from jaxpipe.collect_later import collecting_later
 from jaxpipe.planning.budget_search import BudgetSearch
 from jaxpipe.planning.candidate import Candidate, PlannedStep
 from jaxpipe.planning.check_request import Request
@@ -25,6 +26,7 @@ from jaxpipe.text.progress import phase, progress, tell
 from jaxpipe.text.units import bytes_text, seconds_text
 
 
+@collecting_later()
 @phase("all else")
 @progress("Tracing the model")
 def make_plan(request: Request, batch: PyTree, variables: PyTree = None) -> PlannedStep:

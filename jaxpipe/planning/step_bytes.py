@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import TypeAlias, TypeVar
 
 from jaxpipe.array_types import Device
+from jaxpipe.collect_later import collecting_later
 from jaxpipe.graph.sharding_annotations import outside_mesh
 from jaxpipe.runtime.executable_plan import CompiledStep, ExecutablePlan
 from jaxpipe.runtime.mpmd.device_bytes import Peak, device_peaks
@@ -21,6 +22,7 @@ Graphs: TypeAlias = dict[Program, tuple[MpmdRuntime, dict[Device, Peak]]]
 
 
 @outside_mesh()
+@collecting_later()
 @phase("bytes")
 def _peaks(planned: ExecutablePlan, graphs: Graphs) -> tuple[MpmdRuntime, dict[Device, Peak]]:
     """Return the runtime of a plan's program with its graph, and what each device needs along that."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import jax
 from jax.extend.core import Jaxpr
 
+from jaxpipe import _compat
 from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.allowed_codecs import Policy
 from jaxpipe.graph.graph import Graph
@@ -35,6 +36,7 @@ class DecoratedProgram:
       wrt: inputs that receive a cotangent.
       policy: the codecs that its decoration allows.
       held: inputs that are kept alive anyway.
+      axes: makes the named axes that it may name a context, in which its derivative is traced.
     """
 
     jaxpr: Jaxpr
@@ -42,6 +44,7 @@ class DecoratedProgram:
     wrt: tuple[TensorNumber, ...]
     policy: Policy
     held: frozenset[TensorNumber]
+    axes: Callable[[], contextlib.AbstractContextManager[object]] = field(default_factory=_compat.axes_here)
 
     @cached_property
     def key(self) -> str:
@@ -52,7 +55,8 @@ class DecoratedProgram:
     @cached_property
     def backward_graph(self) -> BackwardGraph:
         """Its backward pass, whatever is stored."""
-        return build_backward_graph(self.graph, self.wrt, policy=self.policy)
+        with self.axes():
+            return build_backward_graph(self.graph, self.wrt, policy=self.policy)
 
     @cached_property
     def default(self) -> VJPProgram:
@@ -62,7 +66,8 @@ class DecoratedProgram:
     @cached_property
     def sliced(self) -> SlicedProgram | None:
         """Its programs with the largest product in slices, if that is possible."""
-        return in_slices(self.graph, self.wrt, policy=self.policy, held=self.held)
+        with self.axes():
+            return in_slices(self.graph, self.wrt, policy=self.policy, held=self.held)
 
     def with_storage(self, plan: ResidualPlan, sliced: bool) -> VJPProgram:
         """Return its programs with other storage."""

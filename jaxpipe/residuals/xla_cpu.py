@@ -14,6 +14,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
+from jaxpipe import _compat
 from jaxpipe.array_types import Array, PyTree, TensorNumber
 from jaxpipe.residuals.backward_graph import BackwardOp
 from jaxpipe.residuals.rematerialize import Rematerializer, is_heavy, parts
@@ -74,7 +75,7 @@ def _barrier(function: Callable[[], T], avals: PyTree, zero: Array) -> tuple[T, 
     """Return the results of a function, arrays like ``avals``, behind a barrier, and the zero for the next one."""
 
     def nothing() -> tuple[PyTree, Array]:
-        return jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), tuple(avals)), jnp.ones_like(zero)
+        return jax.tree.map(_compat.zeros, tuple(avals)), jnp.ones_like(zero)
 
     return jax.lax.cond(zero == 0, lambda: (function(), zero), nothing)
 

@@ -13,6 +13,7 @@ from jax.extend.core import Jaxpr
 
 from jaxpipe import multihost
 from jaxpipe.array_types import Device, PyTree
+from jaxpipe.collect_later import collecting_later
 from jaxpipe.costs.device_memory import pool_bytes, pool_fraction
 from jaxpipe.errors import MemoryBudgetError, ModelError
 from jaxpipe.residuals.choose_formats import KEPT_BY_POLICIES, kept_by_policies
@@ -136,6 +137,7 @@ class BudgetedFunction:
     def _name(self) -> str:
         return f"jaxpipe.jit({getattr(self._step, '__name__', 'step')})"
 
+    @collecting_later()
     @progress("Planning the step")
     def _planned(
         self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], leaves: list[Any], alike: Hashable

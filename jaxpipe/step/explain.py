@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpipe.array_types import PyTree
+from jaxpipe.collect_later import collecting_later
 from jaxpipe.costs.count_products import count_products
 from jaxpipe.costs.device_memory import pool_fraction
+from jaxpipe.errors import PartitionError
 from jaxpipe.residuals.equal_blocks import counted, grouped, pattern
 from jaxpipe.step.explained_step import batch_size, compile_step, largest_batch
 from jaxpipe.step.measures import Measure, measures
 from jaxpipe.step.peak import STORED, PeakPart
-from jaxpipe.step.target_device import target_device
+from jaxpipe.step.target_device import on_several, target_device
 from jaxpipe.step.traced_step import jitted
 from jaxpipe.text.printed import PlainTable, Printed
 from jaxpipe.text.progress import progress, tell
@@ -146,6 +148,10 @@ class Explanation(Printed):
         return [f"The largest batch that fits, as the step is: {self.largest_batch}."]
 
 
+#: Parts of errors that JAX raises for arguments on other devices than those that a step itself names.
+_OTHER_DEVICES = ("incompatible devices", "does not match the sharding on the respective arg")
+
+
 def _sum(parts: Sequence[PeakPart]) -> int:
     return sum(part.bytes for part in parts)
 
@@ -197,9 +203,20 @@ def explain(step: Callable[..., PyTree], *args: PyTree, device: Any = None, **ji
       (8192, 2, 8)
     """
     function = jitted(step, args, jit_arguments)
-    target = target_device(device, args)
-    with progress("Compiling the step"):
-        explained = compile_step(function, args, target)
+    target = target_device(device, args, jit_arguments)
+    with collecting_later(), progress("Compiling the step"):
+        try:
+            explained = compile_step(function, args, target)
+        except ValueError as error:
+            if not any(text in str(error) for text in _OTHER_DEVICES):
+                raise
+            if device is not None:
+                raise PartitionError(
+                    f"device={device!r}: the step itself says on which devices it runs, by a mesh of jax.shard_map or "
+                    "of shardings, or by jax.pmap. Leave device= out, or let the step have a mesh of such devices."
+                ) from error
+            target = on_several(target.device, f"several x {target.kind}")
+            explained = compile_step(function, args, target)
         useful, refused = measures(explained)
         tell("Looking for the largest batch")
         largest = largest_batch(explained)

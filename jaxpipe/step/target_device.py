@@ -11,6 +11,7 @@ from jaxpipe.array_types import Device, PyTree
 from jaxpipe.costs.device_memory import memory_of
 from jaxpipe.errors import PartitionError
 from jaxpipe.models.purify_nnx import is_array
+from jaxpipe.step.step_arguments import without_values
 from jaxpipe.targets.absent import absent_devices
 from jaxpipe.targets.known import known_targets, target_of
 from jaxpipe.targets.target import Target
@@ -39,12 +40,13 @@ class TargetDevice:
     target: Target
 
 
-def target_device(device: Any, args: PyTree) -> TargetDevice:
+def target_device(device: Any, args: PyTree, options: Mapping[str, Any]) -> TargetDevice:
     """Return the device to compile for.
 
     Args:
       device: a ``jax.Device``; or a word of its kind or platform, such as ``"H100"``; None: where ``args`` are.
       args: the arguments of the step.
+      options: of ``jax.jit``.
 
     Raises:
       PartitionError: if there is no such device, and none of its kind can be compiled for.
@@ -52,10 +54,9 @@ def target_device(device: Any, args: PyTree) -> TargetDevice:
     if isinstance(device, str):
         return _of_kind(device)
     if device is None:
-        devices = devices_of(jax.tree.leaves(args), {})
+        devices = devices_of(jax.tree.leaves(args), options)
         if len(devices) > 1:
-            kind = f"{len(devices)} x {devices[0].device_kind}"
-            return TargetDevice(None, (), kind, _memory(devices[0]), target_of(devices[0]))
+            return on_several(devices[0], f"{len(devices)} x {devices[0].device_kind}")
         device = devices[0]
     if not hasattr(device, "device_kind"):
         raise PartitionError(
@@ -63,6 +64,11 @@ def target_device(device: Any, args: PyTree) -> TargetDevice:
             "'H100' or 'cpu'."
         )
     return _present(device)
+
+
+def on_several(device: Device, kind: str) -> TargetDevice:
+    """Return the target of a step on several devices like one: its arguments, or the step itself, say on which."""
+    return TargetDevice(None, (), kind, _memory(device), target_of(device))
 
 
 def devices_of(leaves: Sequence[Any], options: Mapping[str, Any]) -> list[Device]:
@@ -133,7 +139,7 @@ def _first_line(error: Exception) -> str:
 def placed(args: PyTree, target: TargetDevice) -> PyTree:
     """Return the shapes of arguments, on a device; whatever is no array stays."""
     if target.device is None:
-        return args
+        return without_values(args)
     mesh = jax.sharding.Mesh([target.device], "device")
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) if is_array(x) else x, args)

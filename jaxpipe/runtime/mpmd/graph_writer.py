@@ -62,11 +62,12 @@ class GraphWriter:
     ) -> Arrays:
         """Run work of a stage at a place.
 
-        It is traced once for each ``key``, among all plans with the same cuts; left out, for each label and operands of
-        other shapes.
+        It is traced once for each ``key`` and what the stage stores, among all plans with the same cuts; left out, for
+        each label and operands of other shapes, whatever the stage stores.
         """
-        traces, stage = self.layout.planned.traces, self.layout.stage(place.stage)
-        key = stage, (label, shapes_of(self.avals(operands))) if key is None else key
+        traces, layout = self.layout.planned.traces, self.layout
+        named = layout.objective, place.stage, label, shapes_of(self.avals(operands))
+        key = named if key is None else (layout.stage(place.stage), key)
         if key not in traces:
             form = functools.partial(self.layout.form, place.stage)
             traces[key] = trace_task(label, work, form, self.avals(operands), consumes)

@@ -264,8 +264,8 @@ def test_the_largest_batch_fits_and_little_more_would_not(monkeypatch):
     room = 6 * jaxpipe.explain(plain_step, *PLAIN_ARGUMENTS).total_bytes
     target = explain_module.target_device
 
-    def with_memory(device, args):
-        return dataclasses.replace(target(device, args), memory=2 * room, others=(), target=target_named("H100"))
+    def with_memory(*given):
+        return dataclasses.replace(target(*given), memory=2 * room, others=(), target=target_named("H100"))
 
     monkeypatch.setattr(explain_module, "target_device", with_memory)
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")

@@ -229,6 +229,10 @@ class Graph:
         )
 
     def __str__(self) -> str:
+        return self._text
+
+    @functools.cached_property
+    def _text(self) -> str:
         lines = []
         for op in self.operators:
             outs = ", ".join(f"%{t}:{self.tensors[t].aval.str_short()}" for t in op.outputs)
@@ -412,18 +416,22 @@ def trace(function: Callable[..., PyTree], *avals: Shaped) -> Graph:
 
 
 def read_graph(
-    closed: AnyJaxpr, inline_shards: bool = False, policy: Policy | None = None, boundaries: bool = True
+    closed: AnyJaxpr,
+    inline_shards: bool = False,
+    policy: Policy | None = None,
+    boundaries: bool = True,
+    path: str = "",
 ) -> Graph:
     """Read a traced program as a graph; wrappers inlined, dead operators dropped.
 
     Args:
       inline_shards: as ``GraphBuilder`` has it.
-      policy, boundaries: as ``GraphBuilder.read`` has them.
+      policy, boundaries, path: as ``GraphBuilder.read`` has them.
     """
     jaxpr, _ = _compat.open_jaxpr(closed)
     builder = GraphBuilder(inline_shards=inline_shards)
     inputs = [builder.tensor(var.aval) for var in jaxpr.invars]
-    return builder.build(inputs, builder.read(closed, inputs, boundaries=boundaries, policy=policy))
+    return builder.build(inputs, builder.read(closed, inputs, path=path, boundaries=boundaries, policy=policy))
 
 
 def operator_ends(op: Operator) -> tuple[tuple[TensorNumber, ...], tuple[TensorNumber, ...]]:

@@ -45,8 +45,8 @@ class CheckpointedPasses:
         return list(kept(given))
 
     def _outputs(self, values: Sequence[Array]) -> list[Array]:
-        jaxpr, _ = _compat.open_jaxpr(self.program.jaxpr)
-        env = dict[Atom, Array](zip(jaxpr.invars, values, strict=True))
+        jaxpr, consts = _compat.open_jaxpr(self.program.jaxpr)
+        env = dict[Atom, Array](zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
         borders = sorted({0, len(jaxpr.eqns), *(place for block in self.blocks for place in block)})
         for start, stop in pairwise(borders):
             piece, inputs, outputs = _section(jaxpr, start, stop)

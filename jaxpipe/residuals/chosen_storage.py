@@ -12,10 +12,9 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import jax
-from jax.extend.core import Jaxpr
 
 from jaxpipe import _compat
-from jaxpipe.array_types import TensorNumber
+from jaxpipe.array_types import AnyJaxpr, TensorNumber
 from jaxpipe.graph.allowed_codecs import Policy
 from jaxpipe.graph.graph import Graph
 from jaxpipe.graph.program_text import program_text
@@ -36,20 +35,22 @@ class DecoratedProgram:
       wrt: inputs that receive a cotangent.
       policy: the codecs that its decoration allows.
       held: inputs that are kept alive anyway.
+      iterations: of scans around it, each of which stores; None outside of scans.
       axes: makes the named axes that it may name a context, in which its derivative is traced.
     """
 
-    jaxpr: Jaxpr
+    jaxpr: AnyJaxpr
     graph: Graph
     wrt: tuple[TensorNumber, ...]
     policy: Policy
     held: frozenset[TensorNumber]
+    iterations: int | None = None
     axes: Callable[[], contextlib.AbstractContextManager[object]] = field(default_factory=_compat.axes_here)
 
     @cached_property
     def key(self) -> str:
         """A word that equal programs share, in all processes."""
-        settings = self.wrt, self.policy.codecs_name, sorted(self.held)
+        settings = self.wrt, self.policy.codecs_name, sorted(self.held), self.iterations
         return digest(f"{settings} {program_text(self.graph)}")
 
     @cached_property
@@ -130,8 +131,8 @@ _choices = jax.make_user_context(default_value=None)
 
 
 @contextlib.contextmanager
-def choosing(choices: Choices) -> Iterator[None]:
-    """Run decorated programs that are traced meanwhile as some choices say, and note them there."""
+def choosing(choices: Choices | None) -> Iterator[None]:
+    """Run decorated programs that are traced meanwhile as some choices say, and note them there; None: by default."""
     with _choices(choices):
         yield
 

@@ -11,10 +11,9 @@ import flax.linen as nn
 import jax
 from flax import nnx
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
-from jax.extend.core import Jaxpr
 
 from jaxpipe import _compat
-from jaxpipe.array_types import Array, PyTree, TensorNumber
+from jaxpipe.array_types import AnyJaxpr, Array, PyTree, TensorNumber
 from jaxpipe.errors import DifferentiationError, ModelError
 from jaxpipe.graph.allowed_codecs import Codecs, Policy, parse, warn_unused
 from jaxpipe.graph.graph import ENCODED_MARK, Graph, read_graph
@@ -24,7 +23,8 @@ from jaxpipe.models import purify_linen
 from jaxpipe.models.decorated_class import twin_class
 from jaxpipe.models.purify_nnx import PureCall, purify, root_scope
 from jaxpipe.residuals.checkpointed_passes import CheckpointedPasses
-from jaxpipe.residuals.chosen_storage import DecoratedProgram, Passes, current_choices
+from jaxpipe.residuals.chosen_storage import DecoratedProgram, Passes, choosing, current_choices
+from jaxpipe.residuals.encoded_scans import Held, has_scans, module_paths, run_around_scans
 from jaxpipe.residuals.stored_passes import StoredPasses
 from jaxpipe.targets.building import building_for, current, target_of_values
 from jaxpipe.targets.target import Target
@@ -63,8 +63,8 @@ def memory_encoded(target: object = None, *, codecs: Codecs = "fast", policy: Sa
     """Keep less for the backward pass, with the same gradients.
 
     Between its forward and its backward pass the decorated module or function keeps 1-bit masks, pooling positions
-    and the few tensors that cannot be recomputed cheaply, instead of every feature map. Loss, gradients and state
-    are those of the undecorated model.
+    and the few tensors that cannot be recomputed cheaply, instead of every feature map; so does each iteration of a
+    ``scan`` inside. Loss, gradients and state are those of the undecorated model.
 
     Works under ``jit``, ``grad``, ``value_and_grad``, ``vmap``, ``scan``, ``shard_map`` and ``remat``; decorated
     modules may nest. Use it under ``jit``: each eager call traces the model anew.
@@ -170,15 +170,26 @@ def run_encoded(call: PureCall, *, policy: Policy) -> PyTree:
     """Run a pure call now; its derivative, if one is taken, goes through the stash."""
     if any(_compat.is_forward_mode(leaf) for leaf in call.leaves):
         raise DifferentiationError(_FORWARD_MODE)
-    closed = jax.make_jaxpr(call.function)(*call.leaves)
+    with choosing(None):  # decorated parts inside are parts of this program
+        closed = jax.make_jaxpr(call.function)(*call.leaves)
     program, consts = _compat.hoist_constants(closed)
     if any(_compat.is_forward_mode(value) for value in consts):
         raise DifferentiationError(_FORWARD_MODE)
     graph = read_graph(program, policy=policy).with_parameters([False] * len(consts) + list(call.parameters))
-    held = [True] * len(consts) + list(call.held)
-    encoded = _encoded_function(program, graph, held, policy, target_of_values([*consts, *call.leaves]))
-    outputs = encoded(*consts, *call.leaves)
-    return call.finish(outputs)
+    values = [*consts, *call.leaves]
+    flags = zip(graph.inputs, [True] * len(consts) + list(call.held), strict=True)
+    held, target = frozenset(t for t, flag in flags if flag), target_of_values(values)
+    paths = tuple(module_paths(graph))
+
+    def run(part: Graph, held: Held, values: Sequence[Array], iterations: int | None = None) -> Sequence[Array]:
+        if has_scans(part):
+            return run_around_scans(part, held, values, iterations, run)
+        traced = program
+        if part is not graph:
+            traced = jax.make_jaxpr(lambda *values: part.evaluate(values))(*(part.tensors[t].aval for t in part.inputs))
+        return _encoded_function(traced, part, held, policy, target, paths, iterations)(*values)
+
+    return call.finish(run(graph, held, values))
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["kept"], meta_fields=["passes", "wrt"])
@@ -192,10 +203,21 @@ class _Residuals:
 
 
 def _encoded_function(
-    program: Jaxpr, graph: Graph, held: Sequence[bool], policy: Policy, target: Target | None
+    program: AnyJaxpr,
+    graph: Graph,
+    held: Held,
+    policy: Policy,
+    target: Target | None,
+    paths: Sequence[str],
+    iterations: int | None,
 ) -> Callable[..., Sequence[Array]]:
-    """Return a traced program whose derivative goes through the stash, built for a platform if it is known."""
-    kept_alive = frozenset(t for t, flag in zip(graph.inputs, held, strict=True) if flag)
+    """Return a traced program whose derivative goes through the stash, built for a platform if it is known.
+
+    Args:
+      held: inputs that are kept alive anyway.
+      paths: of all modules that the policy may name.
+      iterations: of scans around it.
+    """
 
     def body(*values: Array) -> Sequence[Array]:
         return _compat.evaluate_jaxpr(program, *values)
@@ -207,9 +229,11 @@ def _encoded_function(
 
     @functools.cache
     def passes_for(perturbed: tuple[bool, ...]) -> tuple[Passes, tuple[TensorNumber, ...]]:
-        warn_unused(policy, (op.path for op in graph.operators), "codecs")
+        warn_unused(policy, paths, "codecs")
         wrt = tuple(t for t, moves in zip(graph.inputs, perturbed, strict=True) if moves)
-        differentiated = DecoratedProgram(program, graph, wrt, policy, kept_alive | (set(graph.inputs) - set(wrt)))
+        differentiated = DecoratedProgram(
+            program, graph, wrt, policy, held | (set(graph.inputs) - set(wrt)), iterations
+        )
         if choices is None:
             return _default_passes(differentiated), wrt
         return choices.passes(differentiated), wrt

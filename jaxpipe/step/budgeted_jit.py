@@ -198,7 +198,7 @@ class BudgetedFunction:
             f"{head}, {decorated} as decorated, and {least} ({bytes_text(least)}) with the least "
             f"storage that was found, of which arguments and results are {bytes_text(state)}.{donates}{policy} Pass "
             f"memory={least} or more, a smaller batch, or decorate more of the step (the loss as well as the model); "
-            "of blocks in a scan or under nn.remat, decorate the block."
+            "of blocks under nn.remat, decorate the block."
             f"\n    memory={least}",
             least,
         )

@@ -85,11 +85,14 @@ class StepFront:
 
     def seconds(self, level: str) -> float:
         """Return the estimated seconds of codecs and of what is computed again."""
-        return sum(point.seconds for point in self.points(level).values())
+        return sum(self._runs(key) * point.seconds for key, point in self.points(level).items())
 
     def reruns(self, level: str) -> int:
-        """Return how many products run again, each program counted once."""
-        return sum(point.reruns for point in self.points(level).values())
+        """Return how many products run again, each program counted once, in scans for each iteration."""
+        return sum(self._runs(key) * point.reruns for key, point in self.points(level).items())
+
+    def _runs(self, key: str) -> int:
+        return self.fronts[key].held or 1
 
     def bytes(self, level: str) -> float:
         """Return the estimated bytes of all programs together."""
@@ -165,4 +168,4 @@ def step_front(programs: Mapping[str, DecoratedProgram], device: Device) -> Step
 def _front(program: DecoratedProgram, prices: Prices) -> Front:
     """Return the front of a program, without a solver: it takes longer than tracing."""
     items_of = functools.partial(stage_items, prices=prices, held=program.held)
-    return Front(program.default, program.sliced, items_of, prices.seconds, program.policy)
+    return Front(program.default, program.sliced, items_of, prices.seconds, program.policy, program.iterations)

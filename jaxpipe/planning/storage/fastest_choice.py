@@ -138,7 +138,7 @@ def _tidy(problem: Problem, choice: tuple[int, ...]) -> tuple[tuple[int, ...], O
     """Return the same choice without what is stored for nobody."""
     outcome = outcome_of(problem, choice)
     assert outcome is not None
-    tidy = tuple(option if k in outcome.read else NOT_STORED for k, option in enumerate(choice))
+    tidy = tuple(option if e >= 0 else NOT_STORED for option, e in zip(choice, outcome.last, strict=True))
     outcome = outcome_of(problem, tidy)
     assert outcome is not None
     return tidy, outcome

@@ -108,7 +108,7 @@ def _fits(problem: Problem, choice: Sequence[int]) -> bool:
 def _excess(problem: Problem, outcome: Outcome) -> tuple[float, float]:
     """Return by how much the capacity is exceeded; and, where several events are equally bad, by how much in all."""
     over = max(0.0, outcome.peak_bytes - problem.capacity)
-    return over, sum(max(0.0, b - problem.capacity) for b in outcome.bytes)
+    return over, sum([b - problem.capacity for b in outcome.bytes if b > problem.capacity])
 
 
 def _moves(

@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 
 from jaxpipe.options import Solver
 
@@ -129,14 +128,14 @@ class Outcome:
       swapped_bytes: of these, in other memory between the passes.
       bytes: in memory, by event.
       computed: the event in which each item that is computed again is so.
-      read: the items that are read at all.
+      last: the last event that reads each item, computed again or not; -1 for none.
     """
 
     seconds: float
     stash_bytes: int
     bytes: tuple[int, ...]
     computed: dict[int, int]
-    read: frozenset[int]
+    last: tuple[int, ...]
     swapped_bytes: int = 0
 
     @property
@@ -236,6 +235,8 @@ def outcome_of(problem: Problem, choice: Sequence[int]) -> Outcome | None:
             change[begin] += option.unpacked_bytes
             change[end + 1] -= option.unpacked_bytes
     seconds += max(0.0, link_seconds - problem.overlap)
-    total = tuple(int(base + held + here) for base, here in zip(problem.base, accumulate(change), strict=False))
-    read = frozenset(k for k, e in enumerate(last) if e >= 0)
-    return Outcome(seconds, stash, total, computed, read, swapped)
+    total = []
+    for base, here in zip(problem.base, change, strict=False):
+        held += here
+        total.append(base + held)
+    return Outcome(seconds, stash, tuple(total), computed, tuple(last), swapped)

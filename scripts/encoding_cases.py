@@ -148,6 +148,7 @@ CASES = (
 #: Networks at sizes that keep a GPU busy, only compiled on other machines. Nothing was tuned to Llama, BERT and Mixer.
 GPU_CASES = (
     Case("GPT-2 8x512", 8, lambda n: language(models.GPT2, n, 512, 50257)),
+    Case("Scanned GPT-2 8x512", 8, lambda n: language(models.GPT2, n, 512, 50257, scanned=True)),
     Case("Llama 8x512", 8, lambda n: language(models.Llama, n, 512, 32000)),
     Case("Llama bf16 8x512", 8, lambda n: language(models.Llama, n, 512, 32000, dtype=jnp.bfloat16)),
     Case("BERT 8x512", 8, lambda n: language(models.Bert, n, 512, 30522)),
@@ -158,7 +159,7 @@ GPU_CASES = (
 )
 
 #: The models that take ``remat=True``.
-WITH_BLOCKS = ("GPT-2", "Llama", "BERT", "Mixer", "ViT-B", "ResNet50", "GroupNorm")
+WITH_BLOCKS = ("GPT-2", "Scanned GPT-2", "Llama", "BERT", "Mixer", "ViT-B", "ResNet50", "GroupNorm")
 
 #: Small ones, which differ in how they are written.
 SMALL_CASES = (

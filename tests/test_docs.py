@@ -247,7 +247,8 @@ def test_budgets_of_own_steps_are_the_measured_ones():
     shown = table_rows(DOCS / "benchmarks.md")
     columns = [("plain", "plain"), *(("jit", f"{share}%") for share in (80, 60, 45))]
     columns += [("blocks", "blocks"), ("blocks", "blocks-dots-no-batch")]
-    for name, rows in results("step-budgets-h100-jax0.12")["models"].items():
+    models = results("step-budgets-h100-jax0.12")["models"] | results("scan-budgets-h100-jax0.12")["models"]
+    for name, rows in models.items():
         known = {(row["family"], row["variant"]): row for row in rows}
         assert shown[f"`jit`: {name}"] == [total(known[column]) if column in known else "-" for column in columns]
         budgets = [row for row in rows if row["family"] == "jit" and "refused" not in row]
@@ -255,6 +256,11 @@ def test_budgets_of_own_steps_are_the_measured_ones():
         for row in budgets:
             placed = [other for other in rows if other["family"] == "blocks" and other["bytes"] <= row["memory"]]
             assert all(row["products"] <= other["products"] for other in placed)
+    (smallest,) = (row for row in models["Scanned GPT-2 8x512"] if row["variant"] == "30%")
+    size, products = total(smallest).split(" / ")
+    assert f"30 % of its step is {size} MiB and {products} products" in " ".join(
+        (DOCS / "benchmarks.md").read_text().split()
+    )
 
 
 def test_steps_on_an_h200_are_the_measured_ones():

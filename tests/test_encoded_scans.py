@@ -187,7 +187,8 @@ def test_checkpoints_written_by_hand_need_no_less():
     written = jax.jit(step_of(plain, nn.remat(Block, prevent_cse=False))).lower(renamed(params)).compile()
     with pytest.raises(jaxpipe.MemoryBudgetError) as caught:
         jaxpipe.jit(step_of(jaxpipe.memory_encoded, Block), memory=1024).lower(params)
-    assert caught.value.smallest <= 1.02 * reserved(written)
+    # A level whose estimate is a few percent above the smallest one's is not compiled.
+    assert caught.value.smallest <= 1.05 * reserved(written)
 
 
 def reserved(compiled):

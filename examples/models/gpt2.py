@@ -60,7 +60,8 @@ class GPT2(nn.Module):
     """Decoder with learned positions, whose output layer is the token embedding.
 
     Dropout draws from the `dropout` stream while `train` is true. `remat` computes each block, or every
-    `remat_every`-th, again in the backward pass, but for what `remat_policy` saves.
+    `remat_every`-th, again in the backward pass, but for what `remat_policy` saves. `scanned` blocks are one `nn.scan`,
+    in which `remat` is of each.
 
     Input: integer tokens [batch, length], length at most `max_length`.
     Output: next-token logits [batch, length, vocab].
@@ -75,6 +76,7 @@ class GPT2(nn.Module):
     remat: bool = False
     remat_policy: Callable[..., bool] | None = None
     remat_every: int = 1
+    scanned: bool = False
 
     @nn.compact
     def __call__(self, tokens: jax.Array, *, train: bool) -> jax.Array:
@@ -85,7 +87,16 @@ class GPT2(nn.Module):
         x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
         output_scale = 0.02 / (2 * self.num_layers) ** 0.5
         rematted = nn.remat(GPT2Block, policy=self.remat_policy, static_argnums=(2,))
-        for i in range(self.num_layers):
+        if self.scanned:
+            block = rematted if self.remat else GPT2Block
+            scan = nn.scan(
+                lambda block, x, _: (block(x, train), None),
+                variable_axes={"params": 0},
+                split_rngs={"params": True, "dropout": True},
+                length=self.num_layers,
+            )
+            x, _ = scan(block(self.num_heads, self.dropout_rate, output_scale, name="blocks"), x, None)
+        for i in range(0 if self.scanned else self.num_layers):
             block = rematted if self.remat and i % self.remat_every == 0 else GPT2Block
             x = block(self.num_heads, self.dropout_rate, output_scale, name=f"GPT2Block_{i}")(x, train)
         return embed.attend(nn.LayerNorm(epsilon=1e-5)(x))

@@ -75,11 +75,11 @@ class StepFront:
 
     @cached_property
     def _placements(self) -> dict[str, tuple[Placement, bool]]:
-        """Checkpoints by level, and whether they are JAX's own, which XLA takes out again on a CPU."""
+        """Checkpoints by level, and whether they are JAX's own, which XLA takes out again on a CPU, but in scans."""
         with building_for(self.target):
             placements = dict.fromkeys(x for front in self.fronts.values() for x in front.hand_placed)
             ours = {x.name: (x, False) for x in placements if x.family is not None}
-            if not current().keeps_checkpoints:
+            if not current().keeps_checkpoints and all(front.held is None for front in self.fronts.values()):
                 return ours
         return ours | {x.name + BY_JAX * (x.family is not None): (x, True) for x in placements}
 

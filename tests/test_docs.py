@@ -258,7 +258,8 @@ def test_budgets_of_own_steps_are_the_measured_ones():
             assert all(row["products"] <= other["products"] for other in placed)
     by_variant = {row["variant"]: total(row).split(" / ") for row in models["Scanned GPT-2 8x512"]}
     (size, products), (encoded, others) = by_variant["30%"], by_variant["fast-step"]
-    told = f"30 % of its step is {size} MiB and {products} products, and `memory_encoded` of its loss alone {encoded} MiB and {others}"
+    told = f"30 % of its step is {size} MiB and {products} products"
+    told += f", and `memory_encoded` of its loss alone {encoded} MiB and {others}"
     assert told in " ".join((DOCS / "benchmarks.md").read_text().split())
 
 

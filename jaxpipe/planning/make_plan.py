@@ -3,6 +3,7 @@
 request, batch ──trace──▶ candidates by the price of their timelines ──▶ storage within the budget ──compile──▶ plan
 """
 
+# More than 15 of our modules: requests, candidates, budgets and kept plans come together here.
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -129,17 +129,6 @@ def evaluate_equation(equation: Equation, operands: Sequence[Array]) -> list[Arr
     return core.eval_jaxpr(isolate(equation), (), *operands)
 
 
-def all_operands(equation: Equation, operands: Sequence[T]) -> list[T | Array]:
-    """Return values of all operands of an equation from those of the operands that are not literals."""
-    given = iter(operands)
-    return [atom.val if is_literal(atom) else next(given) for atom in equation.invars]
-
-
-def without_literals(equation: Equation, values: Sequence[T]) -> list[T]:
-    """Return those of the values of all operands, or of what belongs to them, that are not of literals."""
-    return [value for atom, value in zip(equation.invars, values, strict=True) if not is_literal(atom)]
-
-
 def literals_as_arguments(closed: jex.ClosedJaxpr, places: Sequence[tuple[int, int]]) -> jex.ClosedJaxpr:
     """Return a program that gets some of its literals, by places of equation and operand, as its first arguments."""
     jaxpr, consts = open_jaxpr(closed)

@@ -1,7 +1,7 @@
 """Python's garbage collector, which waits while a step is planned.
 
 Traced programs are millions of objects, hardly any of them in cycles, and the collector would look through all of them
-again and again: for a fifth of the time of planning. What is not in a cycle is freed at once in any case.
+again and again. What is not in a cycle is freed at once in any case.
 """
 
 import contextlib

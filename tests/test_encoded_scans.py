@@ -169,7 +169,7 @@ def test_iterations_store_less_and_budgets_run_them_again():
     without, decorated = (
         reserved(jax.jit(step_of(enc)).lower(params).compile()) for enc in (plain, jaxpipe.memory_encoded)
     )
-    # Of an iteration JAX stores 20 widths for each row, of which 8 are of gelu's inside; the decorated one 4 and a few.
+    # JAX stores several arrays of gelu's inside, four widths each, the decorated program what goes into it.
     assert decorated < 0.5 * without
     with pytest.raises(jaxpipe.MemoryBudgetError) as caught:
         jaxpipe.jit(step_of(jaxpipe.memory_encoded), memory=1024).lower(params)

@@ -96,7 +96,8 @@ class GPT2(nn.Module):
                 length=self.num_layers,
             )
             x, _ = scan(block(self.num_heads, self.dropout_rate, output_scale, name="blocks"), x, None)
-        for i in range(0 if self.scanned else self.num_layers):
-            block = rematted if self.remat and i % self.remat_every == 0 else GPT2Block
-            x = block(self.num_heads, self.dropout_rate, output_scale, name=f"GPT2Block_{i}")(x, train)
+        else:
+            for i in range(self.num_layers):
+                block = rematted if self.remat and i % self.remat_every == 0 else GPT2Block
+                x = block(self.num_heads, self.dropout_rate, output_scale, name=f"GPT2Block_{i}")(x, train)
         return embed.attend(nn.LayerNorm(epsilon=1e-5)(x))

@@ -11,7 +11,7 @@ from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, Array, Equation
 from jaxpipe.errors import ModelError
 from jaxpipe.graph.axis_names import TracedIn
-from jaxpipe.graph.graph import Operator, is_differentiable
+from jaxpipe.graph.graph import Operator, all_operands, is_differentiable, without_literals
 from jaxpipe.graph.operator_vjp import Halves, from_rule
 
 
@@ -128,13 +128,13 @@ def by_rule(
     equation = _compat.without_scope(op.equation)
 
     def forward(*operands: Array) -> tuple[Sequence[Array], Sequence[Array]]:
-        values, results = _compat.all_operands(equation, operands), _compat.evaluate_equation(equation, operands)
+        values, results = all_operands(equation, operands), _compat.evaluate_equation(equation, operands)
         return results, _list(equation, "keep", rule.keep(equation, values, results))
 
     def backward(kept: Sequence[Array], cotangents: Sequence[Array | None]) -> list[Array | None]:
         gradients = _list(equation, "backward", rule.backward(equation, kept, cotangents))
         _check(equation, gradients)
-        return _compat.without_literals(equation, gradients)
+        return without_literals(equation, gradients)
 
     return from_rule(forward, backward, avals, varied, useful, traced_in=traced_in)
 

@@ -434,6 +434,17 @@ def read_graph(
     return builder.build(inputs, builder.read(closed, inputs, path=path, boundaries=boundaries, policy=policy))
 
 
+def all_operands(equation: Equation, operands: Sequence[T]) -> list[T | Array]:
+    """Return values of all operands of an equation from those of the operands that are not literals."""
+    given = iter(operands)
+    return [atom.val if _compat.is_literal(atom) else next(given) for atom in equation.invars]
+
+
+def without_literals(equation: Equation, values: Sequence[T]) -> list[T]:
+    """Return those of the values of all operands, or of what belongs to them, that are not of literals."""
+    return [value for atom, value in zip(equation.invars, values, strict=True) if not _compat.is_literal(atom)]
+
+
 def operator_ends(op: Operator) -> tuple[tuple[TensorNumber, ...], tuple[TensorNumber, ...]]:
     """Return the tensors that an operator makes, and those that it reads."""
     return op.outputs, op.inputs

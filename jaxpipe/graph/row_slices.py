@@ -18,9 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe import _compat
 from jaxpipe.array_types import Array, TensorNumber
-from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, live
+from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, all_operands, live
 from jaxpipe.graph.kept_dimensions import LENGTHS, Kept, kept_dimensions
 from jaxpipe.graph.primitives import POINTWISE, REARRANGES, REDUCTIONS
 from jaxpipe.graph.rules import pick
@@ -250,7 +249,7 @@ def _run(op: Operator, step: _Step, values: Sequence[Array], count: int) -> Sequ
     (name, place), equation = step.length, op.equation
     lengths = list(op.params[name])
     lengths[place] //= count
-    result = equation.primitive.bind(*_compat.all_operands(equation, values), **{**op.params, name: tuple(lengths)})
+    result = equation.primitive.bind(*all_operands(equation, values), **{**op.params, name: tuple(lengths)})
     return result if equation.primitive.multiple_results else [result]
 
 

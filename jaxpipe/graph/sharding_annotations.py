@@ -30,7 +30,7 @@ from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Atom, Equation, OpenJaxpr, PyTree, Shaped
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.axis_names import NO_AXES, TracedIn, bound, evaluate_alone, names_in, with_names
-from jaxpipe.graph.graph import Operator
+from jaxpipe.graph.graph import Operator, all_operands, without_literals
 from jaxpipe.graph.primitives import CALLS, CHECKPOINTS, CONTROL, FUNCTIONS, JITS, MARKS
 from jaxpipe.sharding.submesh import Submesh, axes_by_dimension, axis_names, kept_spec
 
@@ -270,7 +270,7 @@ def without_annotations(op: Operator, avals: Sequence[AbstractArray]) -> Operato
         return op
 
     def run(*operands: Array) -> Sequence[Array]:
-        return _Rewriter({}).apply(op.equation, _compat.all_operands(op.equation, operands))
+        return _Rewriter({}).apply(op.equation, all_operands(op.equation, operands))
 
     (equation,) = _compat.open_jaxpr(jax.make_jaxpr(jax.jit(run))(*avals))[0].eqns
     return replace(op, equation=equation)
@@ -331,7 +331,7 @@ def evaluate(eqn: Equation, operands: Sequence[Array], shape: Mapping[str, int])
     """Evaluate an equation on the operands that are not literals; in the context of a mesh, as if traced in it."""
     if jax.sharding.get_abstract_mesh().empty:
         return _compat.evaluate_equation(eqn, operands)
-    return list(_Rewriter(shape).apply(eqn, _compat.all_operands(eqn, operands)))
+    return list(_Rewriter(shape).apply(eqn, all_operands(eqn, operands)))
 
 
 @dataclass(frozen=True)
@@ -409,7 +409,7 @@ class _Rewriter:
                     given = list(operands[: len(values)])
                     for k, x in zip(varied, changed, strict=True):
                         given[k] = x
-                    return _compat.evaluate_equation(eqn, _compat.without_literals(eqn, given))
+                    return _compat.evaluate_equation(eqn, without_literals(eqn, given))
 
                 return jax.jvp(primal, [operands[k] for k in varied], list(operands[len(values) :]))
 

@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, Atom, DType, Equation
+from jaxpipe.graph.graph import without_literals
 from jaxpipe.graph.primitives import CHECKPOINTS, JITS
 from jaxpipe.targets.building import current
 
@@ -96,7 +97,7 @@ def _with_inner_form(eqn: Equation) -> Form | None:
 
 
 def _as_it_is(eqn: Equation, *operands: Array) -> Sequence[Array]:
-    return _compat.evaluate_equation(eqn, _compat.without_literals(eqn, operands))
+    return _compat.evaluate_equation(eqn, without_literals(eqn, operands))
 
 
 def _in_order(rank: int) -> lax.ConvDimensionNumbers:

@@ -66,9 +66,9 @@ def _part(graph: Graph, start: int, stop: int) -> Graph:
     """Return some operators as a graph that reads and makes no more than these do."""
     section = graph.section(start, stop)
     read = {t for op in section.operators for t in op.inputs}
-    made = {t for op in section.operators for t in op.outputs}
+    written = {t for op in section.operators for t in op.outputs}
     inputs = tuple(t for t in section.inputs if t in read)
-    return replace(section, inputs=inputs, outputs=tuple(t for t in section.outputs if t in made))
+    return replace(section, inputs=inputs, outputs=tuple(t for t in section.outputs if t in written))
 
 
 def _with_encoded_body(op: Operator, graph: Graph, held: Held, iterations: int | None, run: Run) -> Operator:

@@ -251,6 +251,14 @@ def test_static_arguments_and_results():
     assert gradient.tolist() == [4, 4]
 
 
+def test_gradient_of_a_python_number_without_jit():
+    loss = memory_encoded(lambda params, x: jnp.sin(params["w"] * params["scale"] * x).sum())
+    w, x = np.array([1, 2, 3], np.float32), np.array([0.5, -1, 2], np.float32)
+    gradient = jax.grad(loss)({"w": jnp.asarray(w), "scale": 2.0}, jnp.asarray(x))
+    np.testing.assert_allclose(gradient["scale"], (np.cos(2 * w * x) * w * x).sum(), rtol=1e-6)
+    np.testing.assert_allclose(gradient["w"], np.cos(2 * w * x) * 2 * x, rtol=1e-6)
+
+
 def test_integer_and_key_arguments():
     @memory_encoded
     def f(table, rows, key):

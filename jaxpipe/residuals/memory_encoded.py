@@ -246,7 +246,7 @@ def _encoded_function(
     @building_for(target)
     def encoded_forward(*primals: CustomVJPPrimal) -> tuple[Sequence[Array], _Residuals]:
         passes, wrt = passes_for(tuple(p.perturbed for p in primals))
-        outputs, kept = passes.forward([p.value for p in primals])
+        outputs, kept = passes.forward([jax.numpy.asarray(p.value) for p in primals])  # a Python number, too
         return [_first_order(y) for y in outputs], _Residuals(kept, passes, wrt)
 
     @building_for(target)

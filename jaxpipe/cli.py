@@ -205,9 +205,8 @@ class ExplainCommand:
 
             for name, value in variables_for(self.device).items():  # before anything has looked for devices
                 os.environ.setdefault(name, value)
-        from flax import nnx
-
         from jaxpipe.step.explain import explain
+        from jaxpipe.step.step_arguments import shapes_made
 
         step = _named(self.step)
         target = self.args if ":" in self.args else f"{self.step.partition(':')[0]}:{self.args}"
@@ -218,7 +217,7 @@ class ExplainCommand:
                 f"{error} --args names a function without arguments that returns those of {self.step} as a tuple: "
                 "def example_args(): return state, batch."
             ) from error
-        args = nnx.eval_shape(make_args)
+        args = shapes_made(make_args)
         if not isinstance(args, tuple):
             raise UsageError(
                 f"{target} returned {type(args).__name__!r}; it must return the arguments of {self.step} as a tuple: "

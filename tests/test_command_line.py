@@ -16,6 +16,7 @@ from jaxpipe.cli import main
 
 
 TASK = """
+import functools
 import jax, jax.numpy as jnp, optax
 from flax import linen as nn
 
@@ -47,6 +48,13 @@ def step(params, batch):
 
 def example_args():
     return jnp.ones((16, 8)), jnp.ones((32, 16))
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def chosen_step(params, batch, kind, plain):
+    return params if plain else step(params, getattr(jnp, kind)(batch))
+
+def static_args():
+    return *example_args(), "tanh", False
 
 def one_array():
     return jnp.ones((16, 8))
@@ -177,6 +185,11 @@ def test_explain_tells_the_use_of_memory(folder, capsys, donate, kept):
     causes = {part["cause"]: part["bytes"] for part in read["parts"]}
     assert (causes["parameters"], causes["batch"]) == (16 * 8 * 4, 32 * 16 * 4)
     assert causes.get("new state beside the old, as it is not donated", 0) == kept
+
+
+def test_explain_leaves_static_arguments_as_they_are(folder, capsys):
+    assert main(["explain", "command_line_task:chosen_step", "--args", "static_args", "--device", "cpu"]) == 0
+    assert "a batch of 32, 2 products." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -343,6 +343,12 @@ def test_arguments_that_are_not_used_take_nothing():
     assert {part.name for part in explanation.parts if part.cause in ("parameters", "batch")} == {"weights", "x"}
 
 
+def test_a_scalar_of_weak_type_leaves_the_type_of_what_it_scales():
+    arguments = jax.ShapeDtypeStruct((64, 32), jnp.bfloat16), jax.ShapeDtypeStruct((), jnp.float32, weak_type=True)
+    step = jax.jit(lambda weights, scale: weights * scale)
+    assert jaxpipe.explain(step, *arguments).total_bytes == xla_bytes(step, *arguments)
+
+
 @pytest.mark.parametrize(
     ("memory", "text"),
     [
@@ -381,6 +387,7 @@ def test_without_a_record_totals_are_told(monkeypatch):
         (plain_step, (), {}, TypeError, "missing 4 required"),
         (lambda: 1.0, (), {}, jaxpipe.ModelError, "no array among the arguments"),
         (jax.jit(plain_step), PLAIN_ARGUMENTS, {"donate_argnums": 0}, jaxpipe.ModelError, "donate_argnums besides"),
+        (jaxpipe.jit(plain_step, memory="1GB"), PLAIN_ARGUMENTS, {}, jaxpipe.ModelError, "has a budget already"),
         (plain_step, PLAIN_ARGUMENTS, {"device": "H1000"}, jaxpipe.PartitionError, "device='H1000': no such device"),
         (plain_step, PLAIN_ARGUMENTS, {"device": 3}, jaxpipe.PartitionError, "device=3 .*must be a jax.Device"),
     ],

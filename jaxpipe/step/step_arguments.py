@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from jaxpipe.array_types import Device, PyTree
-from jaxpipe.models.purify_nnx import is_module
+from jaxpipe.models.purify_nnx import is_array, is_module, part
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,20 @@ def _without_value(leaf: Any) -> Any:
         return leaf
     sharding = leaf.sharding if leaf.committed else None
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.aval.weak_type)
+
+
+def shapes_made(make_arguments: Callable[[], PyTree]) -> PyTree:
+    """Return what a function makes, with shapes in place of arrays, none of which is allocated; all else stays."""
+    fill = None
+
+    def arrays() -> list[Any]:
+        nonlocal fill
+        given, fill = part(make_arguments(), lambda x: is_module(x) or is_array(x), is_module)
+        return [x for _, x in given]
+
+    shapes = nnx.eval_shape(arrays)
+    assert fill is not None
+    return fill(shapes)
 
 
 def split_static(

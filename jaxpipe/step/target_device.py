@@ -142,4 +142,9 @@ def placed(args: PyTree, target: TargetDevice) -> PyTree:
         return without_values(args)
     mesh = jax.sharding.Mesh([target.device], "device")
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) if is_array(x) else x, args)
+
+    def shape(x: Any) -> Any:
+        weak = getattr(x, "weak_type", False)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=weak) if is_array(x) else x
+
+    return jax.tree.map(shape, args)

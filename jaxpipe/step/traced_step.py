@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxpipe.array_types import PyTree
 from jaxpipe.errors import ModelError
 from jaxpipe.models.purify_nnx import is_array
+from jaxpipe.step.budgeted_jit import BudgetedFunction
 from jaxpipe.step.step_arguments import jitter
 from jaxpipe.text.value_text import shown
 
@@ -84,8 +85,13 @@ def jitted(step: Callable[..., PyTree], args: PyTree, options: Mapping[str, Any]
     """Return a step jitted by ``jax.jit`` or ``nnx.jit``; a step that is jitted already stays as it is.
 
     Raises:
-      ModelError: if it is no function, or one that is jitted and options are given besides.
+      ModelError: if it is no function, one of ``jaxpipe.jit``, or one that is jitted and options are given besides.
     """
+    if isinstance(step, BudgetedFunction):
+        raise ModelError(
+            "explain was given a step of jaxpipe.jit, which has a budget already: print(step.lower(...).plan) tells "
+            "how it is kept. Pass the function before jaxpipe.jit, and its donate_argnums and the like besides."
+        )
     if inspect.isclass(step) or isinstance(step, nn.Module) or not callable(step):
         raise ModelError(
             f"explain was given {shown(step)} as a step. Pass the function that computes one training step, jitted or "

@@ -6,7 +6,7 @@ reach below the public API.
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard, TypeVar, cast
 
 import jax
@@ -204,6 +204,11 @@ def is_batched(value: object) -> bool:
 def without_scope(equation: Equation) -> Equation:
     """The equation without the ``jax.named_scope`` it was traced under."""
     return equation.replace(source_info=source_info.new_source_info())
+
+
+def trace_context() -> Hashable:
+    """Return all settings and contexts here on which traced programs depend, such as the default precision."""
+    return private_config.trace_context()
 
 
 def has_mesh_in_context(equation: Equation) -> bool:

@@ -288,11 +288,13 @@ def test_arguments_are_not_kept_on_the_device(training):
     assert not [buffer for buffer in buffers if buffer() is not None]
 
 
-@jaxpipe.memory_encoded
-def tower(weights, x):
+def plain_tower(weights, x):
     for w in weights:
         x = jnp.tanh(x @ w)
     return (x**2).mean()
+
+
+tower = jaxpipe.memory_encoded(plain_tower)
 
 
 @pytest.mark.parametrize("order", [(True, False), (False, True)])
@@ -318,6 +320,28 @@ def test_other_types_of_the_same_shapes_are_planned_apart():
     for dtype in (jnp.float32, jnp.bfloat16):
         args = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), args)
         assert budgeted.lower(*args).plan.plain_bytes == plainly(jax.value_and_grad(tower), *args)[1]
+
+
+def test_other_settings_of_jax_are_planned_apart():
+    args = [jnp.ones((32, 32)) / 32] * 4, jnp.ones((2048, 32))
+    budgeted = jaxpipe.jit(jax.value_and_grad(tower), memory="1GiB")
+    for precision in ("default", "highest", "default"):
+        with jax.default_matmul_precision(precision):
+            expected = str(jax.make_jaxpr(jax.value_and_grad(plain_tower))(*args)).count("HIGHEST")
+            assert str(budgeted.lower(*args).jaxpr).count("HIGHEST") == expected
+    assert not expected
+
+
+def test_a_negative_place_counts_from_the_last_argument():
+    def step(weights, x, factor):
+        assert isinstance(factor, int)
+        return jax.grad(tower)(weights, factor * x)
+
+    args = {"weights": [jnp.ones((32, 32)) / 32] * 4, "x": jnp.ones((8, 32)), "factor": 3}
+    budgeted = jaxpipe.jit(step, memory="1GiB", static_argnums=-1)
+    expected = plainly(step, *args.values(), static_argnums=2)[0]
+    assert_equal(budgeted(**args), expected)
+    assert_equal(budgeted(*args.values()), expected)
 
 
 def test_numbers_that_are_not_static_are_not_planned_again(training):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import Jaxpr
 
-from jaxpipe import multihost
+from jaxpipe import _compat, multihost
 from jaxpipe.array_types import Device, PyTree
 from jaxpipe.collect_later import collecting_later
 from jaxpipe.costs.device_memory import pool_bytes, pool_fraction
@@ -124,7 +124,7 @@ class BudgetedFunction:
                 "jaxpipe.jit the outer function."
             )
         same = Compared(structure), static
-        key = same, tuple(map(_signature, leaves))
+        key = same, tuple(map(_signature, leaves)), _compat.trace_context()
         if key not in self._lowered:
             alike = same, tuple(map(_shape, leaves))
             self._lowered[key] = self._planned(args, kwargs, leaves, alike)

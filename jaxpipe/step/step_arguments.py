@@ -128,11 +128,11 @@ def split_static(
     given_names, given_places = options.get("static_argnames"), options.get("static_argnums")
     names = {given_names} if isinstance(given_names, str) else set(given_names or ())
     places = {given_places} if isinstance(given_places, int) else set(given_places or ())
-    places = {place % len(args) if place < 0 else place for place in places}
     if given_names is None or given_places is None:
         known = _parameters(step) if names or places else []
-        names |= {known[place] for place in places if place < len(known)}
+        names |= {known[place] for place in places if -len(known) <= place < len(known)}
         places |= {place for place, name in enumerate(known) if name in names}
+    places = {place + len(args) if place < 0 else place for place in places}
     static = [(k, type(x), x) for k, x in enumerate(args) if k in places]
     named = [(name, type(x), x) for name, x in sorted(kwargs.items()) if name in names]
     others = tuple(None if k in places else x for k, x in enumerate(args))

@@ -273,7 +273,8 @@ class Pipeline:
           (averaged over micro-batches, or added up in ``jaxpipe.Sum``; see ``partition``), and, with a block-sparse
           exchange, ``sent_share`` (of the squared norm of gradients and residuals) and ``residual_norm``. With
           ``on_nonfinite="skip"``, how many steps have been ``skipped`` since ``init``, and of this one
-          ``nonfinite_stages``, a flag for each stage: whether its gradients were not finite.
+          ``nonfinite_stages``, a flag for each stage: whether its gradients were not finite. A metric of the loss
+          function with one of these names stands in its place.
 
         Raises:
           BatchError, ModelError: if an argument does not fit the plan, or the state was passed to a step before.
@@ -348,7 +349,8 @@ class Pipeline:
                 counters["nonfinite_stages"] = stages
             elif stopped:
                 raise nonfinite_origin.error(self._runtime, state, batch, results, np.flatnonzero(stages).tolist())
-        return self._named(planned.program.objective, results.loss, results.metrics) | counters
+        named = self._named(planned.program.objective, results.loss, results.metrics)
+        return named | counters | named  # what the loss function names itself stays
 
     @outside_jit
     def find_nonfinite(self, state: TrainState, batch: PyTree) -> NonFiniteOrigin | None:

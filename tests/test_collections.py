@@ -518,3 +518,62 @@ def test_a_shared_nnx_module_sows_twice_inside_a_transformation(transform):
         losses.append(nnx_loss(reference, microbatch(BATCH, M, j)))
         nnx.pop(reference, nnx.Any(nnx.Intermediate, Balance))
     np.testing.assert_allclose(value, mean_of(losses), rtol=2 * FUSION)
+
+
+class Attributes(nnx.Module):
+    """Changes attributes that are no arrays, and makes a variable, in every call; one parameter is a tree."""
+
+    def __init__(self, rngs, scales):
+        self.linear, self.head = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 5, rngs=rngs)
+        self.norm, self.dropout = nnx.BatchNorm(8, momentum=0.5, rngs=rngs), nnx.Dropout(0.0, rngs=rngs)
+        self.tree = nnx.Param({"scale": jnp.ones(8), "shifts": [jnp.zeros(8)]})
+        self.calls, self.scales = 0, scales
+
+    def __call__(self, x):
+        x = self.dropout(self.norm(self.linear(x))) * (self.calls + 1 if self.scales else 1)
+        self.calls, self.shape = self.calls + 1, x.shape
+        self.last = nnx.Variable(x.mean())
+        return self.head(x * self.tree["scale"] + self.tree["shifts"][0])
+
+
+def in_both_modes(model, batch):
+    model.train()
+    trained = entropy(model(batch["x"]), batch["y"])
+    model.eval()
+    return trained + entropy(model(batch["x"]), batch["y"])
+
+
+def left_in_evaluation_mode(model, batch):
+    value = entropy(model(batch["x"]), batch["y"])
+    model.eval()
+    return value
+
+
+def test_attributes_that_a_call_changes_may_not_change_the_next_one():
+    with pytest.raises(
+        jaxpipe.ModelError, match=r"changes the attributes calls, shape of .* keep .* in an nnx\.Variable"
+    ):
+        partition(Attributes(nnx.Rngs(0), scales=True), nnx_loss, 2)
+    with pytest.raises(
+        jaxpipe.ModelError, match=r"changes the attributes .*norm/use_running_average.*model\.train\(\)"
+    ):
+        partition(Attributes(nnx.Rngs(0), scales=False), left_in_evaluation_mode, 2)
+
+
+def test_a_parameter_that_is_a_tree_trains_where_attributes_change_nothing():
+    model = Attributes(nnx.Rngs(0), scales=False)
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def plain(params, rest, batch, _):
+        model = nnx.merge(graphdef, params, rest, copy=True)
+        loss = in_both_modes(model, batch)
+        del model.last
+        return loss, nnx.state(model, nnx.Not(nnx.Param))
+
+    pipeline = partition(model, in_both_modes, 2)
+    state, _ = pipeline.step(pipeline.init(KEY), BATCH)
+    _, params, rest = train(plain, params, rest, SGD, BATCH, M, 1)
+    got = pipeline.parameters(state)
+    assert relative_l2(jax.tree.leaves(nnx.filter_state(got, nnx.Param)), jax.tree.leaves(params)) < FUSION
+    statistics = [jax.tree.leaves(nnx.filter_state(tree, nnx.BatchStat)) for tree in (got, rest)]
+    assert relative_l2(*statistics) < FUSION

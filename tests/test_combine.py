@@ -78,6 +78,37 @@ def test_with_a_weighted_loss_sums_are_totals_and_the_rest_is_divided_by_the_wei
     assert float(metrics["share"]) == np.float32((RIGHT & (Y > 0)).sum()) / np.float32((Y > 0).sum())
 
 
+def test_a_weight_is_a_constant_and_may_not_depend_on_parameters():
+    def loss(gate):
+        return lambda model, batch: ((y := model(batch["x"])).sum() ** 2, gate(y), {})
+
+    with pytest.raises(PartitionError, match=r"a weight that depends on .* Return jax\.lax\.stop_gradient\(weight\)"):
+        partition(loss(lambda y: jax.nn.sigmoid(y).sum()))
+
+    for gate in (lambda y: jax.lax.stop_gradient(jax.nn.sigmoid(y)).sum(), lambda y: (y > 0).astype(jnp.float32).sum()):
+        pipeline = partition(loss(gate))
+        _, gradient = pipeline.value_and_grad(pipeline.init(jax.random.key(0)), BATCH)
+
+        def plain(weights, gate=gate):
+            y = jnp.tanh(X.reshape(4, 4, 6) @ weights["a"]) @ weights["b"]
+            return (y.sum((1, 2)) ** 2).sum() / jax.lax.stop_gradient(sum(map(gate, y)))
+
+        expected = jax.grad(plain)(WEIGHTS)
+        for name in WEIGHTS:
+            np.testing.assert_allclose(gradient.args[0][name], expected[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("runtime", ["mpmd", "spmd"])
+def test_a_metric_with_the_name_of_one_of_the_step_stands_in_its_place(runtime):
+    def loss(model, batch):
+        value = model(batch["x"]).mean()
+        return value, {"loss": 0 * value + 1, "gradient_norm": 0 * value + 2, "learning_rate": 0 * value + 3}
+
+    pipeline = partition(loss, runtime=runtime, optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=0.1))
+    _, metrics = pipeline.step(pipeline.init(jax.random.key(0)), BATCH)
+    assert {k: float(x) for k, x in metrics.items()} == {"loss": 1, "gradient_norm": 2, "learning_rate": 3}
+
+
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("metrics", "message"),

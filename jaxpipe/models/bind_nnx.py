@@ -4,7 +4,7 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,13 +16,16 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.array_types import Array, ArrayLike, PyTree, Shaped
 from jaxpipe.errors import ModelError
+from jaxpipe.graph.graph import read_graph
+from jaxpipe.graph.program_text import program_text
 from jaxpipe.models.bound_model import BoundModel, Called, Model, UserFunction, named
 from jaxpipe.models.call_function import call_function
 from jaxpipe.models.check_batch import shape_of
 from jaxpipe.models.observed_calls import Observed, observed_calls
 from jaxpipe.models.purify_nnx import module_scopes
-from jaxpipe.models.variable_trees import Path, by_path, paths_of
+from jaxpipe.models.variable_trees import Path, by_path, path_text, paths_of
 from jaxpipe.text.units import bytes_text
+from jaxpipe.text.value_text import listed
 
 
 def nnx_factory(model: Model) -> Callable[..., nnx.Module] | None:
@@ -128,6 +131,9 @@ def bind_nnx(model: nnx.Module, factory: Callable[..., nnx.Module] | None) -> Bo
     concrete = factory is None and not any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
     random, known = paths_of(streams, nnx.RngState), by_path(params) | by_path(rest)
 
+    def is_stream(path: Sequence[object], _: object) -> bool:
+        return tuple(map(str, path)) in random
+
     def arrays(tree: PyTree) -> dict[Path, ArrayLike]:
         others = random | paths_of(tree, (nnx.RngState, nnx.Intermediate))
         return {path: x for path, x in by_path(tree).items() if path in known or path not in others}
@@ -135,19 +141,26 @@ def bind_nnx(model: nnx.Module, factory: Callable[..., nnx.Module] | None) -> Bo
     def call(function: UserFunction, variables: PyTree, key: Array, batch: PyTree) -> Called:
         streams, state = reseed(shapes, key, keys), nnx.filter_state(variables, nnx.Not(nnx.Param))
 
-        def run(graphdef: nnx.GraphDef, variables: nnx.State) -> Called:
+        def run(graphdef: nnx.GraphDef, variables: nnx.State) -> tuple[Called, list[Path]]:
             make = functools.partial(nnx.merge, graphdef, variables, streams, copy=True)
-            model, result, after = _call(function, batch, key, state, make)
+            model, result, after, settings = _call(function, batch, key, state, make)
+            structure, _, left = nnx.split(model, is_stream, ...)
+            kept = {path: x for path, x in after.items() if path not in random}
+            return Called(result, kept, with_others(structure, left)), settings
 
-            def again(values: Mapping[Path, Array]) -> Called:
-                structure, left = nnx.split(model)
-                leaves = by_path(left)
-                given = {**leaves, **by_path(streams), **values}
-                return run(structure, jax.tree.unflatten(jax.tree.structure(left), [given[p] for p in leaves]))
+        def with_others(graphdef: nnx.GraphDef, variables: nnx.State) -> Callable[[Mapping[Path, Array]], Called]:
+            leaves, structure = by_path(variables), jax.tree.structure(variables)
+            return lambda values: run(
+                graphdef, jax.tree.unflatten(structure, [values.get(path, x) for path, x in leaves.items()])
+            )[0]
 
-            return Called(result, {path: x for path, x in after.items() if path not in random}, again)
-
-        return run(graphdef, variables)
+        called, settings = run(graphdef, variables)
+        if settings:
+            calls = with_others(graphdef, variables), called.again
+            first, second = (_program(call, by_path(variables), list(by_path(state))) for call in calls)
+            if first != second:
+                raise ModelError(_settings_text(settings))
+        return called
 
     def make(key: Array, batch: PyTree) -> nnx.Module:
         if factory is None:
@@ -172,8 +185,8 @@ def bind_nnx(model: nnx.Module, factory: Callable[..., nnx.Module] | None) -> Bo
 
 def _call(
     function: UserFunction, batch: PyTree, key: Array, state: nnx.State, make: Callable[[], nnx.Module]
-) -> tuple[nnx.Module, PyTree, dict[Path, Array]]:
-    """Call a function: the module without what it has sown, the result, and the variables after it.
+) -> tuple[nnx.Module, PyTree, dict[Path, Array], list[Path]]:
+    """Call a function: the module without what it has sown, the result, the variables after it, the settings changed.
 
     A variable of its state that is sown to begins empty, and is left as it was.
     """
@@ -183,7 +196,7 @@ def _call(
     while True:
         model = make()
         nnx.pop(model, _of_kinds(sown))
-        observed = Observed()
+        observed, settings = Observed(), _settings(model)
         with module_scopes([model]), observed_calls(observed):
             result = call_function(function, model, batch, key)
         if observed.sown_variables & kinds <= sown:
@@ -191,7 +204,19 @@ def _call(
         sown |= observed.sown_variables & kinds
     nnx.pop(model, nnx.Any(nnx.Intermediate, _of_kinds(observed.sown_variables)))
     left = nnx.from_flat_state([(path, x) for path, x in variables if (type(x), path[-1]) in sown])
-    return model, result, by_path(left) | by_path(nnx.state(model))
+    changed = sorted({path for path, _ in settings ^ _settings(model)})
+    return model, result, by_path(left) | by_path(nnx.state(model)), changed
+
+
+def _settings(model: nnx.Module) -> set[tuple[Path, Hashable]]:
+    """Return the attributes that are no arrays of a module and of those in it, by path."""
+    arrays = (nnx.Pytree, nnx.Variable, jax.Array)
+    return {
+        ((*map(str, path), name), value)
+        for path, module in nnx.iter_modules(model)
+        for name, value in vars(module).items()
+        if isinstance(value, Hashable) and not isinstance(value, arrays) and not name.startswith("_pytree__")
+    }
 
 
 def _of_kinds(kinds: Collection[tuple[type[nnx.Variable], object]]) -> Callable[[Sequence[object], object], bool]:
@@ -199,7 +224,28 @@ def _of_kinds(kinds: Collection[tuple[type[nnx.Variable], object]]) -> Callable[
     return lambda path, x: (type(x), path[-1]) in kinds
 
 
+def _program(call: Callable[[Mapping[Path, Array]], Called], variables: Mapping[Path, Array], kept: list[Path]) -> str:
+    """Return what a call computes of variables, as text: its result, and the variables that are kept."""
+
+    def results(values: Mapping[Path, Array]) -> PyTree:
+        called = call(values)
+        return called.result, [called.after.get(path) for path in kept]
+
+    shapes = {path: shape_of(x) for path, x in variables.items()}
+    return program_text(read_graph(jax.make_jaxpr(results)(shapes)), values=True)
+
+
+def _settings_text(settings: Sequence[Path]) -> str:
+    return (
+        f"A call changes the attribute{'s' if len(settings) > 1 else ''} {listed(list(map(path_text, settings)), 3)} "
+        "of the model, and the next call computes something else for that. A step is compiled once, and every "
+        "micro-batch begins with the attributes that the model has: keep a number that changes in an nnx.Variable, and "
+        "let the function set the mode before its calls, with model.train() or model.eval()."
+    )
+
+
 def _nnx_annotated(state: nnx.State) -> tuple[P, ...]:
-    specs = (nnx.get_partition_spec(variable) for _, variable in nnx.to_flat_state(state))
-    leaves = (jax.tree.leaves(spec, is_leaf=lambda x: isinstance(x, P)) for spec in specs)
-    return tuple(spec for some in leaves for spec in some)
+    variables = (variable for _, variable in nnx.to_flat_state(state))
+    return tuple(
+        nnx.get_partition_spec(variable).get_value() or P() for variable in variables for _ in jax.tree.leaves(variable)
+    )

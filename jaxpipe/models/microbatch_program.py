@@ -90,7 +90,7 @@ def trace_loss(model: BoundModel, function: UserFunction, batch: PyTree, name: s
 
     Raises:
       PartitionError: if what is returned has another form, metrics are not reduced over the examples, or a loss that
-        is trained depends on no parameter.
+        is trained depends on no parameter, or its weight does.
     """
     objective, metrics = trace_results(model, function, batch, name)
     if any(shape for _, shape in metrics):
@@ -103,6 +103,7 @@ def trace_loss(model: BoundModel, function: UserFunction, batch: PyTree, name: s
         check_reduced(metrics, others, name, (rows, 2 * rows))
     if name == "loss":
         _check_trained(objective, model)
+        _check_weight(objective)
     return objective
 
 
@@ -181,6 +182,21 @@ def _check_trained(objective: MicrobatchProgram, model: BoundModel) -> None:
         "...), so every gradient would be zero. Compute it with the model that the loss is given as its first "
         "argument, loss(model, batch), not with a module or variables from outside."
     )
+
+
+def _check_weight(objective: MicrobatchProgram) -> None:
+    """Raise ``PartitionError`` if a weight has a derivative with respect to parameters, which would be left out."""
+    graph, active = objective.graph, set(objective.differentiated)
+    for op in graph.operators:
+        if op.name != "stop_gradient" and not active.isdisjoint(op.inputs):
+            active.update(t for t in op.outputs if is_differentiable(graph.tensors[t].aval))
+    if objective.results[1] in active:
+        raise PartitionError(
+            "loss returned a weight that depends on the model's parameters. Loss and gradient of a batch are divided "
+            "by the total weight as by a constant, so that its own derivative would be left out. Return "
+            "jax.lax.stop_gradient(weight) if that is meant; else return the quotient, (sum / weight, metrics), of "
+            "which the mean over micro-batches is trained."
+        )
 
 
 def _trace(

@@ -278,6 +278,13 @@ def test_variables_that_do_not_fit(change, message):
         bind(model, once, X, given)
 
 
+class NumberOfPython(nnx.Module):
+    """Keeps a number of Python in a variable."""
+
+    def __init__(self):
+        self.scale, self.count = nnx.Param(jnp.ones(2)), nnx.Variable(0)
+
+
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("model", "message"),
@@ -287,6 +294,7 @@ def test_variables_that_do_not_fit(change, message):
             jax.tree_util.Partial(scaled, tree(), power=2),
             r"variable 1/power is 2 \(int\); variables are arrays\..*functools\.partial",
         ),
+        (NumberOfPython(), r"variable count is 0 \(int\); variables are arrays\. Make it one with jax\.numpy\.asarray"),
         (3, r"partition was given 3 \(int\) as its model"),
         ({"w": 1}, r"\(dict\) as its model\. A model is a flax"),
     ],

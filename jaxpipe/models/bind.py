@@ -16,7 +16,15 @@ from jaxpipe.graph.graph import is_differentiable
 from jaxpipe.graph.sharding_annotations import with_axes
 from jaxpipe.models.bind_linen import bind_linen
 from jaxpipe.models.bind_nnx import bind_nnx, check_factory, nnx_factory
-from jaxpipe.models.bound_model import BoundModel, Called, Model, UserFunction, Variable, with_values
+from jaxpipe.models.bound_model import (
+    BoundModel,
+    Called,
+    Model,
+    UserFunction,
+    Variable,
+    check_variables,
+    with_values,
+)
 from jaxpipe.models.call_function import call_function
 from jaxpipe.models.check_batch import batch_size, shape_of
 from jaxpipe.models.example_state import Axes, example_axes
@@ -144,12 +152,7 @@ def _path_name(path: jax.tree_util.KeyPath) -> str:
 def _bind_tree(tree: PyTree, model_of: Callable[[PyTree], Callable[..., PyTree]]) -> BoundModel:
     """Floating leaves of a tree are parameters, others state that nothing changes."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    for path, x in flat:
-        if not hasattr(x, "dtype"):
-            raise ModelError(
-                f"The model's variable {_path_name(path)} is {x!r} ({type(x).__name__}); variables are arrays. Put "
-                "settings into the function, with functools.partial."
-            )
+    check_variables(tree)
     trained = [is_differentiable(x) for _, x in flat]
     named = [Variable(_path_name(path), shape_of(x)) for path, x in flat]
     paths = list(by_path(tree))

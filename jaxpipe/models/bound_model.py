@@ -197,7 +197,19 @@ def _pieces(variables: Sequence[Variable], stacks: Stacks) -> tuple[Variable, ..
 
 def named(tree: PyTree) -> tuple[Variable, ...]:
     """Variables with the names that they have without boxes around them, such as ``nn.Partitioned``."""
+    check_variables(tree)
     return tuple(Variable("/".join(path), shape_of(x)) for path, x in by_path(tree).items())
+
+
+def check_variables(tree: PyTree) -> None:
+    """Raise ``ModelError`` unless a model's variables are arrays, or shapes of some."""
+    for path, x in by_path(tree).items():
+        if not hasattr(x, "dtype"):
+            raise ModelError(
+                f"The model's variable {path_text(path)} is {x!r} ({type(x).__name__}); variables are arrays. Make it "
+                "one with jax.numpy.asarray; put settings into attributes of the module, or into the function, with "
+                "functools.partial."
+            )
 
 
 def _check_new_state(before: Mapping[Path, ArrayLike], after: Mapping[Path, ArrayLike]) -> None:

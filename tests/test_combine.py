@@ -85,7 +85,15 @@ def test_a_weight_is_a_constant_and_may_not_depend_on_parameters():
     with pytest.raises(PartitionError, match=r"a weight that depends on .* Return jax\.lax\.stop_gradient\(weight\)"):
         partition(loss(lambda y: jax.nn.sigmoid(y).sum()))
 
-    for gate in (lambda y: jax.lax.stop_gradient(jax.nn.sigmoid(y)).sum(), lambda y: (y > 0).astype(jnp.float32).sum()):
+    def counted(y):  # a sum and a number of examples, row by row
+        return jax.lax.scan(lambda carry, row: ((carry[0] + row, carry[1] + 1.0), None), (0.0, 0.0), y.sum(1))[0][1]
+
+    for gate in (
+        lambda y: jax.lax.stop_gradient(jax.nn.sigmoid(y)).sum(),
+        lambda y: (y > 0).astype(jnp.float32).sum(),
+        lambda y: (jnp.sign(y) ** 2).sum(),
+        counted,
+    ):
         pipeline = partition(loss(gate))
         _, gradient = pipeline.value_and_grad(pipeline.init(jax.random.key(0)), BATCH)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxpipe.array_types import Array, PyTree, PyTreeDef, TensorNumber
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph import sharding_annotations
-from jaxpipe.graph.graph import Graph, behind_rules, dependents, is_differentiable, read_graph
+from jaxpipe.graph.graph import Graph, behind_rules, dependents, is_differentiable, live, read_graph
 from jaxpipe.graph.operator_order import parameter_work_in_place
 from jaxpipe.graph.sharding_annotations import Annotations
 from jaxpipe.graph.split_scan import MixedRowsError, split_rows, with_layer_paths
@@ -186,17 +186,35 @@ def _check_trained(objective: MicrobatchProgram, model: BoundModel) -> None:
 
 def _check_weight(objective: MicrobatchProgram) -> None:
     """Raise ``PartitionError`` if a weight has a derivative with respect to parameters, which would be left out."""
-    graph, active = objective.graph, set(objective.differentiated)
-    for op in graph.operators:
-        if op.name != "stop_gradient" and not active.isdisjoint(op.inputs):
-            active.update(t for t in op.outputs if is_differentiable(graph.tensors[t].aval))
-    if objective.results[1] in active:
+    if _is_trained(objective, objective.results[1]):
         raise PartitionError(
             "loss returned a weight that depends on the model's parameters. Loss and gradient of a batch are divided "
             "by the total weight as by a constant, so that its own derivative would be left out. Return "
             "jax.lax.stop_gradient(weight) if that is meant; else return the quotient, (sum / weight, metrics), of "
             "which the mean over micro-batches is trained."
         )
+
+
+def _is_trained(objective: MicrobatchProgram, result: TensorNumber) -> bool:
+    """Return whether JAX has a derivative of a result with respect to parameters; zeros do not read its cotangent."""
+    graph, trained = objective.graph, objective.differentiated
+    if result not in dependents(graph.operators, trained) or not is_differentiable(graph.tensors[result].aval):
+        return False
+    part = replace(graph, operators=live(graph.operators, [result]), outputs=(result,))
+    places = [graph.inputs.index(t) for t in trained]
+
+    def gradients(cotangent: Array, *values: Array) -> Sequence[Array]:
+        def run(*parameters: Array) -> Array:
+            given = dict(enumerate(values)) | dict(zip(places, parameters, strict=True))
+            return part.evaluate(list(given.values()))[0]
+
+        return jax.vjp(run, *(values[k] for k in places))[1](cotangent)
+
+    shapes = [sharding_annotations.without_mesh(graph.tensors[t].aval) for t in (result, *graph.inputs)]
+    trace = jax.make_jaxpr(gradients)
+    (closed,) = sharding_annotations.rule_within_stage("a weight", lambda: [trace(*shapes)], {}, graph.traced_in)
+    derived = read_graph(closed)
+    return not dependents(derived.operators, derived.inputs[:1]).isdisjoint(derived.outputs)
 
 
 def _trace(

@@ -340,8 +340,12 @@ def test_a_negative_place_counts_from_the_last_argument():
     args = {"weights": [jnp.ones((32, 32)) / 32] * 4, "x": jnp.ones((8, 32)), "factor": 3}
     budgeted = jaxpipe.jit(step, memory="1GiB", static_argnums=-1)
     expected = plainly(step, *args.values(), static_argnums=2)[0]
-    assert_equal(budgeted(**args), expected)
     assert_equal(budgeted(*args.values()), expected)
+    try:
+        jax.jit(step, static_argnums=-1)(**args)
+    except ValueError:  # jax 0.10 counts without keyword arguments
+        return
+    assert_equal(budgeted(**args), expected)
 
 
 def test_numbers_that_are_not_static_are_not_planned_again(training):

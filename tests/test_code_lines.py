@@ -9,8 +9,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "jaxpipe"
 
 #: Lines of code that the library may have; whoever needs more takes away others, or says here why there are more.
-#: Of the last change: scans in decorated programs, and named axes of the step around them.
-BUDGET = 28_780
+#: Of the last change: refusals of weights and attributes of which a step would leave something out.
+BUDGET = 28_880
 
 
 def code_lines(text: str) -> int:

@@ -528,12 +528,13 @@ class Attributes(nnx.Module):
         self.norm, self.dropout = nnx.BatchNorm(8, momentum=0.5, rngs=rngs), nnx.Dropout(0.0, rngs=rngs)
         self.tree = nnx.Param({"scale": jnp.ones(8), "shifts": [jnp.zeros(8)]})
         self.calls, self.scales = 0, scales
+        self.sizes, self.shifts = ([8], 5), nnx.data([jnp.zeros(5)])
 
     def __call__(self, x):
         x = self.dropout(self.norm(self.linear(x))) * (self.calls + 1 if self.scales else 1)
         self.calls, self.shape = self.calls + 1, x.shape
         self.last = nnx.Variable(x.mean())
-        return self.head(x * self.tree["scale"] + self.tree["shifts"][0])
+        return self.head(x * self.tree["scale"] + self.tree["shifts"][0]) + self.shifts[0]
 
 
 def in_both_modes(model, batch):

@@ -4,7 +4,7 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -204,18 +204,23 @@ def _call(
         sown |= observed.sown_variables & kinds
     nnx.pop(model, nnx.Any(nnx.Intermediate, _of_kinds(observed.sown_variables)))
     left = nnx.from_flat_state([(path, x) for path, x in variables if (type(x), path[-1]) in sown])
-    changed = sorted({path for path, _ in settings ^ _settings(model)})
+    left_behind = _settings(model)
+    changed = [path for path in sorted({*settings, *left_behind}) if settings.get(path) != left_behind.get(path)]
     return model, result, by_path(left) | by_path(nnx.state(model)), changed
 
 
-def _settings(model: nnx.Module) -> set[tuple[Path, Hashable]]:
-    """Return the attributes that are no arrays of a module and of those in it, by path."""
-    arrays = (nnx.Pytree, nnx.Variable, jax.Array)
+def _settings(model: nnx.Module) -> dict[Path, object]:
+    """Return the attributes without arrays of a module and of those in it, by path."""
+
+    def holds_arrays(value: object) -> bool:
+        leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, (nnx.Pytree, nnx.Variable)))
+        return any(isinstance(x, (nnx.Pytree, nnx.Variable, jax.Array, np.ndarray)) for x in leaves)
+
     return {
-        ((*map(str, path), name), value)
+        (*map(str, path), name): value
         for path, module in nnx.iter_modules(model)
         for name, value in vars(module).items()
-        if isinstance(value, Hashable) and not isinstance(value, arrays) and not name.startswith("_pytree__")
+        if not name.startswith("_pytree__") and not holds_arrays(value)
     }
 
 
@@ -245,7 +250,9 @@ def _settings_text(settings: Sequence[Path]) -> str:
 
 
 def _nnx_annotated(state: nnx.State) -> tuple[P, ...]:
-    variables = (variable for _, variable in nnx.to_flat_state(state))
-    return tuple(
-        nnx.get_partition_spec(variable).get_value() or P() for variable in variables for _ in jax.tree.leaves(variable)
-    )
+    specs = []
+    for _, variable in nnx.to_flat_state(state):
+        is_boxed = isinstance(variable, nnx.Variable)  # an array without a variable has no annotation
+        spec = nnx.get_partition_spec(variable).get_value() if is_boxed else None
+        specs += [spec or P()] * len(jax.tree.leaves(variable))
+    return tuple(specs)

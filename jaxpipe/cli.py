@@ -394,7 +394,7 @@ def _named(target: str) -> Callable[..., Any]:
       UsageError: if the module or the function does not exist.
     """
     module, _, name = target.partition(":")
-    if not module or not name:
+    if not module or not name or module.startswith("."):
         raise UsageError(f"{target!r} is not module:function, such as my_model:task.")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

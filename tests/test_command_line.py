@@ -201,6 +201,7 @@ def test_explain_leaves_static_arguments_as_they_are(folder, capsys):
         ("plan command_line_task:nothing --devices 2", 2, "no function 'nothing'"),
         ("plan no_such_module:task --devices 2", 2, "'no_such_module' .* cannot be imported"),
         ("plan command_line_task --devices 2", 2, "is not module:function"),
+        ("plan ../command_line_task:task --devices 2", 2, "is not module:function"),
         ("plan command_line_task:task --devices 99", 2, "99 devices are needed"),
         (
             "plan command_line_task:task --devices 4 --replicas 2 --devices-per-stage 2",

@@ -336,6 +336,24 @@ def test_other_derivatives_are_refused(derivative, words):
         derivative(f)
 
 
+def test_symbolic_shapes_are_refused_where_bytes_count():
+    @memory_encoded
+    def loss(w, x):
+        return jnp.tanh(x @ w).sum()
+
+    w, rows = jnp.eye(3), jax.ShapeDtypeStruct(jax.export.symbolic_shape("rows, 3"), jnp.float32)
+    exported = jax.export.export(jax.jit(loss))(w, rows)
+    np.testing.assert_allclose(exported.call(w, jnp.ones((5, 3))), 15 * np.tanh(1), rtol=1e-6)
+    with pytest.raises(jaxpipe.ModelError, match=r"\(rows\).*shapes of numbers"):
+        jax.export.export(jax.jit(jax.grad(loss)))(w, rows)
+
+
+def test_a_linearized_function_is_transposed():
+    _, linear = jax.linearize(memory_encoded(lambda x: jnp.tanh(x).sum()), jnp.arange(3.0))
+    (gradient,) = jax.linear_transpose(linear, jnp.arange(3.0))(jnp.ones(()))
+    np.testing.assert_allclose(gradient, 1 / np.cosh(np.arange(3.0)) ** 2, rtol=1e-5)
+
+
 def test_jvp_of_a_jitted_function_is_refused_by_jax():
     # JAX meets the custom_vjp inside an already traced program; DifferentiationError is a TypeError too.
     f = jax.jit(memory_encoded(lambda x: x**2))

@@ -96,7 +96,8 @@ def memory_encoded(target: object = None, *, codecs: Codecs = "fast", policy: Sa
 
     Raises:
       ModelError: if ``target`` is neither a module class nor a function, a codec name is unknown, or ``policy`` is no
-        function or returns neither a boolean nor a mark of ``jax.ad_checkpoint``.
+        function or returns neither a boolean nor a mark of ``jax.ad_checkpoint``. Or when differentiated, if shapes
+        have dimensions of ``jax.export.symbolic_shape``.
       DifferentiationError: on ``jax.jvp``, ``jax.hessian`` and other derivatives than the first in reverse mode.
 
     The method: feature-map encoding, after A. Jain et al., "Gist: Efficient data encoding for deep neural network
@@ -231,6 +232,9 @@ def _encoded_function(
     @functools.cache
     def passes_for(perturbed: tuple[bool, ...]) -> tuple[Passes, tuple[TensorNumber, ...]]:
         warn_unused(policy, paths, "codecs")
+        named = {str(size) for tensor in graph.tensors for size in tensor.shape if not isinstance(size, int)}
+        if named:
+            raise ModelError(_NAMED_SIZES.format(", ".join(sorted(named))))
         wrt = tuple(t for t, moves in zip(graph.inputs, perturbed, strict=True) if moves)
         differentiated = DecoratedProgram(
             program, graph, wrt, policy, held | (set(graph.inputs) - set(wrt)), iterations
@@ -294,4 +298,9 @@ _SECOND_ORDER = (
     "A second derivative (jax.hessian, jax.grad of jax.grad) was asked of a memory_encoded module or function. What "
     "it stores is planned for the first derivative in reverse mode only. Use the undecorated model here, or call it "
     "under `with jaxpipe.without_encoding():`."
+)
+_NAMED_SIZES = (
+    "A memory_encoded module or function was differentiated with sizes of jax.export.symbolic_shape in it ({}). What "
+    "it stores is planned by bytes, which are not known then. Export the derivative for shapes of numbers, or under "
+    "`with jaxpipe.without_encoding():`."
 )

@@ -85,7 +85,8 @@ def jitted(step: Callable[..., PyTree], args: PyTree, options: Mapping[str, Any]
     """Return a step jitted by ``jax.jit`` or ``nnx.jit``; a step that is jitted already stays as it is.
 
     Raises:
-      ModelError: if it is no function, one of ``jaxpipe.jit``, or one that is jitted and options are given besides.
+      ModelError: if it is no function, one of ``jaxpipe.jit``, or one that is jitted and options are given besides; or
+        if one of these is none of the jit's.
     """
     if isinstance(step, BudgetedFunction):
         raise ModelError(
@@ -97,6 +98,14 @@ def jitted(step: Callable[..., PyTree], args: PyTree, options: Mapping[str, Any]
             f"explain was given {shown(step)} as a step. Pass the function that computes one training step, jitted or "
             "not, and its arguments: explain(step, state, batch)."
         )
+    jit = jitter(args)
+    unknown = ", ".join(f"{name}=" for name in options if name not in inspect.signature(jit).parameters)
+    if unknown:
+        raise ModelError(
+            f"explain was given {unknown} besides the step and its arguments. It passes keyword arguments to jax.jit, "
+            "such as donate_argnums=0. Pass arguments of the step by place, or those that stay the same in "
+            "functools.partial(step, name=value)."
+        )
     if hasattr(step, "trace") and hasattr(step, "lower"):
         if options:
             raise ModelError(
@@ -104,7 +113,7 @@ def jitted(step: Callable[..., PyTree], args: PyTree, options: Mapping[str, Any]
                 "before it is jitted, or leave these out."
             )
         return step
-    return jitter(args)(step, **options)
+    return jit(step, **options)
 
 
 def trace_step(step: Any, args: Sequence[PyTree]) -> TracedStep:

@@ -65,6 +65,16 @@ def test_sums_are_totals_of_the_batch_and_the_rest_are_means(mesh):
         assert float(metrics["half"]) == 16 and metrics["half"].dtype == jnp.float32
 
 
+@pytest.mark.parametrize("runtime", ["mpmd", "spmd"])
+def test_metrics_may_be_numbers_of_python(runtime):
+    def loss(model, batch):
+        return mean(model, batch)[0], {"examples": Sum(len(batch["y"])), "rate": 0.25}
+
+    pipeline = partition(loss, mesh_of(2, 2), num_microbatches=2, runtime=runtime)
+    _, metrics = pipeline.step(pipeline.init(jax.random.key(0)), BATCH)
+    assert (int(metrics["examples"]), metrics["examples"].dtype, float(metrics["rate"])) == (16, jnp.int32, 0.25)
+
+
 def test_sums_of_stages_on_several_devices():
     pipeline = partition(mesh=mesh_of(3), options=jaxpipe.PlanOptions(devices_per_stage=(2, 1)))
     _, metrics = pipeline.step(pipeline.init(jax.random.key(0)), BATCH)

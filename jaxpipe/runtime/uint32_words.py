@@ -22,7 +22,7 @@ def word_count(aval: Shaped) -> int:
 
 def to_words(x: Array) -> Array:
     """An array's bits as a vector of ``uint32``; the last word is filled up with zeros."""
-    flat = (jax.random.key_data(x) if _is_key(x) else x).reshape(-1)
+    flat = jnp.ravel(jax.random.key_data(x) if _is_key(x) else x)  # a constant may be a number
     missing = -flat.nbytes % 4 // flat.dtype.itemsize
     return (jnp.pad(flat, (0, missing)) if missing else flat).view(jnp.uint32)
 

@@ -1,5 +1,7 @@
 """Programs for TPUs that are not here, compiled ahead of time: bytes against plain JAX's, budgets, explanations."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -80,6 +82,29 @@ def test_decorated_programs_need_less_and_budgets_are_kept(dtype, v5e):
     budget = (decorated + plain) // 2
     lowered = jaxpipe.jit(step(jaxpipe.memory_encoded(loss)), memory=budget).lower(*args)
     assert reserved_bytes(lowered.compile()) == lowered.plan.needed_bytes <= budget
+
+
+def test_the_gradient_of_logits_is_not_written(v5e):
+    rows, words = 2**16, 2**13
+
+    class Head(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(words, use_bias=False, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)(Block()(x))
+
+    def loss(model, variables, x, y):
+        return optax.softmax_cross_entropy_with_integer_labels(model.apply(variables, x), y).mean()
+
+    x, y = jax.ShapeDtypeStruct((rows, 256), jnp.bfloat16), jax.ShapeDtypeStruct((rows,), jnp.int32)
+    variables = jax.tree.map(
+        lambda v: jax.ShapeDtypeStruct(v.shape, jnp.bfloat16), jax.eval_shape(Head().init, jax.random.key(0), x)
+    )
+    plain, decorated = (
+        reserved_bytes(jax.jit(step(functools.partial(loss, model))).lower(*shapes((variables, x, y), v5e)).compile())
+        for model in (Head(), jaxpipe.memory_encoded(Head)())
+    )
+    logits = 2 * rows * words
+    assert decorated <= plain < 2 * logits, (decorated / logits, plain / logits)
 
 
 def test_a_program_whose_residuals_stay_on_the_chip_is_left_as_it_is(v5e):

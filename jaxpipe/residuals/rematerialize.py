@@ -82,18 +82,19 @@ class Rematerializer:
         producer = self._graph.producers.get(t)
         return producer is not None and (producer.name in COSTLY or producer.name not in ELEMENTWISE)
 
-    def fetch(self, step: BackwardOp, after: Array) -> list[Array]:
-        """Values of the tensors that a backward step needs, not before the cotangent ``after``."""
+    def fetch(self, step: BackwardOp, after: Array | None) -> list[Array]:
+        """Values of the tensors that a backward step needs, not before the cotangent ``after``, if it waits for one."""
+        after = after if self.zero is None else None
         missing = [t for t in step.needs if t not in self.values]
         program: list[Operator] = []
         if missing:
             program, loads = self.sources(step, self.values)
             parts = {t: list(self._stash[t]) for t in loads}
-            if self.zero is None:
+            if after is not None:
                 tied = iter(_compat.tie([part for t in loads for part in parts[t]], after))
                 parts = {t: [next(tied) for _ in parts[t]] for t in loads}
             for t in loads:
-                hidden = [_compat.disguise(part, after) for part in parts[t]] if self.zero is None else parts[t]
+                hidden = parts[t] if after is None else [_compat.disguise(part, after) for part in parts[t]]
                 self.values[t] = self._restore(t, hidden)
                 if self._plan.formats[t] == KEEP:
                     (self._loaded[t],) = parts[t]

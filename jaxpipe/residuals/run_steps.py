@@ -1,8 +1,9 @@
 """The steps of a backward pass, run one after the other in an order that XLA keeps to.
 
-XLA:CPU runs whatever it can as early as it can: there each step's values wait for its cotangent. So they do on a TPU,
-whose arrays lie in tiles: there a barrier across kernels, or another shape behind it, is a copy. A GPU's scheduler puts
-off what nobody waits for, and whatever writes more than it frees, for as long as that keeps arrays alive. There
+XLA:CPU runs whatever it can as early as it can: there each step's values wait for its cotangent. So they do on a TPU
+after the first product; its arrays lie in tiles: there a barrier across kernels, or another shape behind it, is a copy.
+A GPU's scheduler puts off what nobody waits for, and whatever writes more than it frees, for as long as that keeps
+arrays alive. There
 
 - a product's values wait for its cotangents, and those of all steps up to the next product for its results, which are
   in memory in any case: a barrier amid an elementwise chain would cut its kernel in two;
@@ -67,11 +68,11 @@ class Walk:
 
     def results(self, step: BackwardOp) -> list[Array]:
         """Run a step."""
-        needs = self.rematerializer.fetch(step, self.first_cotangent(step))
+        needs = self.rematerializer.fetch(step, self.awaited_by(step))
         return _evaluate(step, needs, self.take(step))
 
-    def first_cotangent(self, step: BackwardOp) -> Array:
-        """Return the first of the cotangents that a step reads."""
+    def awaited_by(self, step: BackwardOp) -> Array | None:
+        """Return what a step's values wait for: the first of the cotangents that it reads; None if they do not."""
         return next(self.received[t] for t in step.cotangents_in if t in self.received)
 
     def take(self, step: BackwardOp) -> list[Array]:
@@ -85,6 +86,30 @@ class Walk:
     def receive(self, t: TensorNumber, value: Array) -> None:
         """Add a cotangent of a tensor to those from other readers."""
         self.received[t] = value if t not in self.received else jnp.add(self.received[t], value)
+
+
+@dataclass
+class StepwiseWalk(Walk):
+    """A backward pass on a TPU, as far as it has come.
+
+    Nothing is before the first product that could keep arrays alive. A barrier there would have the given cotangent
+    written, that of the logits, say, which XLA computes within the product.
+
+    Attributes:
+      has_begun: whether a product has run.
+    """
+
+    has_begun: bool = False
+
+    def results(self, step: BackwardOp) -> list[Array]:
+        """Run a step."""
+        results = super().results(step)
+        self.has_begun |= is_heavy(step)
+        return results
+
+    def awaited_by(self, step: BackwardOp) -> Array | None:
+        """Return what a step's values wait for; None up to the first product."""
+        return super().awaited_by(step) if self.has_begun else None
 
 
 @dataclass
@@ -134,7 +159,7 @@ class JoinedWalk(Walk):
         present = [t for t in step.cotangents_in if t in self.received]
         loaded = self.rematerializer.load([step], [self.received[t] for t in present])
         self.received.update(zip(present, loaded, strict=True))
-        needs = self.rematerializer.fetch(step, self.first_cotangent(step))
+        needs = self.rematerializer.fetch(step, self.awaited_by(step))
         values = dict(zip(step.needs, needs, strict=True))
         seeds = dict(zip(step.cotangents_in, self.take(step), strict=True))
         results: list[tuple[TensorNumber, Array]] = []

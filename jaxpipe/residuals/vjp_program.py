@@ -26,7 +26,7 @@ from jaxpipe.graph.row_slices import slice_rows
 from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, build_backward_graph, restricted, step_ends
 from jaxpipe.residuals.choose_formats import ResidualPlan, check_plan, default_plan, kept_by_policies, refitted
 from jaxpipe.residuals.rematerialize import Rematerializer, is_heavy
-from jaxpipe.residuals.run_steps import Absorb, JoinedWalk, Walk
+from jaxpipe.residuals.run_steps import Absorb, JoinedWalk, StepwiseWalk, Walk
 from jaxpipe.residuals.stored_formats import encode, has_overflowed, part_avals
 from jaxpipe.residuals.xla_cpu import run_behind_barriers
 from jaxpipe.targets.building import current
@@ -254,7 +254,7 @@ def run_backward(
     stored = dict(zip(vjp.plan.stored, stash, strict=True))
     values = dict(zip(vjp.parameters, parameters, strict=True))
     rematerializer = Rematerializer(vjp.graph, vjp.plan, values, stored, barriers)
-    kind = JoinedWalk if current().order == "joined" else Walk
+    kind = {"grouped": Walk, "joined": JoinedWalk, "stepwise": StepwiseWalk}[current().order]
     walk = kind(graph, dict(received), rematerializer, frozenset((*keep, *graph.wrt)), absorb, vjp.weights)
     run = walk.run if rematerializer.zero is None else functools.partial(run_behind_barriers, walk)
     absorbed = run(steps[::-1])

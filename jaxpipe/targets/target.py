@@ -10,7 +10,7 @@ from jaxpipe.targets.rates import OTHER, Rates
 #: How the steps of a backward pass are kept in order.
 #: ``"grouped"``   behind conditionals, where XLA drops barriers and runs operators breadth-first;
 #: ``"joined"``    products wait for each other, and kernels between them are left whole;
-#: ``"stepwise"``  what a step takes from the stash waits for its cotangent.
+#: ``"stepwise"``  what a step takes from the stash waits for its cotangent, after the first product.
 Order = Literal["grouped", "joined", "stepwise"]
 
 

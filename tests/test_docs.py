@@ -168,7 +168,14 @@ def test_bytes_of_large_models_are_the_measured_ones():
 
 def test_bytes_on_a_tpu_are_the_measured_ones():
     shown = table_rows(DOCS / "devices.md")
-    titles = {"GPT-2 8x512": "GPT-2 small, 8 x 512", "UNet": "U-Net", "GPT-2 bfloat16": "GPT-2 in bfloat16"}
+    titles = {
+        "GPT-2 8x512": "GPT-2 small, 8 x 512",
+        "GPT-2 8x512 bfloat16": "GPT-2 small, 8 x 512, in bfloat16",
+        "GPT-2 bfloat16": "GPT-2 in bfloat16",
+        "UNet": "U-Net",
+        "ViT-B 16x224": "ViT-B, 16 x 224",
+        "ViT-B 16x224 bfloat16": "ViT-B, 16 x 224, in bfloat16",
+    }
     rows = results("encoding-v5e-jax0.12")["rows"]
     for row in rows:
         sizes, products = row["temporaries"], row["products"]

@@ -129,19 +129,6 @@ def evaluate_equation(equation: Equation, operands: Sequence[Array]) -> list[Arr
     return core.eval_jaxpr(isolate(equation), (), *operands)
 
 
-def literals_as_arguments(closed: jex.ClosedJaxpr, places: Sequence[tuple[int, int]]) -> jex.ClosedJaxpr:
-    """Return a program that gets some of its literals, by places of equation and operand, as its first arguments."""
-    jaxpr, consts = open_jaxpr(closed)
-    equations, arguments = list(jaxpr.eqns), []
-    for k, position in places:
-        invars = list(equations[k].invars)
-        invars[position] = variable(invars[position].aval)
-        arguments.append(invars[position])
-        equations[k] = equations[k].replace(invars=invars)
-    inputs = [*arguments, *jaxpr.invars]
-    return rebuilt(jaxpr, jaxpr.constvars, consts, inputs, equations, jaxpr.outvars)
-
-
 def without_dead_code(closed: AnyJaxpr, outputs: Sequence[int]) -> tuple[jex.ClosedJaxpr, list[bool]]:
     """Return the part of a program that some of its outputs follow from, in their order, and which inputs it reads."""
     jaxpr, consts = open_jaxpr(closed)

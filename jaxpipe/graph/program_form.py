@@ -49,13 +49,26 @@ def shared_program(programs: Sequence[TracedProgram]) -> Callable[..., PyTree]:
     """One branch for programs of equal form, ``(numbers to fold keys with, operands) -> what they return``."""
     first = programs[0]
     varying = [h for h, numbers in enumerate(zip(*(p.folds for p in programs), strict=True)) if len(set(numbers)) > 1]
-    program = _compat.literals_as_arguments(first.closed, [(first.folds[h][0], 1) for h in varying])
+    program = _literals_as_arguments(first.closed, [(first.folds[h][0], 1) for h in varying])
 
     def branch(row: Array, *operands: PyTree) -> PyTree:
         leaves = _compat.evaluate_jaxpr(program, *(row[h] for h in varying), *jax.tree.leaves(operands))
         return jax.tree.unflatten(first.tree, leaves)
 
     return branch
+
+
+def _literals_as_arguments(closed: ClosedJaxpr, places: Sequence[tuple[int, int]]) -> ClosedJaxpr:
+    """Return a program that gets some of its literals, by places of equation and operand, as its first arguments."""
+    jaxpr, consts = _compat.open_jaxpr(closed)
+    equations, arguments = list(jaxpr.eqns), []
+    for k, position in places:
+        invars = list(equations[k].invars)
+        invars[position] = _compat.variable(invars[position].aval)
+        arguments.append(invars[position])
+        equations[k] = equations[k].replace(invars=invars)
+    inputs = [*arguments, *jaxpr.invars]
+    return _compat.rebuilt(jaxpr, jaxpr.constvars, consts, inputs, equations, jaxpr.outvars)
 
 
 def _folded(equation: Equation) -> Array | None:

@@ -19,6 +19,13 @@ def cache_in_a_temporary_folder(tmp_path_factory):
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def caches_of_jax_end_with_a_file():
+    """What other files traced and compiled slows down garbage collection, and leak checks tenfold."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def key():
     return jax.random.key(0)

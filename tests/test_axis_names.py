@@ -1,5 +1,7 @@
 """Code written for ``jax.pmap``: axis names of collectives are bound, with size 1 or over the replicas."""
 
+import itertools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -91,12 +93,21 @@ def results(model, loss, stages, runtime):
     return pipeline.plan, jax.tree.leaves([values, metrics, pipeline.parameters(state)])
 
 
+OTHER_CASES = set(itertools.product(["linen", "nnx"], [1, 2, 4], ["mpmd", "spmd"]))
+OTHER_CASES -= {("linen", 4, "mpmd"), ("nnx", 1, "spmd")}
+
+
 @pytest.mark.core
 @pytest.mark.versions
 @pytest.mark.filterwarnings("ignore::UserWarning")  # predictions with statistics of their own
-@pytest.mark.parametrize("runtime", ["mpmd", "spmd"])
-@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize(
+    ("kind", "stages", "runtime"),
+    [
+        ("linen", 4, "mpmd"),
+        ("nnx", 1, "spmd"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in sorted(OTHER_CASES)),
+    ],
+)
 def test_unbound_names_are_axes_of_size_1(kind, stages, runtime):
     """Bit for bit the same model and loss without the names; where stages are cut elsewhere, but for roundings.
 
@@ -192,7 +203,10 @@ def joined(loss=mixing_loss, stages=2, **options):
 
 @pytest.mark.core
 @pytest.mark.versions
-@pytest.mark.parametrize(("loss", "stages"), [(mixing_loss, 2), (weighted_loss, 2), (mixing_loss, 1)])
+@pytest.mark.parametrize(
+    ("loss", "stages"),
+    [(mixing_loss, 2), (weighted_loss, 2), pytest.param(mixing_loss, 1, marks=pytest.mark.slow)],
+)
 def test_replicas_that_a_name_mixes(loss, stages):
     pipeline = joined(loss, stages)
     state = pipeline.init(jax.random.key(1))

@@ -61,7 +61,7 @@ def checkpointed(step, args, family, every, policy):
     return template.with_storage(passes)
 
 
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_blocks_run_what_nn_remat_runs_with_the_same_values(every, policy):
     remat = nn.remat(Block, policy=getattr(jax.checkpoint_policies, policy))

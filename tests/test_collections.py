@@ -73,7 +73,12 @@ def plain_sowing(params, state, batch, _):
 
 @pytest.mark.parametrize(
     ("stages", "runtime"),
-    [(1, "mpmd"), pytest.param(2, "mpmd", marks=pytest.mark.core), (4, "mpmd"), (2, "spmd")],
+    [
+        pytest.param(1, "mpmd", marks=pytest.mark.slow),
+        pytest.param(2, "mpmd", marks=pytest.mark.core),
+        pytest.param(4, "mpmd", marks=pytest.mark.slow),
+        (2, "spmd"),
+    ],
 )
 def test_what_a_call_sows_begins_empty_and_is_gone_after_it(stages, runtime):
     variables = Sowing().init(KEY, BATCH["x"])
@@ -159,7 +164,7 @@ def nnx_loss(model, batch):
 
 
 @pytest.mark.filterwarnings("ignore:.*sow.*:DeprecationWarning")
-@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2, 4])
 @pytest.mark.parametrize("called", [False, True])
 def test_what_an_nnx_module_sows_begins_empty(stages, called):
     model = SowingNNX(nnx.Rngs(0))
@@ -241,7 +246,13 @@ def plain_fp8(variables, optimizer, batch, m, steps):
 
 @pytest.mark.parametrize(
     ("stages", "replicas", "m"),
-    [(1, None, 4), pytest.param(2, None, 4, marks=pytest.mark.core), (4, None, 4), (2, 2, 2), (2, None, 1)],
+    [
+        pytest.param(1, None, 4, marks=pytest.mark.slow),
+        pytest.param(2, None, 4, marks=pytest.mark.core),
+        pytest.param(4, None, 4, marks=pytest.mark.slow),
+        (2, 2, 2),
+        (2, None, 1),
+    ],
 )
 def test_variables_that_become_their_gradient(stages, replicas, m):
     batch = {**BATCH, "x": 40 * BATCH["x"]}

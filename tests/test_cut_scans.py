@@ -168,7 +168,7 @@ def modules(plan: jaxpipe.Plan) -> list[tuple[str, ...]]:
         pytest.param("linen", 2, "auto", marks=pytest.mark.core),
         pytest.param("linen", 2, "spmd", marks=pytest.mark.slow),
         pytest.param("linen", 4, "auto", marks=pytest.mark.slow),
-        ("remat", 2, "auto"),
+        pytest.param("remat", 2, "auto", marks=pytest.mark.slow),
         pytest.param("not divisible", 4, "auto", marks=pytest.mark.slow),
         ("nnx", 2, "auto"),
     ],

@@ -4,6 +4,7 @@ Expected values are those of plain ``jax.grad`` of the same model.
 """
 
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -89,8 +90,14 @@ def gradient(apply, batch):
     return jax.value_and_grad(lambda v: loss(functools.partial(apply, v), batch))
 
 
-@pytest.mark.parametrize("parameters", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        *itertools.product(["products", "pools"], [jnp.bfloat16, jnp.float32]),
+        pytest.param("decoder", jnp.bfloat16, marks=pytest.mark.slow),
+        ("decoder", jnp.float32),
+    ],
+)
 def test_encoded_gradients_have_the_bits_of_plain_ones(name, parameters):
     """Operator by operator."""
     apply, variables, batch = case_of(name, parameters=parameters)

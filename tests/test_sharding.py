@@ -204,7 +204,11 @@ def test_cuts_do_not_change_a_bit():
     assert_same_bits(*results)
 
 
-@pytest.mark.parametrize("optimizer", [optax.adam(2**-7), optax.sgd(0.125, momentum=0.5)], ids=["adam", "momentum"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.adam(2**-7), pytest.param(optax.sgd(0.125, momentum=0.5), marks=pytest.mark.slow)],
+    ids=["adam", "momentum"],
+)
 @pytest.mark.versions
 def test_optimizer_state_split_over_replicas_gives_the_same_bits(optimizer):
     results = []
@@ -229,7 +233,9 @@ def test_bytes_of_adam_with_its_state_split_over_replicas():
     assert held == pytest.approx((8 + 8 / 4) * count, rel=0.02)  # besides, the count of steps
 
 
-@pytest.mark.parametrize("make", [optax.contrib.muon, optax.adafactor, optax.lamb])
+@pytest.mark.parametrize(
+    "make", [optax.contrib.muon, optax.adafactor, pytest.param(optax.lamb, marks=pytest.mark.slow)]
+)
 def test_an_optimizer_of_whole_matrices_with_its_state_split(make):
     """Each update is made of all of a matrix, wherever its parts are."""
     results = []
@@ -438,7 +444,7 @@ def test_arrays_of_sharded_stages_take_the_predicted_bytes():
         assert predicted - first["temporaries"] == pytest.approx(compiled - temporary, rel=0.02)
 
 
-@pytest.mark.parametrize("share", [0.9, 0.8])
+@pytest.mark.parametrize("share", [pytest.param(0.9, marks=pytest.mark.slow), 0.8])
 def test_a_budget_for_each_device_of_a_sharded_stage(share):
     """Choices are worth the bytes that they take on one device."""
     mesh, whole = named_mesh(stage=2, model=2), pipeline_of(GPT(), named_mesh(stage=2, model=2), microbatches=4)

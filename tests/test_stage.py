@@ -53,7 +53,7 @@ def test_the_split_backward_pass_is_the_whole_one(name):
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("name", ["cnn", "transformer"])
+@pytest.mark.parametrize("name", ["cnn", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_the_programs_for_a_gpu_give_the_same_gradients(name):
     graph, leaves, (value, gradients) = traced(name)
     with building_for("gpu"):

@@ -52,7 +52,9 @@ class Switched(nn.Module):
         return nn.Dense(5)(x)
 
 
-@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.core), 4])
+@pytest.mark.parametrize(
+    "stages", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.core), 4]
+)
 def test_every_stream_is_there_for_has_rng(stages):
     pipeline = partition(Switched(), lambda model, batch: jnp.square(model(batch["x"])).mean(), stages)
     state = pipeline.init(KEY)
@@ -209,7 +211,7 @@ def nnx_loss(model, batch):
 @pytest.mark.parametrize(
     ("cls", "stages", "unroll"),
     [
-        (Stack, 1, False),
+        pytest.param(Stack, 1, False, marks=pytest.mark.slow),
         pytest.param(Stack, 2, False, marks=pytest.mark.core),
         (Stack, 4, True),
         (Ensemble, 2, False),

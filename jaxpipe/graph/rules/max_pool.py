@@ -131,44 +131,47 @@ def scatter_to_maxima(cotangent: Array, position: Array, shape: Sequence[int], w
 
     A position of ``prod(windows.shape) + 1`` sends its cotangent nowhere. Element ``p = s q + r`` of a dimension with
     stride ``s`` lies in the windows ``q - t`` at offset ``r + s t``, if the window has a position at that offset.
-    For each ``t`` the map is laid out as ``[q, r]`` pairs and compared with the positions, so the work is one fused
-    elementwise pass. Larger ``t``, that is earlier windows, come first: XLA's order.
+    For each ``r`` the terms of all ``q`` are added up, as large as the pool's result; then the sums are put side by
+    side. Larger ``t``, that is earlier windows, come first: XLA's order.
     """
-    strides, extent = windows.strides, windows.extent
-    reach = [-(-k // s) for k, s in zip(extent, strides, strict=True)]
+    strides = windows.strides
+    reach = [-(-k // s) for k, s in zip(windows.extent, strides, strict=True)]
     dilated = [(n - 1) * b + 1 if n else 0 for n, b in zip(shape, windows.base_dilation, strict=True)]
     padded = [n + low + high for n, (low, high) in zip(dilated, windows.padding, strict=True)]
     cells = [max(-(-n // s), o + t - 1) for n, s, o, t in zip(padded, strides, cotangent.shape, reach, strict=True)]
-    interleaved = [side for cell, s in zip(cells, strides, strict=True) for side in (cell, s)]
-    nowhere = math.prod(windows.shape)
-    positions_at = np.full(extent, nowhere)
-    positions_at[tuple(slice(None, None, d) for d in windows.dilation)] = np.arange(nowhere).reshape(windows.shape)
+    offsets = (range(0, k, d) for k, d in zip(windows.extent, windows.dilation, strict=True))
+    codes = {offset: code for code, offset in enumerate(itertools.product(*offsets))}
     # A sum that starts at zero never gives -0.0, so no cotangent may bring one in.
-    cotangent = jnp.where(cotangent != 0, cotangent, jnp.zeros((), cotangent.dtype))
+    zero = jnp.zeros((), cotangent.dtype)
+    cotangent = jnp.where(cotangent != 0, cotangent, zero)
     margins = [(t - 1, cell - n, 0) for t, cell, n in zip(reach, cells, cotangent.shape, strict=True)]
     positions = lax.pad(position, np.zeros((), position.dtype), margins)
-    cotangents = lax.pad(cotangent, np.zeros((), cotangent.dtype), margins)
-    spread = [side for s in strides for side in (1, s)]
-    terms = []
-    for shift in itertools.product(*(range(t - 1, -1, -1) for t in reach)):
-        # Which position leads to offset r inside a cell; `nowhere` beyond the window.
-        code = np.full(strides, nowhere, position.dtype)
-        inside = tuple(slice(0, max(0, min(s, k - s * t))) for s, k, t in zip(strides, extent, shift, strict=True))
-        source = tuple(slice(s * t, s * t + s) for s, t in zip(strides, shift, strict=True))
-        code[inside] = positions_at[source]
-        if (code == nowhere).all():  # between two positions of a dilated window
-            continue
-        start = [t - 1 - moved for t, moved in zip(reach, shift, strict=True)]
-        stop = [low + cell for low, cell in zip(start, cells, strict=True)]
-        hit = _interleave(lax.slice(positions, start, stop)) == code.reshape(spread)
-        value = _interleave(lax.slice(cotangents, start, stop))
-        terms.append(jnp.where(hit, jnp.broadcast_to(value, interleaved), jnp.zeros((), cotangent.dtype)))
-    full = lax.reshape(functools.reduce(jnp.add, terms), [cell * s for cell, s in zip(cells, strides, strict=True)])
+    cotangents = lax.pad(cotangent, zero, margins)
+
+    def sums(first: tuple[int, ...]) -> Array:
+        """Return the sums of all elements whose first ``r`` these are."""
+        dimension = len(first)
+        if dimension < len(strides):
+            return _interleave([sums((*first, r)) for r in range(strides[dimension])], dimension)
+        terms = []
+        for shift in itertools.product(*(range(t - 1, -1, -1) for t in reach)):
+            code = codes.get(tuple(r + s * t for r, s, t in zip(first, strides, shift, strict=True)))
+            if code is not None:
+                start = [t - 1 - moved for t, moved in zip(reach, shift, strict=True)]
+                stop = [low + cell for low, cell in zip(start, cells, strict=True)]
+                hit = lax.slice(positions, start, stop) == code
+                terms.append(jnp.where(hit, lax.slice(cotangents, start, stop), zero))
+        return functools.reduce(jnp.add, terms) if terms else jnp.zeros(cells, cotangent.dtype)
+
     starts = [low for low, _ in windows.padding]
     apart = windows.base_dilation if set(windows.base_dilation) != {1} else None
-    return lax.slice(full, starts, [low + n for low, n in zip(starts, dilated, strict=True)], apart)
+    return lax.slice(sums(()), starts, [low + n for low, n in zip(starts, dilated, strict=True)], apart)
 
 
-def _interleave(x: Array) -> Array:
-    """``[q0, q1, ...] -> [q0, 1, q1, 1, ...]``."""
-    return lax.expand_dims(x, range(1, 2 * x.ndim, 2))
+def _interleave(arrays: Sequence[Array], dimension: int) -> Array:
+    """Return an array with the elements of each in turn along a dimension."""
+    if len(arrays) == 1:
+        return arrays[0]
+    stacked = jnp.stack(arrays, dimension + 1)
+    shape = stacked.shape
+    return stacked.reshape(*shape[:dimension], -1, *shape[dimension + 2 :])

@@ -333,6 +333,48 @@ def test_an_unknown_runtime_is_refused():
         stages_of("mlp", 2, 4, None, runtime="fast")
 
 
+class Counting(nn.Module):
+    """Counts in whole numbers what it has seen, and computes with the count."""
+
+    @nn.compact
+    def __call__(self, x):
+        seen = self.variable("counts", "positive", lambda: jnp.int32(0))
+        if not self.is_initializing():
+            seen.value += (x > 0).sum(dtype=jnp.int32)
+        return nn.Dense(5)(x) * (1 + seen.value / 64)
+
+
+@pytest.mark.parametrize("runtime", ["mpmd", "spmd"])
+def test_every_replica_goes_on_from_the_counts_of_the_first_one(runtime):
+    module, key, replicas, m = Counting(), jax.random.key(0), 2, 2
+    batch = jax.random.normal(jax.random.key(1), (16, 8))
+    options = {"optimizer": optax.sgd(0.0), "num_microbatches": m, "profile": "analytic", "runtime": runtime}
+    pipeline = jaxpipe.partition(
+        module, mesh_of(2, replicas), batch, loss=lambda model, x: jnp.square(model(x)).mean(), **options
+    )
+    variables, state = module.init(key, batch), pipeline.init(key)
+    for _ in range(2):
+        losses, ends = [], []
+        for rows in batch.reshape(replicas, m, -1, 8):
+            now = variables
+            for x in rows:
+                y, counts = module.apply(now, x, mutable=["counts"])
+                losses.append(float(jnp.square(y).mean()))
+                now = {**now, **counts}
+            ends.append(now)
+        variables = ends[0]
+        state, metrics = pipeline.step(state, batch)
+        np.testing.assert_allclose(metrics["loss"], np.mean(losses), rtol=FUSION)
+        assert pipeline.parameters(state)["counts"]["positive"] == variables["counts"]["positive"]
+
+
+def test_one_program_refuses_a_random_key_among_the_variables():
+    model = jax.tree_util.Partial(lambda tree, x: x @ tree["w"], {"w": jnp.ones((3, 1)), "key": jax.random.key(0)})
+    options = {"loss": lambda model, x: model(x).mean(), "optimizer": optax.sgd(0.1), "profile": "analytic"}
+    with pytest.raises(PartitionError, match=r"key: it is a typed random key .*only stage programs"):
+        jaxpipe.partition(model, mesh_of(1), jnp.ones((4, 3)), **options, runtime="spmd")
+
+
 def test_several_sizes_choose_stage_programs():
     batches, options = [tokens(8, 6), tokens(8, 10)], {"loss": token_loss, "optimizer": optax.sgd(0.1)}
     pipeline = jaxpipe.partition(Tagger(), mesh_of(2, None), batches, **options, profile="analytic")

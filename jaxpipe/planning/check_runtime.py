@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import jax
+
 from jaxpipe.errors import PartitionError
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.planning.check_request import Request
@@ -51,11 +53,13 @@ def check_model_features(request: Request, model: BoundModel) -> None:
     """Raise ``PartitionError`` if a model has variables that what was requested cannot train."""
     names = [model.parameters[k].name for k in sorted(model.overwritten)][:1]
     rows = [v.name for v, axis in zip(model.state, model.examples, strict=True) if axis is not None][:1]
-    if request.runtime == "spmd" and names + rows:
+    keys = [v.name for v in model.state if jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.prng_key)][:1]
+    if request.runtime == "spmd" and names + rows + keys:
         why = "becomes its gradient, and one program adds up gradients" if names else "has a row for each example"
+        why = why if names + rows else "is a typed random key (jax.random.key_data makes numbers of it)"
         raise PartitionError(
-            f"runtime='spmd' with the variable {(names + rows)[0]}: it {why}, which only stage programs keep apart. "
-            "Leave runtime= out."
+            f"runtime='spmd' with the variable {(names + rows + keys)[0]}: it {why}, which only stage programs keep "
+            "apart. Leave runtime= out."
         )
     if names and request.exchange is not None:
         raise PartitionError(

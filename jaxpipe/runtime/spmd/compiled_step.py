@@ -18,7 +18,7 @@ from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.replica_exchange import StageExchange
 from jaxpipe.runtime.spmd.buffer_layout import BufferLayout
 from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram
-from jaxpipe.runtime.spmd.outer_step import OuterBuffers
+from jaxpipe.runtime.spmd.outer_step import OuterBuffers, means
 from jaxpipe.runtime.spmd.tick_loop import run_ticks
 from jaxpipe.runtime.spmd.update_in_place import run_update
 from jaxpipe.runtime.train_state import TrainState
@@ -58,9 +58,8 @@ def training_step(
     if update.on_nonfinite is not None:
         counters["nonfinite_stages"] = _nonfinite(program, checked)
         stopped = counters["stopped"] = jnp.any(counters["nonfinite_stages"]) | ~jnp.isfinite(loss)
-    if outer is None:  # counts are the same on all replicas
-        is_mean = [jnp.issubdtype(x.dtype, jnp.inexact) for x in variables]
-        variables = [lax.pmean(x, program.replica_axes) if m else x for x, m in zip(variables, is_mean, strict=True)]
+    if outer is None and program.replicated:
+        variables = means(variables)
     new = run_update(update, program, state, gradients, stopped)
     new = replace(new, variables=tuple(variables), residual=tuple(residual), step=state.step + 1)
     if stopped is not None:

@@ -77,7 +77,7 @@ class OuterBuffers:
         parameters = _by_stage(
             program, lambda s: program.parameters.write(s, self.parameters_of(self.outer.read(s, state.outer)))
         )
-        return replace(state, parameters=tuple(parameters), variables=tuple(_means(state.variables)))
+        return replace(state, parameters=tuple(parameters), variables=tuple(means(state.variables)))
 
     def advance(self, state: TrainState) -> TrainState:
         """Return the state after the exchange and the restart that are due when an inner step has been made."""
@@ -90,7 +90,7 @@ class OuterBuffers:
             moves = [partial(self._move, parameters, pending, f) for f in fragments]
             parameters = lax.switch(settings.due(step - settings.delay), [lambda: parameters, *moves])
         variables = lax.cond(
-            step % settings.inner_steps == 0, lambda: _means(state.variables), lambda: list(state.variables)
+            step % settings.inner_steps == 0, lambda: means(state.variables), lambda: list(state.variables)
         )
         groups = {"parameters": parameters, "outer": outer, "residual": pending, "variables": variables}
         return replace(state, **{field: tuple(buffers) for field, buffers in groups.items()})
@@ -143,6 +143,8 @@ def _by_stage(program: LockstepProgram, function: Callable[[int], T]) -> T:
     return lax.switch(lax.axis_index(STAGE), [partial(function, s) for s in program.device_numbers])
 
 
-def _means(variables: Sequence[Array]) -> list[Array]:
-    """The means of state variables over the replicas; counts are the same on all of them."""
-    return [lax.pmean(x, DATA) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in variables]
+def means(variables: Sequence[Array]) -> list[Array]:
+    """Return the means of state variables over the replicas; of what has none, such as a count, the first one's."""
+    return [
+        lax.pmean(x, DATA) if jnp.issubdtype(x.dtype, jnp.inexact) else lax.all_gather(x, DATA)[0] for x in variables
+    ]

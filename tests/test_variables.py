@@ -125,6 +125,17 @@ def test_a_functions_variables_without_what_wraps_them():
     assert_same_bits(jax.tree.leaves(parameters), jax.tree.leaves(other))
 
 
+def test_a_state_keeps_its_values_when_the_arrays_that_were_given_change():
+    memory = np.zeros(64 + 4 * 3 * 2, np.uint8)  # XLA reads arrays that begin at a multiple of 64 bytes where they lie
+    start = -memory.ctypes.data % 64
+    weights = memory[start : start + 4 * 3 * 2].view(np.float32).reshape(3, 2)
+    weights[:] = 1.0
+    pipeline = pipeline_of(lambda weights, x: x @ weights)
+    state = pipeline.init(KEY, X, variables=weights)
+    weights[:] = 2.0
+    np.testing.assert_array_equal(pipeline.parameters(state), np.ones((3, 2)))
+
+
 def test_variables_that_do_not_fit_are_listed(layered, net):
     pure = nnx.to_pure_dict(nnx.state(Layers(nnx.Rngs(0))))
     pure["layers"][2] = pure["layers"].pop(1)

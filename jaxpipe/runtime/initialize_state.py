@@ -77,7 +77,7 @@ def initial_sources(
 
 
 def given_values(stacks: Stacks, leaves: Sequence[ArrayLike]) -> Values:
-    """Return the pieces of arrays; of those on devices copies, as a step donates its state, and not the caller's."""
+    """Return copies of the pieces of arrays, as a step donates its state, and not the caller's."""
 
     def values(positions: Sequence[int]) -> list[ArrayLike]:
         pieces = [stacks.cut(k, leaves[stacks.leaf_of[k]]) for k in positions]
@@ -87,8 +87,8 @@ def given_values(stacks: Stacks, leaves: Sequence[ArrayLike]) -> Values:
 
 
 def _as_jax(x: np.ndarray) -> np.ndarray:
-    """Return a host array with the dtype that JAX gives it: float32 for float64."""
-    return np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
+    """Copy a host array, which a device may read where it lies, with JAX's dtype for it: float32 for float64."""
+    return np.array(x, jax.dtypes.canonicalize_dtype(x.dtype))
 
 
 def place_state(runtime: Runtime, sources: Sources, key: Array, step: int = 0, skipped: int = 0) -> TrainState:

@@ -92,6 +92,65 @@ def test_two_modules_that_share_a_part():
     assert call.names[:2] == ("0/linear/bias", "0/linear/kernel")
 
 
+class Changing(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.second = nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.0, rngs=rngs)
+        self.calls, self.mean, self.old = 0, nnx.data(None), nnx.Intermediate(jnp.zeros(4))
+
+
+def counts(model):
+    model.calls += 1
+    return model.calls
+
+
+def keeps_an_array(model):
+    old, model.mean = model.mean, model.first.kernel.mean()
+    return 1.0 if old is None else old
+
+
+def takes_a_variable_away(model):
+    return 1.0 if len(nnx.pop(model, nnx.Intermediate)) else 2.0
+
+
+def has_one_layer_twice(model):
+    model.first, model.third = model.second, model.first
+    return model.third(jnp.ones(4)).sum()
+
+
+@pytest.mark.parametrize(
+    "change", [counts, keeps_an_array, takes_a_variable_away, has_one_layer_twice, nnx.Module.eval]
+)
+def test_a_call_changes_a_module_as_under_nnx_grad(change):
+    def loss(model, x):
+        factor = change(model)
+        return (model.second(jnp.tanh(model.first(x))) ** 2).mean() * (1.0 if factor is None else factor)
+
+    def two_steps(loss):
+        model, x = Changing(nnx.Rngs(0)), jax.random.normal(jax.random.key(1), (8, 4))
+        return model, [jax.tree.leaves(nnx.value_and_grad(loss)(model, x)) for _ in range(2)]
+
+    (model, steps), (expected, plain_steps) = two_steps(memory_encoded(loss)), two_steps(loss)
+    assert relative_l2(steps, plain_steps) < 1e-6
+    graphdef, state = nnx.split(model)
+    expected_graphdef, expected_state = nnx.split(expected)
+    assert graphdef == expected_graphdef
+    assert_same_bits(state, expected_state)
+
+
+def test_a_module_of_an_outer_transformation_stays_untouched_by_one_that_changes():
+    def gradients(decorate):
+        teacher, x = nnx.Linear(4, 4, rngs=nnx.Rngs(1)), jax.random.normal(jax.random.key(1), (8, 4))
+
+        @decorate
+        def loss(model, teacher, x):
+            return counts(model) * ((model.first(x) - teacher(x)) ** 2).mean()
+
+        return nnx.grad(lambda model: loss(model, teacher, x))(Changing(nnx.Rngs(0)))
+
+    assert_same_bits(gradients(memory_encoded), gradients(lambda loss: loss))
+
+
 def test_arrays_in_a_container_are_held_and_bare_arrays_are_not():
     call = purify(lambda p, x, *, flag: x, {"w": jnp.ones(2)}, jnp.ones(3), flag=True)
     assert dict(zip(call.names, call.held, strict=True)) == {"0['w']": True, "1": False}

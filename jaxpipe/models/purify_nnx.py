@@ -20,8 +20,9 @@ import flax.linen as nn
 import jax
 import numpy as np
 from flax import nnx
+from flax.nnx import graphlib
 
-from jaxpipe.array_types import Array, PyTree, PyTreeDef
+from jaxpipe.array_types import Array, PyTree
 from jaxpipe.errors import DifferentiationError, ModelError
 from jaxpipe.models.decorated_class import twin_class
 from jaxpipe.models.variable_trees import by_path
@@ -73,24 +74,39 @@ def purify(function: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> 
     variables = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     parameters = [isinstance(x, nnx.Param) for x in variables for _ in jax.tree.leaves(x)]
     count = len(values)
-    finished: tuple[int, Callable[[Sequence[Array]], PyTree], PyTreeDef]
+    finished: tuple[int, Callable[[Sequence[Array]], PyTree], Callable[[Sequence[Array]], None]]
 
     def pure(*leaves: Array) -> list[Array]:
         nonlocal finished
         old = jax.tree.unflatten(structure, leaves[:count])
-        copies = nnx.merge(graphdef, old, copy=True)
+        numbers = graphlib.IndexMap()
+        copies = graphlib.unflatten(graphdef, old, index_ref=numbers, copy_variables=True)
         rebuilt, rest = iter(copies), iter(leaves[count:])
         new_args, new_kwargs = fill([next(rebuilt if is_module(x) else rest) for _, x in given])
         with module_scopes(copies):
             output, give = part(function(*new_args, **new_kwargs))
-        new, new_structure = jax.tree.flatten(_changed(old, copies))
-        finished = len(output), give, new_structure
-        return [*(x for _, x in output), *new]
+        changed, new_graphdef, origins = _changed(old, copies), None, []
+        if nnx.graphdef(copies) != graphdef:  # attributes, too
+            origin = graphlib.RefMap.from_indexmap(numbers)
+            new_graphdef, state = graphlib.flatten(copies, ref_outer_index=origin, graph=True)
+            changed, origins = list(state.leaves), [origin.get(x) for x in state.leaves]
+        kept = {id(x): value for x, value in zip(leaves, values.values(), strict=False)}
+        new, fill_changed = part(changed, lambda x: id(x) not in kept)
+
+        def write_back(arrays: Sequence[Array]) -> None:
+            fresh = set(map(id, arrays))
+            state = jax.tree.map(lambda x: x if id(x) in fresh else kept[id(x)], fill_changed(arrays))
+            if new_graphdef is not None:
+                _restructure(modules, new_graphdef, state, origins)
+            elif state:
+                nnx.update(modules, state)
+
+        finished = len(output), give, write_back
+        return [x for _, x in (*output, *new)]
 
     def finish(outputs: Sequence[Array]) -> PyTree:
-        size, give, new_structure = finished
-        if len(outputs) > size:
-            nnx.update(modules, jax.tree.unflatten(new_structure, outputs[size:]))
+        size, give, write_back = finished
+        write_back(outputs[size:])
         return give(outputs[:size])
 
     return PureCall(
@@ -101,6 +117,26 @@ def purify(function: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> 
         held=(*(True for _ in values), *(len(path) > 2 for path, _ in inputs)),
         finish=finish,
     )
+
+
+def _restructure(
+    modules: tuple[nnx.Pytree, ...], graphdef: nnx.GraphDef, variables: list[Any], origins: Sequence[int | None]
+) -> None:
+    """Make modules, in place, what a call has made of copies of them; ``origins`` has the numbers of old variables.
+
+    Variables with their old values stay untouched: Flax refuses to set those of an outer transformation.
+    """
+    numbers = graphlib.RefMap()
+    graphlib.flatten(modules, ref_index=numbers, graph=True)
+    same = {number: x for x, number in numbers.items()}
+    for k, (variable, number) in enumerate(zip(variables, origins, strict=True)):
+        if number is not None and _numbers_of(variable) == _numbers_of(same[number]):
+            variables[k] = same.pop(number)
+    graphlib.unflatten(graphdef, variables, outer_index_outer_ref=graphlib.IndexMap(same))
+
+
+def _numbers_of(variable: PyTree) -> list[int]:
+    return list(map(id, jax.tree.leaves(variable)))
 
 
 def _check_target(function: object) -> None:

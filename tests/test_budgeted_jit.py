@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import re
 import weakref
 
 import flax.linen as nn
@@ -401,6 +402,16 @@ def test_wrong_usage(training):
         jaxpipe.jit(3, memory="1GiB")
     with pytest.raises(jaxpipe.ModelError, match="inside another transformation"):
         jax.jit(jaxpipe.jit(step, memory="1GiB"))(*args)
+
+
+@pytest.mark.parametrize("options", [{"donate_argnum": 0}, {"donate_argnums": 9}, {"static_argnames": "states"}])
+def test_wrong_options_are_found_before_a_call_as_by_jax_jit(training, options):
+    step, _ = training
+    with pytest.raises((TypeError, ValueError)) as expected:
+        jax.jit(step, **options)
+    with pytest.raises(expected.type, match=re.escape(str(expected.value))):
+        jaxpipe.jit(step, memory="1GiB", **options)
+    assert callable(jaxpipe.jit(step, memory="1GiB", in_shardings=(nnx.StateSharding({...: P()}), None, None)))
 
 
 def test_the_memory_of_the_device(training, monkeypatch):

@@ -8,7 +8,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.core import Tracer
 from jax.extend.core import Jaxpr
 
@@ -227,6 +229,7 @@ def jit(step: Callable[..., Any] | None = None, *, memory: int | str, **jit_argu
     Raises:
       MemoryBudgetError: when called, if no choice keeps the budget; its ``smallest`` is a budget that is kept. Or at
         once, if ``memory`` is no size.
+      TypeError, ValueError: at once, as ``jax.jit`` raises them for its arguments.
       ModelError: when called, if the step needs more and nothing in it is decorated; or under another transformation.
 
     The method: tensors are given up that give most bytes for a second, in the problem of Z. Jain et al., "Checkmate:
@@ -255,6 +258,10 @@ def jit(step: Callable[..., Any] | None = None, *, memory: int | str, **jit_argu
         return functools.partial(jit, memory=memory, **jit_arguments)
     if not callable(step):
         raise ModelError(f"jaxpipe.jit was given {shown(step)}. Pass a function: jaxpipe.jit(step, memory='20GiB').")
+    try:  # so that wrong options are found here, not when the step is called
+        jax.jit(step, **jit_arguments)
+    except (TypeError, ValueError):
+        nnx.jit(step, **jit_arguments)  # which takes the shardings of states, and options of its own
     return BudgetedFunction(step, memory, jit_arguments)
 
 

@@ -5,6 +5,7 @@ import pytest
 from flax import nnx
 
 from jaxpipe import memory_encoded
+from jaxpipe.errors import ModelError
 from jaxpipe.models.purify_nnx import purify
 from tests.support.compare import assert_same_bits, relative_l2
 
@@ -149,6 +150,20 @@ def test_a_module_of_an_outer_transformation_stays_untouched_by_one_that_changes
         return nnx.grad(lambda model: loss(model, teacher, x))(Changing(nnx.Rngs(0)))
 
     assert_same_bits(gradients(memory_encoded), gradients(lambda loss: loss))
+
+
+def test_a_variable_by_itself_may_be_read_and_not_changed():
+    def read(scale, x):
+        return scale[...] * x.sum()
+
+    def change(scale, x):
+        scale[...] += 1
+        return read(scale, x)
+
+    x, scale = jnp.arange(3.0), nnx.Param(jnp.float32(2))
+    assert nnx.grad(memory_encoded(read))(scale, x)[...] == 3
+    with pytest.raises(ModelError, match=r"nnx\.Variable that is an argument by itself.*Pass the module"):
+        memory_encoded(change)(scale, x)
 
 
 def test_arrays_in_a_container_are_held_and_bare_arrays_are_not():

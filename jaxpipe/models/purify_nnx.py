@@ -83,8 +83,15 @@ def purify(function: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> 
         copies = graphlib.unflatten(graphdef, old, index_ref=numbers, copy_variables=True)
         rebuilt, rest = iter(copies), iter(leaves[count:])
         new_args, new_kwargs = fill([next(rebuilt if is_module(x) else rest) for _, x in given])
+        alone = [x for x in (*new_args, *new_kwargs.values()) if isinstance(x, nnx.Variable)]
+        values_before = jax.tree.leaves(alone)
         with module_scopes(copies):
             output, give = part(function(*new_args, **new_kwargs))
+        if _numbers_of(alone) != list(map(id, values_before)):
+            raise ModelError(
+                "A decorated function changes an nnx.Variable that is an argument by itself, and the change would be "
+                "lost. Pass the module that holds it, or return the new value."
+            )
         changed, new_graphdef, origins = _changed(old, copies), None, []
         if nnx.graphdef(copies) != graphdef:  # attributes, too
             origin = graphlib.RefMap.from_indexmap(numbers)

@@ -92,21 +92,18 @@ def purify(function: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> 
                 "A decorated function changes an nnx.Variable that is an argument by itself, and the change would be "
                 "lost. Pass the module that holds it, or return the new value."
             )
-        changed, new_graphdef, origins = _changed(old, copies), None, []
-        if nnx.graphdef(copies) != graphdef:  # attributes, too
-            origin = graphlib.RefMap.from_indexmap(numbers)
-            new_graphdef, state = graphlib.flatten(copies, ref_outer_index=origin, graph=True)
-            changed, origins = list(state.leaves), [origin.get(x) for x in state.leaves]
+        is_same = nnx.graphdef(copies) == graphdef
+        origin = graphlib.RefMap.from_indexmap(numbers)
+        new_graphdef, state = graphlib.flatten(copies, ref_outer_index=origin, graph=True)
+        origins = [origin.get(x) for x in state.leaves]
         kept = {id(x): value for x, value in zip(leaves, values.values(), strict=False)}
-        new, fill_changed = part(changed, lambda x: id(x) not in kept)
+        new, fill_changed = part(list(state.leaves), lambda x: id(x) not in kept)
 
         def write_back(arrays: Sequence[Array]) -> None:
-            fresh = set(map(id, arrays))
-            state = jax.tree.map(lambda x: x if id(x) in fresh else kept[id(x)], fill_changed(arrays))
-            if new_graphdef is not None:
-                _restructure(modules, new_graphdef, state, origins)
-            elif state:
-                nnx.update(modules, state)
+            if arrays or not is_same:
+                fresh = set(map(id, arrays))
+                variables = jax.tree.map(lambda x: x if id(x) in fresh else kept[id(x)], fill_changed(arrays))
+                _restructure(modules, new_graphdef, variables, origins)
 
         finished = len(output), give, write_back
         return [x for _, x in (*output, *new)]
@@ -195,17 +192,6 @@ def check_numeric(names: Sequence[str], arrays: Sequence[Array]) -> None:
                 f"Argument {name} is a NumPy array of dtype {x.dtype}, which JAX cannot trace. Pass numbers as a "
                 "numeric array, and anything static as a plain Python value."
             )
-
-
-def _changed(old: nnx.State, modules: Sequence[nnx.Pytree]) -> nnx.State:
-    """Return the variables that a call has set or added."""
-    before = {path: jax.tree.leaves(x) for path, x in nnx.to_flat_state(old)}
-    changed = []
-    for path, variable in nnx.to_flat_state(nnx.state(tuple(modules))):
-        leaves = jax.tree.leaves(variable)
-        if path not in before or any(a is not b for a, b in zip(leaves, before[path], strict=True)):
-            changed.append((path, variable))
-    return nnx.from_flat_state(changed)
 
 
 def _name(path: jax.tree_util.KeyPath) -> str:

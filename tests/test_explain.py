@@ -5,6 +5,8 @@ import functools
 import json
 import math
 import re
+import subprocess
+import sys
 
 import flax.linen as nn
 import jax
@@ -20,6 +22,7 @@ from jaxpipe.step import explain as explain_module
 from jaxpipe.step import explained_step
 from jaxpipe.step.compiled_buffers import compile_with_buffers
 from jaxpipe.targets.known import target_named
+from tests.support.processes import environment
 
 
 ROWS, WIDTH, HIDDEN, CLASSES, BLOCKS = 96, 32, 64, 160, 3
@@ -396,3 +399,21 @@ def test_without_a_record_totals_are_told(monkeypatch):
 def test_wrong_usage_is_refused(step, args, options, error, message):
     with pytest.raises(error, match=message):
         jaxpipe.explain(step, *args, **options)
+
+
+TWICE = """
+import jax, jax.numpy as jnp
+from jaxpipe.step.compiled_buffers import compile_with_buffers
+program = jax.jit(jax.grad(lambda x: jnp.sin(x @ x).sum())).lower(jax.ShapeDtypeStruct((64, 64), jnp.float32))
+for _ in range(2):
+    print(sum(len(allocation.events) for allocation in compile_with_buffers(program)[1].allocations))
+"""
+
+
+def test_a_program_that_jax_has_on_disk_is_told_apart_as_well(tmp_path):
+    """In processes, as JAX asks but once whether there is a folder."""
+    command = [sys.executable, "-c", TWICE]
+    kept = environment(JAX_COMPILATION_CACHE_DIR=str(tmp_path))
+    runs = [subprocess.run(command, env=kept, text=True, capture_output=True, check=True).stdout for _ in range(2)]
+    assert list(tmp_path.iterdir())
+    assert len(set("".join(runs).split())) == 1 and int(runs[0].split()[0]) > 0

@@ -6,9 +6,11 @@ a program was compiled for a GPU that is absent.
 """
 
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -16,6 +18,12 @@ import jax
 
 #: Compiler options under which XLA writes its record.
 _DUMP = {"xla_dump_hlo_as_proto": True}
+
+#: A compiler option that JAX's key of a program on disk has in it, and no program depends on.
+_NO_EFFECT = "xla_debug_buffer_assignment_show_max"
+
+#: The field of an ``HloProto`` that has the ``BufferAssignmentProto``.
+_ASSIGNMENT = 3
 
 
 @dataclass(frozen=True)
@@ -77,15 +85,24 @@ class CompiledBuffers:
 def compile_with_buffers(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, CompiledBuffers | None]:
     """Compile a program; returns XLA's record too, or None if there is no such record.
 
-    A program that JAX has kept on disk was compiled earlier: its record does not say when buffers begin and end.
+    What JAX has kept on disk was compiled earlier, without a record: it is compiled anew, under a key of its own.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        compiled = lowered.compile(compiler_options={"xla_dump_to": folder, **_DUMP})
-        records = [dict(_fields(file.read_bytes())) for file in Path(folder).glob("*after_optimizations.hlo.pb")]
-    record = max(records, key=len, default={})  # one with allocations
+    compiled, record = _compiled_and_dumped(lowered)
+    if _ASSIGNMENT not in record and jax.config.jax_compilation_cache_dir:
+        compiled, record = _compiled_and_dumped(lowered, {_NO_EFFECT: time.time_ns() % 2**31})
     sizes = compiled.memory_analysis()
-    assignment = record.get(3) or (sizes.serialized_buffer_assignment_proto if sizes else b"")
+    assignment = record.get(_ASSIGNMENT) or (sizes.serialized_buffer_assignment_proto if sizes else b"")
     return compiled, read_buffers(record[1], assignment) if 1 in record and assignment else None
+
+
+def _compiled_and_dumped(
+    lowered: jax.stages.Lowered, options: Mapping[str, int] = MappingProxyType({})
+) -> tuple[jax.stages.Compiled, dict[int, Any]]:
+    """Compile a program; returns the fields of what XLA writes meanwhile, too."""
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = lowered.compile(compiler_options={"xla_dump_to": folder, **_DUMP, **options})
+        records = [dict(_fields(file.read_bytes())) for file in Path(folder).glob("*after_optimizations.hlo.pb")]
+    return compiled, max(records, key=len, default={})  # one with allocations
 
 
 def read_buffers(module: bytes, assignment: bytes) -> CompiledBuffers:

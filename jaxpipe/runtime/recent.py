@@ -13,7 +13,7 @@ T = TypeVar("T")
 def recent(kept: dict[Hashable, T], key: Hashable, make: Callable[[], T], most: int | None = None) -> T:
     """Return the value kept under a key, made first if need be; the least recently used one makes room.
 
-    ``most`` are kept; left out, ``MOST_KEPT``.
+    ``most`` are kept; left out, ``MOST_KEPT``. Nothing that is made is None.
 
     Example:
       >>> kept = {}
@@ -22,8 +22,8 @@ def recent(kept: dict[Hashable, T], key: Hashable, make: Callable[[], T], most: 
       >>> list(kept)
       [1, 3]
     """
-    value = kept.pop(key) if key in kept else make()
-    kept[key] = value
+    value = kept.pop(key, None)  # as another thread may take it meanwhile
+    kept[key] = value = make() if value is None else value
     while len(kept) > (MOST_KEPT if most is None else most):
-        del kept[next(iter(kept))]
+        kept.pop(next(iter(kept)), None)
     return value

@@ -21,7 +21,7 @@ def cache_in_a_temporary_folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="module")
 def caches_of_jax_end_with_a_file():
-    """What other files traced and compiled slows down garbage collection, and leak checks tenfold."""
+    """Clear them: what other files have traced slows down garbage collection, and leak checks tenfold."""
     yield
     jax.clear_caches()
 

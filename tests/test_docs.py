@@ -175,6 +175,15 @@ def test_bytes_on_a_tpu_are_the_measured_ones():
         "UNet": "U-Net",
         "ViT-B 16x224": "ViT-B, 16 x 224",
         "ViT-B 16x224 bfloat16": "ViT-B, 16 x 224, in bfloat16",
+        "ResNet50 32x224 bfloat16": "ResNet-50, 32 x 224, in bfloat16",
+        "Llama 8x512 bfloat16": "Llama-like, 8 x 512, in bfloat16",
+        "UNet bfloat16": "U-Net in bfloat16",
+    }
+    first_page = table_rows(DOCS.parent / "README.md")
+    short = {
+        "GPT-2 8x512 bfloat16": "GPT-2 small",
+        "ViT-B 16x224 bfloat16": "ViT-B",
+        "ResNet50 32x224 bfloat16": "ResNet-50",
     }
     rows = results("encoding-v5e-jax0.12")["rows"]
     for row in rows:
@@ -186,6 +195,10 @@ def test_bytes_on_a_tpu_are_the_measured_ones():
             for name in ("plain", "fast", "dots-no-batch", "blocks", *budgets[:1])
         ]
         assert shown[titles.get(row["name"], row["name"])] == [*cells, "-"][:5], row["name"]
+        if row["name"] in short:
+            names = ("plain", "dots-no-batch", "blocks", "fast", "60%")
+            rounded = [f"{sizes[name] / 2**20:,.0f} / {products[name]}" for name in names]
+            assert first_page[f"{short[row['name']]} on a v5e"] == rounded
     assert len(rows) >= 4
 
 

@@ -54,13 +54,17 @@ def check_model_features(request: Request, model: BoundModel) -> None:
     names = [model.parameters[k].name for k in sorted(model.overwritten)][:1]
     rows = [v.name for v, axis in zip(model.state, model.examples, strict=True) if axis is not None][:1]
     keys = [v.name for v in model.state if jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.prng_key)][:1]
-    if request.runtime == "spmd" and names + rows + keys:
-        why = "becomes its gradient, and one program adds up gradients" if names else "has a row for each example"
-        why = why if names + rows else "is a typed random key (jax.random.key_data makes numbers of it)"
-        raise PartitionError(
-            f"runtime='spmd' with the variable {(names + rows + keys)[0]}: it {why}, which only stage programs keep "
-            "apart. Leave runtime= out."
-        )
+    reasons = {
+        "becomes its gradient, and one program adds up gradients": names,
+        "has a row for each example": rows,
+        "is a typed random key (jax.random.key_data makes numbers of it)": keys,
+    }
+    for reason, refused in reasons.items():
+        if request.runtime == "spmd" and refused:
+            raise PartitionError(
+                f"runtime='spmd' with the variable {refused[0]}: it {reason}, which only stage programs keep apart. "
+                "Leave runtime= out."
+            )
     if names and request.exchange is not None:
         raise PartitionError(
             f"gradient_exchange=block_sparse(...) with the variable {names[0]}: it becomes its gradient, of which no "

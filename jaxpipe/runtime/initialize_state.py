@@ -66,7 +66,7 @@ def initial_sources(
 
     Args:
       slots: leaves of an optimizer state; None: it is made of the parameters.
-      batch: arrays that initial values may depend on; None: there are none.
+      batch: arrays that initial values may depend on; None if they depend on none.
     """
     original, stacks = model.original, side_by_side(model.stacks)
     if original.values is None:

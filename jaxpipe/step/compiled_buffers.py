@@ -88,15 +88,16 @@ def compile_with_buffers(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compil
     What JAX has kept on disk was compiled earlier, without a record: it is compiled anew, under a key of its own.
     """
     compiled, record = _compiled_and_dumped(lowered)
-    if _ASSIGNMENT not in record and jax.config.jax_compilation_cache_dir:
-        compiled, record = _compiled_and_dumped(lowered, {_NO_EFFECT: time.time_ns() % 2**31})
+    config: Any = jax.config
+    if _ASSIGNMENT not in record and config.jax_compilation_cache_dir:
+        compiled, record = _compiled_and_dumped(lowered, {_NO_EFFECT: str(time.time_ns() % 2**31)})
     sizes = compiled.memory_analysis()
     assignment = record.get(_ASSIGNMENT) or (sizes.serialized_buffer_assignment_proto if sizes else b"")
     return compiled, read_buffers(record[1], assignment) if 1 in record and assignment else None
 
 
 def _compiled_and_dumped(
-    lowered: jax.stages.Lowered, options: Mapping[str, int] = MappingProxyType({})
+    lowered: jax.stages.Lowered, options: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[jax.stages.Compiled, dict[int, Any]]:
     """Compile a program; returns the fields of what XLA writes meanwhile, too."""
     with tempfile.TemporaryDirectory() as folder:

@@ -23,6 +23,7 @@ from jaxpipe.planning.storage.storage_problem import (
     Problem,
     SolverOptions,
     outcome_of,
+    simulated,
 )
 from jaxpipe.residuals.vjp_program import build
 from jaxpipe.targets.building import building_for
@@ -196,6 +197,27 @@ def test_best_of_a_million_choices_of_many(first):
 def test_best_of_all_choices_of_many(first):
     for seed in range(first, first + 50):
         check_instance(seed)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_change_costs_what_the_changed_choice_does(seed):
+    """Items give up or are stored again, some at once, and the walk goes on from there."""
+    random, problem = np.random.default_rng(seed), instance(seed)
+    walk = simulated(problem, [0 if item.options else NOT_STORED for item in problem.items])
+    assert walk is not None
+    impossible = 0
+    for _ in range(20):
+        group = random.choice(len(problem.items), random.integers(1, 3))
+        option = int(random.integers(NOT_STORED, min(len(problem.items[k].options) for k in group)))
+        other = [option if k in group else chosen for k, chosen in enumerate(walk.choice)]
+        expected, changed = outcome_of(problem, other), walk.changed(group.tolist(), option)
+        assert (expected is None) == (changed is None)
+        if changed is None:
+            impossible += 1
+        else:
+            assert changed.outcome == expected and changed.choice == other
+            walk = changed
+    assert impossible < 20
 
 
 def test_greedy_keeps_the_limits():

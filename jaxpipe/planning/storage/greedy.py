@@ -7,7 +7,7 @@ only when all of them have given up the same item. Where that is not enough, ite
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Outcome, Problem, outcome_of
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Problem, Simulated, outcome_of, simulated
 
 
 #: How many changes are tried before each is made, where items are given up one by one.
@@ -52,15 +52,13 @@ def _descended(problem: Problem, choice: Sequence[int], groups: Groups, most_tri
 
     Of the changes so many are simulated in a step, the cheapest for each byte first; all, if left out.
     """
-    choice = list(choice)
-    now = outcome_of(problem, choice)
-    while now is None or not now.fits(problem):
+    now = simulated(problem, choice)
+    while now is None or not now.outcome.fits(problem):
         step = _best_step(problem, choice, now, groups, most_trials)
         if step is None:
             break
-        choice = step
-        now = outcome_of(problem, choice)
-    return choice
+        now, choice = step, step.choice
+    return list(choice)
 
 
 def _by_seconds(item: Item) -> float:
@@ -73,18 +71,17 @@ def _by_rate(item: Item) -> float:
 
 def _taken_back(problem: Problem, choice: list[int], order: Callable[[Item], float]) -> tuple[float, list[int]]:
     """Store what is computed again as far as it fits, in descending order; returns the seconds and the choice."""
-    now = outcome_of(problem, choice)
+    now = simulated(problem, choice)
     assert now is not None
     before = None
-    while before != choice:
-        before = choice
-        for k in sorted(now.computed, key=lambda k: -order(problem.items[k])):
+    while before != now.choice:
+        before, seconds = now.choice, now.total_seconds
+        for k in sorted(now.outcome.computed, key=lambda k: -order(problem.items[k])):
             for option in range(len(problem.items[k].options)):
-                other = [*choice[:k], option, *choice[k + 1 :]]
-                outcome = outcome_of(problem, other)
-                if outcome is not None and outcome.fits(problem) and outcome.seconds < now.seconds:
-                    choice, now = other, outcome
-    return now.seconds, choice
+                other = now.changed((k,), option)
+                if other is not None and other.outcome.fits(problem) and other.total_seconds < seconds:
+                    now, seconds = other, other.total_seconds
+    return now.total_seconds, now.choice
 
 
 def _alike(problem: Problem) -> Groups:
@@ -105,14 +102,8 @@ def _fits(problem: Problem, choice: Sequence[int]) -> bool:
     return outcome is not None and outcome.fits(problem)
 
 
-def _excess(problem: Problem, outcome: Outcome) -> tuple[float, float]:
-    """Return by how much the capacity is exceeded; and, where several events are equally bad, by how much in all."""
-    over = max(0.0, outcome.peak_bytes - problem.capacity)
-    return over, sum([b - problem.capacity for b in outcome.bytes if b > problem.capacity])
-
-
 def _moves(
-    problem: Problem, choice: Sequence[int], now: Outcome | None, group: Sequence[int]
+    problem: Problem, choice: Sequence[int], now: Simulated | None, group: Sequence[int]
 ) -> list[tuple[float, int]]:
     """Return the changes of a group that may give bytes, as seconds for each byte of an item and the new option."""
     item, here = problem.items[group[0]], choice[group[0]]
@@ -130,24 +121,24 @@ def _moves(
 
 
 def _best_step(
-    problem: Problem, choice: Sequence[int], now: Outcome | None, groups: Groups, most_trials: int | None
-) -> list[int] | None:
+    problem: Problem, choice: Sequence[int], now: Simulated | None, groups: Groups, most_trials: int | None
+) -> Simulated | None:
     """Return the choice after the change that costs fewest seconds for each byte by which it lowers the excess."""
     moves = [(price, group, position) for group in groups for price, position in _moves(problem, choice, now, group)]
     best = None
-    before = None if now is None else _excess(problem, now)
+    before, seconds = (None, 0.0) if now is None else (now.excess(), now.total_seconds)
     for _, group, position in sorted(moves)[:most_trials]:
-        other = list(choice)
-        for k in group:
-            other[k] = position
-        outcome = outcome_of(problem, other)
-        if outcome is None:
+        if now is None:
+            other = simulated(problem, [position if k in group else chosen for k, chosen in enumerate(choice)])
+        else:
+            other = now.changed(group, position)
+        if other is None:
             continue
-        after = _excess(problem, outcome)
+        after = other.excess()
         if before is not None and after >= before:
             continue
         gain = 1.0 if before is None else (before[0] - after[0]) or 1e-3 * (before[1] - after[1])
-        price = (max(0.0, outcome.seconds - (0.0 if now is None else now.seconds)) / gain, -gain)
+        price = (max(0.0, other.total_seconds - seconds) / gain, -gain)
         if best is None or price < best[0]:
             best = price, other
     return None if best is None else best[1]

@@ -8,8 +8,12 @@ again from other items when it is first needed, and then kept until it is last r
     in memory    d b  c b   b    a
 """
 
+import functools
+import heapq
+import itertools
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -117,6 +121,15 @@ class Problem:
         """The last event that reads each item; -1 for none."""
         return [max(item.uses, default=-1) for item in self.items]
 
+    @cached_property
+    def dependents(self) -> list[list[int]]:
+        """The items that are computed from each item."""
+        dependents: list[list[int]] = [[] for _ in self.items]
+        for k, item in enumerate(self.items):
+            for source in item.sources:
+                dependents[source].append(k)
+        return dependents
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -186,57 +199,147 @@ class Solution:
 
 
 def outcome_of(problem: Problem, choice: Sequence[int]) -> Outcome | None:
-    """Walk through the events with one option (its position) or ``NOT_STORED`` for each item.
+    """Return what a choice costs: one option (its position) or ``NOT_STORED`` for each item.
 
     Nothing here knows of the solvers; their answers are checked by it.
 
     Returns:
       None if an item that is needed can not be had.
     """
-    events, frees, most_held = len(problem.base), problem.frees, problem.held
-    first, last = problem.first_uses.copy(), problem.last_uses.copy()
-    computed: dict[int, int] = {}
-    change = [0] * (events + 1)
-    seconds = link_seconds = 0.0
-    stash = held = swapped = 0
-    k = len(first)
-    for item in reversed(problem.items):  # who is computed from an item comes behind it
-        k -= 1
-        begin, end, chosen = first[k], last[k], choice[k]
-        if chosen == NOT_STORED:
-            if end < 0:
+    walk = simulated(problem, choice)
+    return None if walk is None else walk.outcome
+
+
+@dataclass(eq=False)
+class Simulated:
+    """A choice and its walk through the events.
+
+    Attributes:
+      choice: by item.
+      first, last: the events between which each item is there.
+      change: bytes that come and go, by event.
+      seconds, link_seconds: by item.
+      stored: the bytes of a stash, those of all stashes that are there all the time, and those in other memory.
+    """
+
+    problem: Problem
+    choice: list[int]
+    first: list[int]
+    last: list[int]
+    change: list[int]
+    seconds: list[float]
+    link_seconds: list[float]
+    stored: list[int]
+
+    def changed(self, group: Sequence[int], option: int) -> "Simulated | None":
+        """Return the walk after some items have another option; None if an item that is needed can not be had.
+
+        Only those items are looked at, and others that are there for longer or shorter because of them.
+        """
+        problem, choice, first, last = self.problem, self.choice.copy(), self.first.copy(), self.last.copy()
+        for k in group:
+            choice[k] = option
+        affected, later = list[int](), sorted({-k for k in group})
+        while later:  # who is computed from an item comes before it
+            k = -heapq.heappop(later)
+            if affected and affected[-1] == k:
                 continue
-            if item.seconds is None:
+            read = [first[d] for d in problem.dependents[k] if choice[d] == NOT_STORED and last[d] >= 0]
+            begin, end = min([problem.first_uses[k], *read]), max([problem.last_uses[k], *read])
+            if k not in group and (begin, end) == (first[k], last[k]):
+                continue
+            affected.append(k)
+            first[k], last[k] = begin, end
+            if choice[k] == NOT_STORED and end >= 0 and problem.items[k].seconds is None:
                 return None
-            computed[k] = begin
-            seconds += item.seconds
-            change[begin] += item.bytes
-            change[end + 1] -= item.bytes
-            for source in item.sources:
+            if NOT_STORED in (choice[k], self.choice[k]):
+                for source in problem.items[k].sources:
+                    heapq.heappush(later, -source)
+        lists = self.change.copy(), self.seconds.copy(), self.link_seconds.copy(), self.stored.copy()
+        walk = Simulated(problem, self.choice, self.first, self.last, *lists)
+        walk._add(affected, -1)
+        walk.choice, walk.first, walk.last = choice, first, last
+        walk._add(affected)
+        return walk
+
+    def _add(self, items: Iterable[int], sign: int = 1) -> None:
+        """Add what items cost, or take it off again."""
+        problem, choice, first, last, change = self.problem, self.choice, self.first, self.last, self.change
+        stash = held = swapped = 0
+        for k in items:
+            item, begin, end, chosen = problem.items[k], first[k], last[k], choice[k]
+            self.seconds[k] = self.link_seconds[k] = 0.0
+            if chosen == NOT_STORED:
+                if end >= 0:
+                    assert item.seconds is not None
+                    self.seconds[k] = item.seconds
+                    change[begin] += sign * item.bytes
+                    change[end + 1] -= sign * item.bytes
+                continue
+            option = item.options[chosen]
+            size = option.bytes
+            self.seconds[k] = option.seconds
+            stash += size
+            if option.held is not None:
+                held += size * option.held
+                swapped += size
+                self.link_seconds[k] = option.link_seconds
+            else:
+                held += size * problem.held
+            if problem.frees:
+                change[0] += sign * size
+                change[end + 1] -= sign * size
+            if option.unpacked_bytes and end >= 0:
+                change[begin] += sign * option.unpacked_bytes
+                change[end + 1] -= sign * option.unpacked_bytes
+        self.stored = [x + sign * y for x, y in zip(self.stored, (stash, held, swapped), strict=True)]
+
+    @property
+    def bytes(self) -> tuple[int, ...]:
+        """The bytes in memory, by event."""
+        total = map(operator.add, self.problem.base, itertools.accumulate(self.change))
+        return tuple(map(self.stored[1].__add__, total))
+
+    def excess(self) -> tuple[float, float]:
+        """Return by how much the capacity is exceeded, and by how much in all events together."""
+        capacity = self.problem.capacity
+        over = [size - capacity for size in self.bytes if size > capacity]
+        return max(over, default=0.0), sum(over)
+
+    @property
+    def total_seconds(self) -> float:
+        """The seconds of all items, of swaps those beyond the work that they overlap with."""
+        late = max(0.0, _in_turn(self.link_seconds) - self.problem.overlap)
+        return _in_turn(self.seconds) + late
+
+    @property
+    def outcome(self) -> Outcome:
+        """What the choice costs."""
+        again = [k for k, chosen in enumerate(self.choice) if chosen == NOT_STORED < self.last[k]]
+        computed = {k: self.first[k] for k in reversed(again)}
+        stash, _, swapped = self.stored
+        return Outcome(self.total_seconds, stash, self.bytes, computed, tuple(self.last), swapped)
+
+
+def simulated(problem: Problem, choice: Sequence[int]) -> Simulated | None:
+    """Walk through the events with a choice; None if an item that is needed can not be had."""
+    first, last, items = problem.first_uses.copy(), problem.last_uses.copy(), problem.items
+    for k in range(len(items) - 1, -1, -1):  # who is computed from an item comes behind it
+        if choice[k] == NOT_STORED and last[k] >= 0:
+            if items[k].seconds is None:
+                return None
+            begin = first[k]
+            for source in items[k].sources:
                 if begin < first[source]:
                     first[source] = begin
                 if begin > last[source]:
                     last[source] = begin
-            continue
-        option = item.options[chosen]
-        size = option.bytes
-        seconds += option.seconds
-        stash += size
-        if option.held is not None:
-            held += size * option.held
-            swapped += size
-            link_seconds += option.link_seconds
-        else:
-            held += size * most_held
-        if frees:
-            change[0] += size
-            change[end + 1] -= size
-        if option.unpacked_bytes and end >= 0:
-            change[begin] += option.unpacked_bytes
-            change[end + 1] -= option.unpacked_bytes
-    seconds += max(0.0, link_seconds - problem.overlap)
-    total = []
-    for base, here in zip(problem.base, change, strict=False):
-        held += here
-        total.append(base + held)
-    return Outcome(seconds, stash, tuple(total), computed, tuple(last), swapped)
+    count, events = len(items), len(problem.base)
+    walk = Simulated(problem, list(choice), first, last, [0] * (events + 1), [0.0] * count, [0.0] * count, [0, 0, 0])
+    walk._add(range(count))
+    return walk
+
+
+def _in_turn(seconds: Sequence[float]) -> float:
+    """Return a sum from the last one to the first: equal costs have equal sums, in every version of Python."""
+    return functools.reduce(operator.add, reversed(seconds), 0.0)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxpipe.step.fit_step import fitting_level
-from jaxpipe.step.step_front import DEFAULT, PLAIN, SMALLEST
+from jaxpipe.step.step_front import BY_JAX, DEFAULT, PLAIN, SMALLEST
 from jaxpipe.step.step_variants import Needs
 
 
@@ -27,6 +27,9 @@ class Front:
         by_hand = {"every block": (int(sizes[place]) + 1, int(reruns[place - 1]))}
         self.hand_placed = tuple(by_hand)
         self.rows = rows | by_hand | {PLAIN: (2000, 0)}
+
+    def is_by_jax(self, level):
+        return level.endswith(BY_JAX)
 
     def bytes(self, level):
         return self.rows[level][0]
@@ -85,6 +88,18 @@ def test_larger_budgets_run_no_more_products(seed, wrong):
         level = fitting_level(variants, budget)
         products += [] if level is None else [variants.real(level).products]
     assert products == sorted(products, reverse=True)
+
+
+def test_checkpoints_of_jax_are_tried_before_a_refusal():
+    front, every, second = Front(0), "every block" + BY_JAX, "every second block" + BY_JAX
+    front.hand_placed += every, second
+    front.rows |= {every: (1500, 60), second: (1540, 30)}  # by estimates, more than default storage
+    variants = Variants(front)
+    needs = {every: Needs(BESIDES + 50, 110), second: Needs(BESIDES + 90, 80)}
+    variants.real = lambda level: needs.get(level) or Variants.real(variants, level)
+    assert min(size for level, (size, _) in front.rows.items() if level not in needs) > 100
+    assert fitting_level(variants, BESIDES + 95) == second  # predicted from the first
+    assert variants.known.keys() >= needs.keys() | {SMALLEST}
 
 
 def test_a_refusal_far_from_a_budget_compiles_the_smallest_level_alone():

@@ -62,11 +62,11 @@ def _better(variants: StepVariants, budget: int) -> str | None:
     """Return a level that may be within a budget and run fewer products than the best one; None if no level may."""
     front, known, best = variants.front, variants.known, _best(variants, budget)
     first, predicted = front.levels.index(front.first), _prediction(variants)
-    levels = [x for x in front.hand_placed if predicted(front.bytes(x)) <= (1 + INEXACT) * budget]
+    levels = [x for x in front.hand_placed if predicted(x, front.bytes(x)) <= (1 + INEXACT) * budget]
     if best is None or known[best].bytes < (1 - LEFT) * budget:
         others = front.levels[first + 1 :] if known[front.first].bytes > budget else front.levels[1:first]
         others = [x for x in others if x not in known]
-        place = bisect.bisect_left(others, True, key=lambda x: predicted(front.estimate(x)) <= budget)
+        place = bisect.bisect_left(others, True, key=lambda x: predicted(x, front.estimate(x)) <= budget)
         levels += others[place : place + 1]
     # Decorated programs may run other products than the plain step besides those that run again.
     decorated = known[front.first].products - front.reruns(front.first)
@@ -76,7 +76,11 @@ def _better(variants: StepVariants, budget: int) -> str | None:
 
 
 def _small(variants: StepVariants, budget: int) -> str | None:
-    """Return a level that may be within a budget, or need less than any known one; None if no level may."""
+    """Return a level that may be within a budget, or need less than any known one; None if no level may.
+
+    Estimates of JAX's checkpoints say little before one of them is compiled: the smallest of them is, unless all
+    besides storage is over the budget.
+    """
     front, known, least = variants.front, variants.known, smallest(variants).bytes
     if least <= budget:
         return None
@@ -84,19 +88,33 @@ def _small(variants: StepVariants, budget: int) -> str | None:
         return SMALLEST
     predicted = _prediction(variants)
     others = (x for x in (*front.hand_placed, *SMALL_LEVELS) if x not in known)
-    size, level = min(((predicted(front.bytes(x)), x) for x in others), default=(math.inf, None))
-    return level if size <= max(least - 1, (1 + INEXACT) * budget) else None
+    size, level = min(((predicted(x, front.bytes(x)), x) for x in others), default=(math.inf, None))
+    if size <= max(least - 1, (1 + INEXACT) * budget):
+        return level
+    by_jax = [x for x in front.hand_placed if front.is_by_jax(x)]
+    if any(x in known for x in by_jax) or predicted(SMALLEST, 0) > budget:
+        return None
+    return min(by_jax, key=front.bytes, default=None)
 
 
-def _prediction(variants: StepVariants) -> Callable[[float], float]:
-    """Return a function that predicts the bytes that XLA reserves from estimated bytes.
+def _prediction(variants: StepVariants) -> Callable[[str, float], float]:
+    """Return a function that predicts the bytes that XLA reserves for a level from estimated bytes.
 
-    They follow straight lines between the levels that are known; beyond these all besides storage stays as it is.
+    They follow straight lines between the levels of its kind that are known; beyond these all besides storage stays as
+    it is. JAX's checkpoints are a kind of their own once one of them is known.
     """
     front, without = variants.front, {PLAIN, DEFAULT} - {variants.front.first}
-    points = sorted((front.bytes(x), needs.bytes) for x, needs in variants.known.items() if x not in without)
-    estimates, others = zip(*((estimate, size - estimate) for estimate, size in points), strict=True)
-    return lambda estimate: estimate + np.interp(estimate, estimates, others)
+    kinds: dict[bool, list[tuple[float, int]]] = {False: [], True: []}
+    for x, needs in variants.known.items():
+        if x not in without:
+            kinds[front.is_by_jax(x)].append((front.bytes(x), needs.bytes))
+
+    def predicted(level: str, estimate: float) -> float:
+        points = sorted(kinds[front.is_by_jax(level)] or kinds[False])
+        estimates, others = zip(*((x, size - x) for x, size in points), strict=True)
+        return estimate + float(np.interp(estimate, estimates, others))
+
+    return predicted
 
 
 def _best(variants: StepVariants, budget: int) -> str | None:

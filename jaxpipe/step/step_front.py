@@ -9,7 +9,7 @@ depend on a budget.
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import jax
@@ -43,6 +43,7 @@ class StepFront:
 
     fronts: Mapping[str, Front]
     target: Target
+    _points: dict[str, dict[str, Point]] = field(default_factory=dict, init=False)
 
     @cached_property
     def levels(self) -> tuple[str, ...]:
@@ -83,6 +84,10 @@ class StepFront:
                 return ours
         return ours | {x.name + BY_JAX * (x.family is not None): (x, True) for x in placements}
 
+    def is_by_jax(self, level: str) -> bool:
+        """Return whether a level is checkpoints of JAX's own."""
+        return self._placements.get(level, (None, False))[1]
+
     def seconds(self, level: str) -> float:
         """Return the estimated seconds of codecs and of what is computed again."""
         return sum(self._runs(key) * point.seconds for key, point in self.points(level).items())
@@ -100,18 +105,20 @@ class StepFront:
 
     def storage(self, level: str) -> dict[str, Storage]:
         """Return the ways in which programs run, by key."""
-        placement, by_jax = self._placements.get(level, (None, False))
         with building_for(self.target):
             ways = {key: _stored(point) for key, point in self.points(level).items()}
-            if placement is not None and by_jax:
+            if self.is_by_jax(level):
+                placement = self._placements[level][0]
                 placed = [key for key, front in self.fronts.items() if placement in front.hand_placed]
                 ways.update((key, _checkpointed(placement, ways[key])) for key in placed)
         return ways
 
     def points(self, level: str) -> dict[str, Point]:
-        """Return the points of a level, by key; those of a room are chosen now."""
-        with building_for(self.target):
-            return {key: self._point(front, level) for key, front in self.fronts.items()}
+        """Return the points of a level, by key; those of a room are chosen when they are first asked for."""
+        if level not in self._points:
+            with building_for(self.target):
+                self._points[level] = {key: self._point(front, level) for key, front in self.fronts.items()}
+        return self._points[level]
 
     def _point(self, front: Front, level: str) -> Point:
         kind, number = _parsed(level)

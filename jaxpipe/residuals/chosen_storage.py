@@ -56,7 +56,7 @@ class DecoratedProgram:
     @cached_property
     def backward_graph(self) -> BackwardGraph:
         """Its backward pass, whatever is stored."""
-        with self.axes():
+        with self.axes(), choosing(None):
             return build_backward_graph(self.graph, self.wrt, policy=self.policy)
 
     @cached_property

@@ -4,6 +4,7 @@
 output instead lets a ReLU whose output is kept anyway (a convolution needs it) store nothing at all.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,14 +17,23 @@ from jaxpipe.graph.graph import GraphBuilder, Operator
 from jaxpipe.graph.operator_vjp import differentiate, writes_zeros
 
 
+#: Answers, which take a derivative to find.
+_known = weakref.WeakKeyDictionary[Operator, bool]()
+
+
 def applies(op: Operator) -> bool:
     """Return whether ``op`` is ``max(x, 0)`` whose derivative is ``where(x > 0, dy, 0)``, as ``jax.nn.relu`` is.
 
     Recognized by what it computes, not by name: ``jnp.maximum(x, 0)`` halves the cotangent at a tie and is no ReLU
     in this sense; a user's function of the same form is.
     """
-    if op.name != "custom_jvp_call" or op.literals or not rectifies(op):
-        return False
+    if op not in _known:
+        _known[op] = op.name == "custom_jvp_call" and not op.literals and rectifies(op) and _selects(op)
+    return _known[op]
+
+
+def _selects(op: Operator) -> bool:
+    """Return whether the derivative of ``op`` is ``where(x > 0, dy, 0)``."""
     halves = differentiate(op, [op.equation.invars[0].aval], (0,), (0,))
     tests = [part for part in halves.primal if part.name == "gt" and part.inputs == halves.inputs and _is_zero(part)]
     selects = halves.program.operators

@@ -217,3 +217,34 @@ def test_several_rows_for_an_example_are_refused_by_name():
 
         with pytest.raises(jaxpipe.ModelError, match=rule):
             partition(TwiceNNX(nnx.Rngs(0), rows=rows), 1)
+
+
+@pytest.mark.parametrize("runtime", ["mpmd", "spmd"])
+def test_predictions_begin_with_the_state_in_every_micro_batch(runtime):
+    """A decoder counts the tokens that it has read; what one micro-batch counts is no matter of the next one."""
+
+    class Decoder(nnx.Module):
+        def __init__(self, rngs):
+            self.embed, self.head = nnx.Linear(2, 8, rngs=rngs), nnx.Linear(8, 5, rngs=rngs)
+            self.position = nnx.Cache(jnp.zeros((), jnp.int32))
+
+        def __call__(self, x):
+            position = self.position[...]
+            self.position[...] = position + 1
+            return self.head(jnp.sin(self.embed(x) + position))
+
+    def predict(model, batch):
+        return jnp.stack([model(batch["x"][:, 2 * t : 2 * t + 2]) for t in range(3)], 1)
+
+    def evaluate(model, batch):
+        return jnp.square(predict(model, batch)).mean()
+
+    def loss(model, batch):
+        return jnp.square(model(batch["x"][:, :2]) - batch["y"]).mean()
+
+    pipeline = partition(Decoder(nnx.Rngs(0)), 2, loss=loss, predict=predict, evaluate=evaluate, runtime=runtime)
+    state = pipeline.init(KEY)
+    expected = predict(Decoder(nnx.Rngs(0)), BATCH)
+    assert relative_l2(pipeline.predict(state, BATCH), expected) < FUSION
+    value = pipeline.evaluate(state, BATCH)["loss"]
+    np.testing.assert_allclose(value, jnp.square(expected).mean(), rtol=FUSION)

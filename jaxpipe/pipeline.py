@@ -228,7 +228,8 @@ class Pipeline:
             its paths; or what holds it: an ``nnx.Optimizer``, a ``TrainState``, whose number of steps is taken too.
 
         Raises:
-          PartitionError: if there is no batch to plan with, or ``key`` is no random key.
+          PartitionError: if there is no batch to plan with, ``key`` is no random key, or the optimizer's first state is
+            made of parameters of several stages and not given.
           ModelError: if ``variables`` or ``optimizer_state`` do not fit; it lists what is missing, unexpected, or of
             another shape.
         """

@@ -12,7 +12,7 @@ import pytest
 import jaxpipe
 from examples import models as zoo
 from jaxpipe import PartitionError
-from tests.support.compare import assert_same_bits
+from tests.support.compare import FUSION, assert_same_bits, relative_l2
 
 
 KEY = jax.random.key(0)
@@ -153,6 +153,19 @@ def test_the_learning_rate_of_each_step():
     jax.random.bits(KEY)  # was copied: steps donate the state, not the caller's key
     # float32 of three steps from 0.04 to 0.01; the schedule's own rounding is below one part in a million.
     assert seen == pytest.approx([0.04, 0.03, 0.02], rel=1e-6)
+
+
+def test_a_first_state_that_is_made_of_all_parameters():
+    """The first distance of DoG is a share of their norm; a stage has its own parameters only."""
+    optimizer = optax.contrib.dog(init_step=("heuristic", 0.1))
+    pipeline, start = partition(optimizer, 2), model()
+    with pytest.raises(PartitionError, match=r"first state .* made of \S+, .*optimizer_state=optimizer\.init\(param"):
+        pipeline.init(KEY)
+    state = pipeline.init(KEY, variables=start, optimizer_state=optimizer.init(start))
+    gradient = pipeline.value_and_grad(state, BATCH)[1]
+    updates, _ = optimizer.update(gradient, optimizer.init(start), start)
+    trained = pipeline.parameters(pipeline.step(state, BATCH)[0])
+    assert relative_l2(trained, optax.apply_updates(start, updates)) < FUSION
 
 
 # What cannot be split

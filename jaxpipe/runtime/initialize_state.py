@@ -4,7 +4,7 @@ In: what gives the values of pieces: initialization, arrays of the caller, a che
 Out: a training state, of whose arrays each process has made those of its own devices.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import filterfalse
 from typing import Any
@@ -16,7 +16,7 @@ import optax
 
 from jaxpipe import _compat, multihost
 from jaxpipe.array_types import AnyJaxpr, Array, ArrayLike, Atom, Device, Equation, PyTree
-from jaxpipe.errors import InitialValuesWarning, ModelError, warn
+from jaxpipe.errors import InitialValuesWarning, ModelError, PartitionError, warn
 from jaxpipe.graph import sharding_annotations
 from jaxpipe.graph.reverse_walk import needed
 from jaxpipe.graph.stacked_layers import Stacks, side_by_side
@@ -24,9 +24,11 @@ from jaxpipe.models import check_batch
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.traced_update import without_captures
 from jaxpipe.runtime.executable_plan import ExecutablePlan, Update
+from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate
 from jaxpipe.runtime.select_runtime import Runtime
 from jaxpipe.runtime.state_arrays import StageArrays, of_replicas
 from jaxpipe.runtime.train_state import TrainState
+from jaxpipe.text.value_text import listed
 
 
 #: Values of some variables, or of some pieces of them, by position: parameters first, then state.
@@ -232,4 +234,28 @@ def _slots(
         leaves = zip(by_stage.state_stacks.split(state), by_stage.state_stage, strict=True)
         return [x for x, owner in leaves if owner == place]
 
+    _check_alone(by_stage, model, make, place, parameters)
     return jax.jit(make)(parameters)
+
+
+def _check_alone(
+    by_stage: PartitionedUpdate,
+    model: BoundModel,
+    make: Callable[[Mapping[int, Array]], list[Array]],
+    place: int | None,
+    held: Collection[int],
+) -> None:
+    """Raise ``PartitionError`` if state that updates read is made of parameters that a place does not hold."""
+    closed = jax.make_jaxpr(make)({k: v.aval for k, v in enumerate(model.parameters)})
+    used = {t for op in by_stage.graph.operators for t in op.inputs}
+    pairs = zip(by_stage.state, by_stage.state_stage, strict=True)
+    read = _compat.inputs_read(closed, [t in used for t, owner in pairs if owner == place])
+    leaf_of = model.stacks[0].leaf_of
+    leaves = {leaf_of[k] for k in held}  # of which a piece needs no other
+    names = [v.name for k, v in enumerate(model.parameters) if read[k] and leaf_of[k] not in leaves]
+    if names:
+        raise PartitionError(
+            f"optimizer: its first state has a value that is made of {listed(names, 3)}, as a norm of all parameters "
+            "is, and no stage holds them all. Make it outside: init(key, variables=variables, optimizer_state="
+            "optimizer.init(parameters)), with all variables and the parameters among them."
+        )

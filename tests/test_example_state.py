@@ -248,3 +248,29 @@ def test_predictions_begin_with_the_state_in_every_micro_batch(runtime):
     assert relative_l2(pipeline.predict(state, BATCH), expected) < FUSION
     value = pipeline.evaluate(state, BATCH)["loss"]
     np.testing.assert_allclose(value, jnp.square(expected).mean(), rtol=FUSION)
+
+
+def test_a_prediction_reads_the_cache_that_it_makes():
+    class Decoder(nn.Module):
+        @nn.compact
+        def __call__(self, x, decode=False):
+            h = nn.Dense(8)(x)
+            if decode:
+                is_there = self.has_variable("cache", "total")
+                total = self.variable("cache", "total", jnp.zeros, h.shape)
+                if is_there:
+                    h = total.value = total.value + h
+            return nn.Dense(5)(nn.tanh(h))
+
+    def predict(model, batch):
+        model(batch["x"], decode=True)
+        return jnp.stack([model(batch["x"] + k, decode=True) for k in range(2)], 1)
+
+    pipeline = partition(Decoder(), 2, predict=predict)
+    state = pipeline.init(KEY)
+    cached, rows = pipeline.parameters(state), []
+    for k in (0, 0, 1):
+        row, made = Decoder().apply(cached, BATCH["x"] + k, decode=True, mutable=["cache"])
+        cached = {**cached, **made}
+        rows.append(row)
+    assert relative_l2(pipeline.predict(state, BATCH), jnp.stack(rows[1:], 1)) < FUSION

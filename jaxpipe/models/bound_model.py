@@ -118,9 +118,15 @@ class BoundModel:
         return nn.logical_axis_rules(self.axis_rules) if self.axis_rules else contextlib.nullcontext()
 
     def run(
-        self, function: UserFunction, parameters: Sequence[Array], state: Sequence[Array], key: Array, batch: PyTree
+        self,
+        function: UserFunction,
+        parameters: Sequence[Array],
+        state: Sequence[Array],
+        key: Array,
+        batch: PyTree,
+        keeps: bool = True,
     ) -> tuple[PyTree, list[Array]]:
-        """Call ``function(model, batch)``: its result, and the new state.
+        """Call ``function(model, batch)``: its result, and the new state, which the next call gets if it ``keeps`` it.
 
         Raises:
           ModelError: if the call changes the structure of the state in a way that the next call would see.
@@ -131,7 +137,7 @@ class BoundModel:
             _check_new_state(dict(zip(paths, state, strict=True)), after)
             before = by_path(variables)
             new = {path: x for path, x in after.items() if path not in before}
-            if new:
+            if new and keeps:
 
                 def call_again(values: Sequence[Array]) -> PyTree:
                     called = again({**before, **dict(zip(new, values, strict=True))})

@@ -241,7 +241,8 @@ def _trace(
         state_rows = rows_of(s, axes, rows, index[0]) if indexed else s
 
         def run(key: Array, b: Sequence[Array]) -> tuple[list[Array], list[Array]]:
-            returned, new_state = original.run(function, p, state_rows, key, jax.tree.unflatten(batch_tree, b))
+            microbatch, keeps = jax.tree.unflatten(batch_tree, b), name == "loss"
+            returned, new_state = original.run(function, p, state_rows, key, microbatch, keeps)
             return results(returned), new_state
 
         if original.replica_axis is None:

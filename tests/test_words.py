@@ -83,6 +83,23 @@ def test_pack_and_unpack(room):
     assert_same_bits(unpack_words(words, list(map(aval, arrays))), values)
 
 
+@pytest.mark.versions
+def test_what_comes_behind_values_of_less_than_a_byte():
+    positive = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    numbers = {
+        ml_dtypes.int4: np.arange(-8, 7),
+        ml_dtypes.uint4: np.arange(1, 16),
+        ml_dtypes.float4_e2m1fn: np.array([*positive, *np.negative(positive[:7], dtype=float)]),
+        np.float32: np.arange(5) / 3,
+    }
+    values = [x.astype(dtype) for dtype, x in numbers.items()]
+    arrays = list(map(jnp.asarray, values))
+    length = sum(word_count(aval(x)) for x in arrays)
+    for x, value in zip(unpack_words(pack_words(arrays, length), list(map(aval, arrays))), values, strict=True):
+        assert x.dtype == value.dtype
+        assert_same_bits(np.asarray(x).astype(np.float32), value.astype(np.float32))
+
+
 def test_what_is_not_given_is_zero():
     values = [random_bits(SHAPES[k % len(SHAPES)], dtype, k) for k, dtype in enumerate(DTYPES)]
     words = pack_given({k: jnp.asarray(x) for k, x in enumerate(values) if k % 2}, list(map(aval, values)))

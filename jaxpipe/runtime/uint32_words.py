@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxpipe.array_types import Array, Shaped
 from jaxpipe.graph.graph import itemsize
@@ -23,6 +24,7 @@ def word_count(aval: Shaped) -> int:
 def to_words(x: Array) -> Array:
     """An array's bits as a vector of ``uint32``; the last word is filled up with zeros."""
     flat = jnp.ravel(jax.random.key_data(x) if _is_key(x) else x)  # a constant may be a number
+    flat = flat.astype(_of_bytes(flat.dtype))
     missing = -flat.nbytes % 4 // flat.dtype.itemsize
     return (jnp.pad(flat, (0, missing)) if missing else flat).view(jnp.uint32)
 
@@ -32,8 +34,15 @@ def from_words(words: Array, aval: Shaped) -> Array:
     if _is_key(aval):
         raw = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
         return jax.random.wrap_key_data(from_words(words, raw), impl=jax.random.key_impl(jnp.empty((), aval.dtype)))
-    flat = words.view(aval.dtype)
-    return lax.slice(flat, (0,), (math.prod(aval.shape),)).reshape(aval.shape)
+    flat = words.view(_of_bytes(aval.dtype))
+    return lax.slice(flat, (0,), (math.prod(aval.shape),)).reshape(aval.shape).astype(aval.dtype)
+
+
+def _of_bytes(dtype: DTypeLike) -> DTypeLike:
+    """Return a type of whole bytes that has all values of one of fewer bits (int4, float4); another type as it is."""
+    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
+        return jnp.int8
+    return jnp.float8_e4m3fn if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8 else dtype
 
 
 def pack_words(values: Sequence[Array], length: int) -> Array:

@@ -270,7 +270,7 @@ def test_a_prediction_reads_the_cache_that_it_makes():
     state = pipeline.init(KEY)
     cached, rows = pipeline.parameters(state), []
     for k in (0, 0, 1):
-        row, made = Decoder().apply(cached, BATCH["x"] + k, decode=True, mutable=["cache"])
-        cached = {**cached, **made}
+        row, new = Decoder().apply(cached, BATCH["x"] + k, decode=True, mutable=["cache"])
+        cached = {**cached, **new}
         rows.append(row)
     assert relative_l2(pipeline.predict(state, BATCH), jnp.stack(rows[1:], 1)) < FUSION

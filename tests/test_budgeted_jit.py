@@ -315,6 +315,45 @@ def test_static_values_are_planned_apart(order):
             assert budgeted.lower(*args, watched).plan.needed_bytes == plain[False]
 
 
+def quantizer(clipped):
+    """A quantization whose derivative is the identity, or zero far from zero: programs differ in their rules alone."""
+
+    @jax.custom_vjp
+    def quantized(x):
+        return jnp.round(8 * x) / 8
+
+    quantized.defvjp(
+        lambda x: (quantized(x), jnp.abs(x) < 0.5 if clipped else None),
+        lambda inside, cotangent: (cotangent if inside is None else cotangent * inside,),
+    )
+    return quantized
+
+
+@pytest.mark.parametrize("order", [(True, False), (False, True)])
+def test_losses_that_differ_in_a_derivative_rule_alone(order):
+    def loss_with(quantized):
+        @jaxpipe.memory_encoded
+        def loss(weights, x):
+            for w in weights:
+                x = jax.nn.gelu(quantized(x) @ quantized(w))
+            return (x**2).mean()
+
+        return loss
+
+    first, second = (loss_with(quantizer(clipped)) for clipped in order)
+
+    def step(weights, x):
+        return jax.grad(first)(weights, x), jax.grad(second)(weights, x)
+
+    keys = jax.random.split(jax.random.key(0), 5)
+    args = [jax.random.normal(key, (32, 32)) / 6 for key in keys[1:]], jax.random.normal(keys[0], (512, 32))
+    expected, plain = plainly(step, *args)
+    budgeted = jaxpipe.jit(step, memory=int(0.9 * plain))
+    assert_equal(budgeted(*args), expected)
+    assert budgeted.lower(*args).plan.storage != "plain"
+    assert not np.array_equal(expected[0][0], expected[1][0])
+
+
 def test_other_types_of_the_same_shapes_are_planned_apart():
     args = [jnp.ones((32, 32)) / 32] * 4, jnp.ones((2048, 32))
     budgeted = jaxpipe.jit(jax.value_and_grad(tower), memory="1GiB")
@@ -402,6 +441,8 @@ def test_wrong_usage(training):
         jaxpipe.jit(3, memory="1GiB")
     with pytest.raises(jaxpipe.ModelError, match="inside another transformation"):
         jax.jit(jaxpipe.jit(step, memory="1GiB"))(*args)
+    with pytest.raises(jaxpipe.ModelError, match=r"no hash \(unhashable type: 'list'\)"):
+        jaxpipe.jit(lambda x, sizes: x, memory="1GiB", static_argnames="sizes")(1.0, sizes=[1, 2])
 
 
 @pytest.mark.parametrize("options", [{"donate_argnum": 0}, {"donate_argnums": 9}, {"static_argnames": "states"}])

@@ -49,9 +49,10 @@ class DecoratedProgram:
 
     @cached_property
     def key(self) -> str:
-        """A word that equal programs share, in all processes."""
-        settings = self.wrt, self.policy.codecs_name, sorted(self.held), self.iterations
-        return digest(f"{settings} {program_text(self.graph)}")
+        """A word that programs share, in all processes, which can be stored alike: with equal needs of derivatives."""
+        needs = [step.needs for step in self.backward_graph.steps]
+        settings = self.wrt, self.policy.codecs_name, sorted(self.held), self.iterations, needs
+        return digest(f"{settings} {program_text(self.backward_graph.graph)}")
 
     @cached_property
     def backward_graph(self) -> BackwardGraph:

@@ -125,6 +125,13 @@ class BudgetedFunction:
                 "is a part of a larger program, whose bytes its budget does not limit. Call it outside, or give "
                 "jaxpipe.jit the outer function."
             )
+        try:
+            hash(static)
+        except TypeError as error:
+            raise ModelError(
+                f"{self._name} was given a static argument that has no hash ({error}). Static arguments are compared "
+                "from call to call: pass a tuple in place of a list, a frozen dataclass, or the argument as an array."
+            ) from None
         same = Compared(structure), static
         key = same, tuple(map(_signature, leaves)), _compat.trace_context()
         if key not in self._lowered:

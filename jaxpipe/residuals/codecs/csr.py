@@ -48,7 +48,7 @@ class CSR(compaction.SparseCodec):
         length, size = values.size, math.prod(shape)
         # The row of the k-th value: how many rows end at or before k.
         ends = jnp.zeros(length, jnp.int32).at[offsets[1:]].add(1, mode="drop")
-        place = jnp.cumsum(ends, dtype=jnp.int32) * COLUMNS + columns
+        place = jnp.cumsum(ends, dtype=jnp.int32) * COLUMNS + columns.astype(jnp.int32)
         number = lax.iota(jnp.int32, length)
         # No two places alike; those beyond the array are dropped.
         held = jnp.minimum(offsets[-1], length - compaction.BLOCK)

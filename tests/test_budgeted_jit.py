@@ -354,6 +354,30 @@ def test_losses_that_differ_in_a_derivative_rule_alone(order):
     assert not np.array_equal(expected[0][0], expected[1][0])
 
 
+def test_callbacks_run_as_often_as_in_the_plain_step():
+    layers = []
+
+    @jaxpipe.memory_encoded
+    def loss(weights, x):
+        for k, w in enumerate(weights):
+            x = jax.nn.gelu(x @ w)
+            jax.debug.callback(lambda _, k=k: layers.append(k), x.sum())
+        return (x**2).mean()
+
+    def called(step, *args):
+        layers.clear()
+        jax.block_until_ready(step(*args))
+        jax.effects_barrier()
+        return sorted(layers)
+
+    args = [jnp.eye(32)] * 4, jnp.ones((512, 32))
+    budgeted = jaxpipe.jit(jax.grad(loss), memory=int(0.9 * plainly(jax.grad(loss), *args)[1]))
+    assert budgeted.lower(*args).plan.storage != "plain"
+    with jaxpipe.without_encoding():
+        expected = called(jax.jit(jax.grad(loss)), *args)
+    assert called(budgeted, *args) == expected == [0, 1, 2, 3]
+
+
 def test_other_types_of_the_same_shapes_are_planned_apart():
     args = [jnp.ones((32, 32)) / 32] * 4, jnp.ones((2048, 32))
     budgeted = jaxpipe.jit(jax.value_and_grad(tower), memory="1GiB")

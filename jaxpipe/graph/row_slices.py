@@ -117,8 +117,8 @@ def _with_operands(graph: Graph, steps: dict[Operator, _Step]) -> dict[Operator,
     counts = Counter(t for t, _ in pairs)
     wanted = {t: axis if counts[t] == 1 else None for t, axis in pairs}
     for op in reversed(graph.operators):
-        t = op.outputs[0]
-        if len(op.outputs) > 1 or t not in wanted or t in graph.outputs or not steps.keys() >= set(readers[t]):
+        t = op.outputs[0] if len(op.outputs) == 1 else None
+        if t not in wanted or t in graph.outputs or not steps.keys() >= set(readers[t]):
             continue
         axis = wanted[t]
         if op.name == "transpose" and axis is None and counts[t] == 1:

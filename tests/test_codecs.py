@@ -95,6 +95,14 @@ def test_double_precision_round_trip():
 
 
 @pytest.mark.parametrize("target", ["cpu", "gpu"])
+@pytest.mark.parametrize("codec", [Bitmap(385), CSR(385)])
+def test_sparse_round_trip_without_promotion_of_types(codec, target):
+    x = sparse_array((5, 77), 0.4, jnp.float32)
+    with jax.numpy_dtype_promotion("strict"), building_for(target):
+        assert np.array_equal(words_of(codec.decode(codec.encode(x), x)), words_of(x))
+
+
+@pytest.mark.parametrize("target", ["cpu", "gpu"])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0)])
 @pytest.mark.parametrize("codec", [Bitmap, CSR])
 def test_sparse_round_trip_of_at_most_one_element(codec, shape, target):

@@ -116,8 +116,8 @@ def _with_operands(graph: Graph, steps: dict[Operator, _Step]) -> dict[Operator,
     pairs = list(_operands(steps))
     counts = Counter(t for t, _ in pairs)
     wanted = {t: axis if counts[t] == 1 else None for t, axis in pairs}
-    for op in reversed(graph.operators):
-        t = op.outputs[0] if len(op.outputs) == 1 else None
+    for op in reversed([op for op in graph.operators if len(op.outputs) == 1]):
+        t = op.outputs[0]
         if t not in wanted or t in graph.outputs or not steps.keys() >= set(readers[t]):
             continue
         axis = wanted[t]

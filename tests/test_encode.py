@@ -389,3 +389,20 @@ def test_unknown_codecs(codecs):
 def test_arrays_of_objects():
     with pytest.raises(jaxpipe.DifferentiationError, match=r"Argument 1 is a NumPy array of dtype <U1"):
         memory_encoded(lambda x, names: x)(jnp.ones(2), np.array(["a", "b"]))
+
+
+def test_a_loop_behind_stop_gradient_needs_no_derivative():
+    """A fixed point, differentiated through its last iteration."""
+
+    def loss(w, x):
+        def iterate(y):
+            return jnp.tanh(y @ w + x)
+
+        _, y = jax.lax.while_loop(lambda carry: carry[0] < 5, lambda carry: (carry[0] + 1, iterate(carry[1])), (0, x))
+        rows = jnp.argmax(jax.lax.while_loop(lambda y: y.sum() < 3, lambda y: y + jnp.abs(w).sum(), x), axis=1)
+        return (iterate(jax.lax.stop_gradient(y)) ** 2)[jnp.arange(8), rows].mean()
+
+    w, x = jax.random.normal(jax.random.key(0), (16, 16)) / 8, jax.random.normal(jax.random.key(1), (8, 16))
+    expected = jax.jit(jax.grad(loss, argnums=(0, 1)))(w, x)
+    given = jax.jit(jax.grad(jaxpipe.memory_encoded(loss), argnums=(0, 1)))(w, x)
+    jax.tree.map(np.testing.assert_array_equal, given, expected)

@@ -145,7 +145,7 @@ def _operator_vjps(
     """
     covered = {op for match in matches.values() for op in match.covers}
     varied_tensors = set(wrt)
-    useful_tensors = needed(graph.operators, seeds, operator_ends)[1]
+    useful_tensors = needed([*filter(_passes_cotangents, graph.operators)], seeds, operator_ends)[1]
     ruled = graph.ruled | behind_rules(graph.operators)
     context = (
         None if graph.stage_shape is None else tuple(graph.stage_shape.items()),
@@ -175,6 +175,13 @@ def _operator_vjps(
             halves = known[here]
             varied_tensors.update(outputs[k] for k in halves.cotangents_in)
         yield op, match, varied, halves
+
+
+def _passes_cotangents(op: Operator) -> bool:
+    """Return whether operands may get a cotangent: a loop behind others need not have a derivative in reverse mode."""
+    if op.equation is None:
+        return True
+    return op.name != "stop_gradient" and any(is_differentiable(out.aval) for out in op.equation.outvars)
 
 
 def _operands_and_results(

@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "jaxpipe"
 
 #: Lines of code that the library may have; whoever needs more takes away others, or says here why there are more.
 #: Of the last change: refusals of weights and attributes of which a step would leave something out.
-BUDGET = 29_083
+BUDGET = 29_084
 
 
 def code_lines(text: str) -> int:

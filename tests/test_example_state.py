@@ -236,18 +236,13 @@ def test_predictions_begin_with_the_state_in_every_micro_batch(runtime):
     def predict(model, batch):
         return jnp.stack([model(batch["x"][:, 2 * t : 2 * t + 2]) for t in range(3)], 1)
 
-    def evaluate(model, batch):
-        return jnp.square(predict(model, batch)).mean()
-
     def loss(model, batch):
         return jnp.square(model(batch["x"][:, :2]) - batch["y"]).mean()
 
-    pipeline = partition(Decoder(nnx.Rngs(0)), 2, loss=loss, predict=predict, evaluate=evaluate, runtime=runtime)
+    pipeline = partition(Decoder(nnx.Rngs(0)), 2, loss=loss, predict=predict, runtime=runtime)
     state = pipeline.init(KEY)
     expected = predict(Decoder(nnx.Rngs(0)), BATCH)
     assert relative_l2(pipeline.predict(state, BATCH), expected) < FUSION
-    value = pipeline.evaluate(state, BATCH)["loss"]
-    np.testing.assert_allclose(value, jnp.square(expected).mean(), rtol=FUSION)
 
 
 def test_a_prediction_reads_the_cache_that_it_makes():

@@ -15,9 +15,10 @@ from jaxpipe.schedules.synchronous import forward_only
 def forward_program(planned: ExecutablePlan, objective: MicrobatchProgram, name: str, num_microbatches: int) -> Program:
     """Return a program of forward passes alone, on the stages' devices, with so many micro-batches of each replica.
 
-    What calls leave in the state is thrown away, so that every micro-batch begins with that of the batch.
+    What predictions leave in the state is thrown away, so that every micro-batch begins with that of the batch.
     """
-    objective = replace(objective, new_state=objective.state)
+    if name == "predict":
+        objective = replace(objective, new_state=objective.state)
     objective, stages = followed_stages(planned, objective, name)
     program, before = planned.program, planned.program.schedule
     rounds = program.stage_replicas.rounds(num_microbatches)

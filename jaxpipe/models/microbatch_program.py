@@ -101,7 +101,7 @@ def trace_loss(model: BoundModel, function: UserFunction, batch: PyTree, name: s
         except Exception:  # made for batches of one size: a first axis as long as the micro-batch is its examples
             others = [(2 * rows, *shape[1:]) if shape[:1] == (rows,) else shape for _, shape in metrics]
         check_reduced(metrics, others, name, (rows, 2 * rows))
-    if name == "loss":
+    if name != "predict":
         _check_trained(objective, model)
         _check_weight(objective)
     return objective

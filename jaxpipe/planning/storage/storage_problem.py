@@ -314,7 +314,7 @@ class Simulated:
 
     @property
     def outcome(self) -> Outcome:
-        """What the choice costs."""
+        """The costs of the choice."""
         again = [k for k, chosen in enumerate(self.choice) if chosen == NOT_STORED < self.last[k]]
         computed = {k: self.first[k] for k in reversed(again)}
         stash, _, swapped = self.stored

@@ -217,8 +217,8 @@ class Pipeline:
         Args:
           key: for initial values, and for all random numbers of the run; ``jax.random.key(0)``, for example.
           batch: arrays or shapes; needed if ``partition`` was given none. Initial values that depend on data (those of
-            weight normalization or codebooks) are made from its arrays, as ``module.init(key, ...)`` makes them; from
-            zeros, with an ``InitialValuesWarning``, if there are none.
+            weight normalization or codebooks) are made from its arrays, as ``module.init(key, ...)`` makes them, and
+            without arrays from zeros, with an ``InitialValuesWarning``.
           variables: values of all the model's variables, in any tree with their paths: Linen variables (with or
             without the level ``params`` if that is all; frozen, boxed, or of a bound module), an NNX module, its state
             or pure dictionary, a tree of a function's. Or a flax ``TrainState`` (its ``params``, and the collections

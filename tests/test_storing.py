@@ -201,7 +201,7 @@ def test_best_of_all_choices_of_many(first):
 
 @pytest.mark.parametrize("seed", range(60))
 def test_a_change_costs_what_the_changed_choice_does(seed):
-    """Items give up or are stored again, some at once; ``outcome_of``, which walks anew, is compared with arrays above."""
+    """Some items at once, given up or stored again; ``outcome_of``, which walks anew, is compared with arrays above."""
     random, problem = np.random.default_rng(seed), instance(seed)
     walk = simulated(problem, [0 if item.options else NOT_STORED for item in problem.items])
     assert walk is not None

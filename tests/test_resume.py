@@ -181,9 +181,13 @@ def test_the_next_step_is_that_of_optax(runtime):
     wanted = jax.jit(lambda run, gradient: run.apply_gradients(grads=gradient))(run, gradient)
     assert int(state.step) == int(wanted.step) == 3
     new = pipeline.parameters(state)["params"], pipeline.optimizer_state(state)
-    for a, b in zip(*map(jax.tree.leaves, (new, (wanted.params, wanted.opt_state))), strict=True):
+    for (path, a), (_, b) in zip(
+        *map(jax.tree_util.tree_leaves_with_path, (new, (wanted.params, wanted.opt_state))), strict=True
+    ):
         # XLA fuses the update of a stage and that of the whole tree differently: the last bit of a term may differ.
-        assert np.max(np.abs(a - b)) <= 3 * np.finfo(np.float32).eps * np.max(np.abs(b))
+        # Adam's second moment is made of squares, which double relative errors.
+        ulps = 3 * (2 if ".nu" in jax.tree_util.keystr(path) else 1)
+        assert np.max(np.abs(a - b)) <= ulps * np.finfo(np.float32).eps * np.max(np.abs(b)), path
 
 
 class Dense(nn.Module):

@@ -150,7 +150,7 @@ def test_the_bytes_of_each_link_can_be_counted():
 
 #: Trains in a process of its own.
 TRAINS = """
-import functools, jax, jax.numpy as jnp, numpy as np, optax
+import functools, jax, jax.numpy as jnp, numpy as np, optax, pathlib, sys
 import jaxpipe
 from jaxpipe.runtime.mpmd import passes
 weights = [jax.random.normal(jax.random.key(k), (64, 64)) / 8 for k in range(16)]
@@ -161,10 +161,13 @@ def make(**options):
     return jaxpipe.partition(
         model, mesh, batch, loss=lambda f, x: jnp.square(f(x)).mean(), optimizer=optax.sgd(0.1),
         num_microbatches=16, profile="analytic", schedule="1f1b", **options)
-plan = make().plan
-memory = plan.predicted_bytes - plan.stages[0].stash_bytes
 options = jaxpipe.PlanOptions(host_memory="1GiB", compile=False)
-pipeline = make(memory=memory, options=options)
+kept = pathlib.Path(sys.argv[1])  # all runs have the plan of the first: what a solver finds depends on its seconds
+if not kept.exists():
+    plan = make().plan
+    memory = plan.predicted_bytes - plan.stages[0].stash_bytes
+    kept.write_text(make(memory=memory, options=options).plan.to_json())
+pipeline = make(plan=kept.read_text(), options=options)
 assert pipeline.plan.stages[0].pieces
 leaves = jax.tree.leaves(pipeline.value_and_grad(pipeline.init(jax.random.key(0)), batch))
 hosted = sum(getattr(x, "to_host", False) for x in pipeline._runtime.graph.instructions)
@@ -186,7 +189,7 @@ def test_a_feature_is_removed_with_its_file_and_its_line_in_the_list_of_passes(t
             listed.write_text("".join(line for line in lines if name not in line))
         environment = {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu", "PATH": "", "HOME": str(tmp_path)}
         environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
-        command = [sys.executable, "-c", TRAINS]
+        command = [sys.executable, "-c", TRAINS, str(tmp_path / "plan.json")]
         run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
         assert run.returncode == 0, run.stderr[-2000:]
         return run.stdout.split()

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpipe
+from tests.support.compare import assert_same_bits
 
 
 def reserved(compiled):
@@ -457,12 +458,25 @@ def test_undecorated_steps():
         jaxpipe.jit(step, memory="100kB").lower(*args)
 
 
+def test_stages_and_caches_are_those_of_a_jitted_function(training):
+    step, args = training
+    budgeted = jaxpipe.jit(step, memory="1GiB")
+    lowered = budgeted.lower(*args)
+    assert budgeted.lower(*args) is lowered
+    compiled = budgeted.trace(*args).lower().compile()
+    assert_same_bits(compiled(*args), jax.jit(step)(*args))
+    budgeted.clear_cache()
+    assert budgeted.lower(*args) is not lowered
+
+
 def test_wrong_usage(training):
     step, args = training
     with pytest.raises(jaxpipe.MemoryBudgetError, match="memory='much' is not a size"):
         jaxpipe.jit(step, memory="much")
     with pytest.raises(jaxpipe.ModelError, match="Pass a function"):
         jaxpipe.jit(3, memory="1GiB")
+    with pytest.raises(jaxpipe.ModelError, match=r"type Compiled\. Pass a function"):
+        jaxpipe.jit(jax.jit(jnp.sin).lower(1.0).compile(), memory="1GiB")
     with pytest.raises(jaxpipe.ModelError, match="inside another transformation"):
         jax.jit(jaxpipe.jit(step, memory="1GiB"))(*args)
     with pytest.raises(jaxpipe.ModelError, match=r"no hash \(unhashable type: 'list'\)"):

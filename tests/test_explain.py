@@ -387,6 +387,14 @@ def test_without_a_record_totals_are_told(monkeypatch):
     [
         (3, (1,), {}, jaxpipe.ModelError, "was given 3 .* as a step. Pass the function"),
         (Net(), (1,), {}, jaxpipe.ModelError, "as a step. Pass the function"),
+        (
+            jax.jit(jnp.sin).lower(1.0).compile(),
+            (1.0,),
+            {},
+            jaxpipe.ModelError,
+            "Compiled as a step. Pass the function",
+        ),
+        (jax.jit(jnp.sin).trace(1.0), (1.0,), {}, jaxpipe.ModelError, "Traced as a step. Pass the function"),
         (plain_step, (), {}, TypeError, "missing 4 required"),
         (lambda: 1.0, (), {}, jaxpipe.ModelError, "no array among the arguments"),
         (jax.jit(plain_step), PLAIN_ARGUMENTS, {"donate_argnums": 0}, jaxpipe.ModelError, "donate_argnums besides"),

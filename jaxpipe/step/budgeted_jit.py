@@ -21,7 +21,7 @@ from jaxpipe.costs.device_memory import pool_bytes, pool_fraction
 from jaxpipe.errors import MemoryBudgetError, ModelError
 from jaxpipe.residuals.choose_formats import KEPT_BY_POLICIES, kept_by_policies
 from jaxpipe.step.fit_step import fitting_level, smallest
-from jaxpipe.step.step_arguments import Call, Compared, jitter, split_arguments, split_static, without_values
+from jaxpipe.step.step_arguments import Call, Compared, is_step, jitter, split_arguments, split_static, without_values
 from jaxpipe.step.step_front import PLAIN
 from jaxpipe.step.step_variants import StepVariants, Variant
 from jaxpipe.step.target_device import devices_of
@@ -138,6 +138,15 @@ class BudgetedFunction:
             alike = same, tuple(map(_shape, leaves))
             self._lowered[key] = self._planned(args, kwargs, leaves, alike)
         return self._lowered[key]
+
+    def trace(self, *args: PyTree, **kwargs: PyTree) -> Any:
+        """Return the step within its budget for some arguments as ``jax.jit`` traces it; raises what ``lower`` does."""
+        return self.lower(*args, **kwargs)._variant.traced
+
+    def clear_cache(self) -> None:
+        """Forget what was planned and compiled, as the ``clear_cache`` of a ``jax.jit`` does."""
+        self._lowered.clear()
+        self._variants.clear()
 
     def eval_shape(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """Return shapes and types of the results."""
@@ -263,7 +272,7 @@ def jit(step: Callable[..., Any] | None = None, *, memory: int | str, **jit_argu
         device_bytes(memory)
     if step is None:
         return functools.partial(jit, memory=memory, **jit_arguments)
-    if not callable(step):
+    if not is_step(step):
         raise ModelError(f"jaxpipe.jit was given {shown(step)}. Pass a function: jaxpipe.jit(step, memory='20GiB').")
     try:  # so that wrong options are found here, not when the step is called
         jax.jit(step, **jit_arguments)

@@ -40,6 +40,11 @@ class Call:
     device: Device
 
 
+def is_step(step: object) -> bool:
+    """Return whether something is a function that can be traced: one of ``jax.stages`` has been."""
+    return callable(step) and not isinstance(step, jax.stages.Compiled | jax.stages.Traced)
+
+
 def jitter(arguments: PyTree) -> Callable[..., Any]:
     """Return the function that compiles a step: ``nnx.jit`` where NNX modules are arguments, else ``jax.jit``."""
     return nnx.jit if any(map(is_module, jax.tree.leaves(arguments, is_leaf=is_module))) else jax.jit

@@ -17,7 +17,7 @@ from jaxpipe.array_types import PyTree
 from jaxpipe.errors import ModelError
 from jaxpipe.models.purify_nnx import is_array
 from jaxpipe.step.budgeted_jit import BudgetedFunction
-from jaxpipe.step.step_arguments import jitter
+from jaxpipe.step.step_arguments import is_step, jitter
 from jaxpipe.text.value_text import shown
 
 
@@ -93,7 +93,7 @@ def jitted(step: Callable[..., PyTree], args: PyTree, options: Mapping[str, Any]
             "explain was given a step of jaxpipe.jit, which has a budget already: print(step.lower(...).plan) tells "
             "how it is kept. Pass the function before jaxpipe.jit, and its donate_argnums and the like besides."
         )
-    if inspect.isclass(step) or isinstance(step, nn.Module) or not callable(step):
+    if inspect.isclass(step) or isinstance(step, nn.Module) or not is_step(step):
         raise ModelError(
             f"explain was given {shown(step)} as a step. Pass the function that computes one training step, jitted or "
             "not, and its arguments: explain(step, state, batch)."

@@ -39,10 +39,10 @@ from .residuals.density import Density as Density
 from .residuals.density import measure_density as measure_density
 from .residuals.density import with_density as with_density
 from .residuals.memory_encoded import memory_encoded as memory_encoded
-from .residuals.memory_encoded import without_encoding as without_encoding
 from .residuals.residual_report import ResidualReport as ResidualReport
 from .residuals.residual_report import count_overflows as count_overflows
 from .residuals.residual_report import residual_report as residual_report
+from .residuals.undecorated import without_encoding as without_encoding
 from .runtime.nonfinite_origin import NonFiniteOrigin as NonFiniteOrigin
 from .runtime.train_state import TrainState as TrainState
 from .schedules.table import Schedule as Schedule

@@ -21,6 +21,7 @@ from jaxpipe.graph.program_text import program_text
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.backward_graph import BackwardGraph, build_backward_graph
 from jaxpipe.residuals.choose_formats import ResidualPlan, default_plan
+from jaxpipe.residuals.undecorated import Undecorated
 from jaxpipe.residuals.vjp_program import SlicedProgram, VJPProgram, in_slices
 from jaxpipe.text.stable_text import digest
 
@@ -116,11 +117,13 @@ class Choices:
       otherwise: the storage of programs for which none is chosen.
       storage: that of others, by their keys.
       met: all programs that are met.
+      plain: the trace of the step as if nothing were decorated; left out: it was not traced so.
     """
 
     otherwise: Storage
     storage: Mapping[str, Storage] = field(default_factory=dict)
     met: dict[str, DecoratedProgram] = field(default_factory=dict)
+    plain: Undecorated | None = None
 
     def passes(self, program: DecoratedProgram) -> Passes:
         """Return the passes of a program, and note that it was met."""

@@ -1,10 +1,9 @@
 """``@memory_encoded``: a whole module or function as one VJP program behind ``jax.custom_vjp``."""
 
 # More than 15 of our modules: modules, programs, passes and targets come together here.
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar, overload
 
@@ -27,27 +26,13 @@ from jaxpipe.residuals.checkpointed_passes import CheckpointedPasses
 from jaxpipe.residuals.chosen_storage import DecoratedProgram, Passes, choosing, current_choices
 from jaxpipe.residuals.encoded_scans import Held, has_scans, module_paths, run_around_scans
 from jaxpipe.residuals.stored_passes import StoredPasses
+from jaxpipe.residuals.undecorated import disabled, undecorated
 from jaxpipe.targets.building import building_for, current, target_of_values
 from jaxpipe.targets.target import Target
 
 
 #: A class or a function.
 T = TypeVar("T")
-
-# A context that JAX's tracing caches know of: a jitted function is traced anew inside `without_encoding`.
-_enabled = jax.make_user_context(default_value=True)
-
-
-@contextlib.contextmanager
-def without_encoding() -> Iterator[None]:
-    """Run decorated modules and functions as if they were not decorated."""
-    with _enabled(False):
-        yield
-
-
-def is_enabled() -> bool:
-    """Return whether decorated modules and functions run as such here."""
-    return bool(_enabled.value)
 
 
 @overload
@@ -119,7 +104,7 @@ def memory_encoded(target: object = None, *, codecs: Codecs = "fast", policy: Sa
         return functools.partial(memory_encoded, codecs=codecs, policy=policy)
     run = functools.partial(run_encoded, policy=parsed)
     if inspect.isclass(target) and issubclass(target, nn.Module):
-        return purify_linen.transform_class(target, run, is_enabled)
+        return purify_linen.transform_class(target, run, disabled)
     if inspect.isclass(target) and issubclass(target, nnx.Module):
         return _encode_nnx_class(target, parsed)
     if isinstance(target, (nn.Module, nnx.Module)):
@@ -141,12 +126,14 @@ def memory_encoded(target: object = None, *, codecs: Codecs = "fast", policy: Sa
 
 def _encode_function(function: Callable[..., PyTree], policy: Policy) -> Callable[..., PyTree]:
     run = functools.partial(run_encoded, policy=policy)
-    method = purify_linen.transform_method(function, run, is_enabled)
+    method = purify_linen.transform_method(function, run, disabled)
 
     @functools.wraps(function)
     def encoded(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        if not is_enabled():
-            return function(*args, **kwargs)
+        as_written = disabled()
+        if as_written is not None:
+            with as_written:
+                return function(*args, **kwargs)
         if args and isinstance(args[0], nn.Module) and args[0].scope is not None:
             return method(*args, **kwargs)
         return run(purify(function, *args, **kwargs))
@@ -172,7 +159,9 @@ def run_encoded(call: PureCall, *, policy: Policy) -> PyTree:
     """Run a pure call now; its derivative, if one is taken, goes through the stash."""
     if any(_compat.is_forward_mode(leaf) for leaf in call.leaves):
         raise DifferentiationError(_FORWARD_MODE)
-    with choosing(None):  # decorated parts inside are parts of this program
+    choices = current_choices()
+    plain = None if choices is None or choices.plain is None or choices.plain.nested else choices.plain
+    with choosing(None), undecorated(plain):  # decorated parts inside are parts of this program
         closed = jax.make_jaxpr(call.function)(*call.leaves)
     program, consts = _compat.hoist_constants(closed)
     if any(_compat.is_forward_mode(value) for value in consts):

@@ -22,6 +22,7 @@ from jaxpipe.array_types import AnyJaxpr, Array, Atom, Equation, PyTree
 from jaxpipe.models.purify_nnx import is_module
 from jaxpipe.residuals.chosen_storage import Choices, DecoratedProgram, Passes, Storage, choosing
 from jaxpipe.residuals.opaque_passes import BACKWARD, FORWARD, CannotReplaceError, OpaquePasses, has_gradient
+from jaxpipe.residuals.undecorated import Undecorated
 from jaxpipe.step.step_arguments import Call, flat_arguments, split_static, with_static
 
 
@@ -54,11 +55,12 @@ class StepTemplate:
         return step
 
 
-def step_template(call: Call, met: dict[str, DecoratedProgram]) -> StepTemplate | None:
+def step_template(call: Call, met: dict[str, DecoratedProgram], plain: Undecorated) -> StepTemplate | None:
     """Trace a step with its decorated programs as equations; None where they cannot be replaced by others.
 
-    They are noted in ``met``. None: where a program is batched or in a ``shard_map``, where its passes are in different
-    loops or functions under ``jit``, and where a step adds to its modules or returns them.
+    They are noted in ``met``; ``plain`` is the trace of the plain step. None: where a program is batched or in a
+    ``shard_map``, where its passes are in different loops or functions under ``jit``, and where a step adds to its
+    modules or returns them.
     """
     static, dynamic = split_static(call.step, call.options, call.args, call.kwargs)
     flat = flat_arguments(dynamic)
@@ -75,7 +77,7 @@ def step_template(call: Call, met: dict[str, DecoratedProgram]) -> StepTemplate 
         return [*results, *jax.tree.leaves(state)]
 
     try:
-        with choosing(Choices(OpaquePasses, met=met)):
+        with choosing(Choices(OpaquePasses, met=met, plain=plain)):
             program = jax.jit(step).trace(*flat.values).jaxpr
         _check_pairs(program)
     except (CannotReplaceError, NotImplementedError):  # of which the latter says that there is no rule for a batch

@@ -21,8 +21,8 @@ from jaxpipe.costs.count_products import count_products
 from jaxpipe.costs.profile_cache import cache_folder
 from jaxpipe.costs.reserved_bytes import reserved_bytes
 from jaxpipe.residuals.chosen_storage import Choices, DecoratedProgram, choosing
-from jaxpipe.residuals.memory_encoded import without_encoding
 from jaxpipe.residuals.stored_passes import StoredPasses
+from jaxpipe.residuals.undecorated import Undecorated, undecorated
 from jaxpipe.step.step_arguments import Call, jitter, split_arguments
 from jaxpipe.step.step_front import DEFAULT, PLAIN, StepFront, step_front
 from jaxpipe.step.step_template import StepTemplate, step_template
@@ -76,6 +76,7 @@ class StepVariants:
         self._call, self._like = call, like
         self._variants: dict[str, Variant] = {}
         self._met: dict[str, DecoratedProgram] = {}
+        self._undecorated = Undecorated()
         self.compilations = 0
         self.seconds = 0.0  # of compilations
         self.plain = self.variant(PLAIN)
@@ -130,12 +131,12 @@ class StepVariants:
     @cached_property
     def _template(self) -> StepTemplate | None:
         with phase("trace"), building_for(self._call.device):
-            return step_template(self._call, self._met)
+            return step_template(self._call, self._met, self._undecorated)
 
     def _traced(self, level: str) -> Variant:
         call, template = self._call, None if level == PLAIN else self._template
         chosen = {} if level in (PLAIN, DEFAULT) else self.front.storage(level)
-        choices = Choices(_by_default, chosen, self._met)
+        choices = Choices(_by_default, chosen, self._met, self._undecorated)
         step = call.step
         if template is not None:
             step = template.with_storage(choices.passes)
@@ -144,7 +145,7 @@ class StepVariants:
         def traced(*args: PyTree, **kwargs: PyTree) -> PyTree:
             with contextlib.ExitStack() as stack:
                 if level == PLAIN:
-                    stack.enter_context(without_encoding())
+                    stack.enter_context(undecorated(self._undecorated))
                 elif template is None:
                     stack.enter_context(choosing(choices))
                 stack.enter_context(building_for(call.device))

@@ -101,7 +101,7 @@ def trace_loss(model: BoundModel, function: UserFunction, batch: PyTree, name: s
         except Exception:  # made for batches of one size: a first axis as long as the micro-batch is its examples
             others = [(2 * rows, *shape[1:]) if shape[:1] == (rows,) else shape for _, shape in metrics]
         check_reduced(metrics, others, name, (rows, 2 * rows))
-    if name != "predict":
+    if name == "loss":
         _check_trained(objective, model)
         _check_weight(objective)
     return objective
@@ -241,7 +241,7 @@ def _trace(
         state_rows = rows_of(s, axes, rows, index[0]) if indexed else s
 
         def run(key: Array, b: Sequence[Array]) -> tuple[list[Array], list[Array]]:
-            microbatch, keeps = jax.tree.unflatten(batch_tree, b), name == "loss"
+            microbatch, keeps = jax.tree.unflatten(batch_tree, b), name != "predict"
             returned, new_state = original.run(function, p, state_rows, key, microbatch, keeps)
             return results(returned), new_state
 

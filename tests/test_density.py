@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxpipe
-from jaxpipe import Density, measure_density, memory_encoded, residual_report, with_density
+from jaxpipe import Density, ModelError, measure_density, memory_encoded, residual_report, with_density
 from tests.support.compare import assert_same_bits
 
 
@@ -137,3 +137,9 @@ def test_a_pipeline_counts_overflows():
         results.append((pipeline.parameters(state), int(metrics["overflows"])))
     assert results[0][1] == 0 and results[1][1] >= 4
     assert_same_bits(results[0][0], results[1][0])
+
+
+@pytest.mark.parametrize("given", [0.05, None, {"relu#1": 0.05}])
+def test_a_density_that_is_none_is_refused(given):
+    with pytest.raises(ModelError, match=r"density=.* must be what jaxpipe.measure_density"), with_density(given):
+        pytest.fail("entered")

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.array_types import Array, PyTree, TensorNumber
+from jaxpipe.errors import ModelError
 from jaxpipe.graph.graph import Graph, Operator, is_differentiable, read_graph
 from jaxpipe.graph.primitives import MOVES
 from jaxpipe.graph.rules import relu
@@ -20,6 +21,7 @@ from jaxpipe.models.linen_facade import with_linen_model
 from jaxpipe.models.purify_nnx import purify
 from jaxpipe.residuals.backward_graph import build_backward_graph
 from jaxpipe.residuals.codecs import compaction
+from jaxpipe.text.value_text import shown
 
 
 #: Room beyond the measured number of values: it differs a little from batch to batch.
@@ -64,7 +66,15 @@ def with_density(density: Density) -> Iterator[None]:
       >>> density = jaxpipe.measure_density(loss, x, w)
       >>> with jaxpipe.with_density(density):
       ...     gradients = jax.jit(jax.grad(loss, (0, 1)))(x, w)
+
+    Raises:
+      ModelError: if ``density`` is none.
     """
+    if not isinstance(density, Density):
+        raise ModelError(
+            f"density={shown(density)}; it must be what jaxpipe.measure_density(function, *args) returns, or "
+            "jaxpipe.Density({name: fraction}) with the names of such a one."
+        )
     with _ambient(density):
         yield
 

@@ -265,6 +265,17 @@ def test_what_needs_the_whole_gradient_is_refused(options, message):
         partition(pipedream, **options)
 
 
+@pytest.mark.parametrize("schedule", ["double_buffered", "local_accumulation"])
+def test_a_batch_without_whole_groups_is_refused(schedule):
+    """Of three micro-batches no two groups of two can be made; one update of all three would be other training."""
+    pipeline = partition(schedule)
+    state = pipeline.init(jax.random.key(0))
+    with pytest.raises(ScheduleError, match="has no table of 3 micro-batches on 2 devices"):
+        pipeline.step(state, jnp.ones((6, 4)))
+    state, _ = pipeline.step(state, jnp.ones((4, 4)))  # one group
+    assert int(state.step) == 1
+
+
 @pytest.mark.parametrize("schedule", ["pipedream", "double_buffered"])
 def test_one_program_does_not_update_weights_during_a_step(schedule):
     def loss(model, x):

@@ -71,7 +71,10 @@ def _microbatches(batch: PyTree, size: int, replicas: int, planned: ExecutablePl
 
 
 def _schedule(planned: ExecutablePlan, m: int) -> Schedule:
-    """Return the table for another number of micro-batches or rounds, of the planned kind if it has this size."""
+    """Return the table for another number of micro-batches or rounds, of the planned kind if it has this size.
+
+    Synchronous schedules stand for each other, as they train alike.
+    """
     before = planned.program.schedule
     if m == before.num_microbatches:
         return before
@@ -79,7 +82,8 @@ def _schedule(planned: ExecutablePlan, m: int) -> Schedule:
     for maker in (*planned.schedules, *schedule_makers.AUTO):
         with contextlib.suppress(ScheduleError):
             tables.append(schedule_makers.check_schedule(maker(before.num_devices, m), before.num_devices, m))
-    fitting = [table for table in tables if table.stage_of == before.stage_of]
+    kind = before.stage_of, before.versions is None
+    fitting = [table for table in tables if (table.stage_of, table.versions is None) == kind]
     if fitting:  # another kind only if this one has none
         return min(fitting, key=lambda table: table.name != before.name)
     raise ScheduleError(

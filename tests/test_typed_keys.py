@@ -160,3 +160,22 @@ def test_measured_profiles_and_keys_on_a_mesh():
         _, again = pipeline.value_and_grad(state, spread)
         assert relative_l2(again, gradients) == 0
     assert relative_l2(gradients, plain_gradient(model, variables, batch, 4)) < FUSED
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_a_key_of_another_implementation_than_the_plan_has(runtime, tmp_path):
+    """Programs read its words, of which "rbg" has twice as many: XLA would name a buffer of the wrong size."""
+    model, batch = Noisy(), batch_of()
+    variables = model.init(jax.random.key(1), batch["x"], batch["key"])
+    before = pipeline_of(model, batch, runtime=runtime)
+    state = before.init(jax.random.key(0), variables=variables)
+    before.save(state, tmp_path)
+    with jax.default_prng_impl("rbg"):
+        pipeline = pipeline_of(model, batch, runtime=runtime)
+        key = jax.random.key(0)
+    message = r"is of the implementation 'threefry2x32'; .* traced for 'rbg'.* default before partition"
+    takes = [lambda: pipeline.init(jax.random.key(0), variables=variables), lambda: pipeline.restore(tmp_path)]
+    for take in [*takes, lambda: pipeline.adopt(state)] if runtime == "mpmd" else takes:
+        with pytest.raises(jaxpipe.PartitionError, match=message):
+            take()
+    assert jax.random.key_impl(pipeline.init(key, variables=variables).key) == jax.random.key_impl(key)

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from jaxpipe import _compat
-from jaxpipe.array_types import Array, PyTree
+from jaxpipe.array_types import Array, PyTree, Shaped
 from jaxpipe.errors import BatchError, PartitionError
 from jaxpipe.graph.sharding_annotations import outside_mesh
 from jaxpipe.models.call_function import RNGS, takes_rngs
@@ -82,22 +82,15 @@ def random_key(key: Any) -> Array:
     """Return a random key as a typed one (``jax.random.key``); one of ``jax.random.PRNGKey`` is wrapped.
 
     Raises:
-      PartitionError: if it is no single key, or none of JAX's default implementation, for which steps are traced.
+      PartitionError: if it is no single key.
     """
     is_array = isinstance(key, jax.Array | np.ndarray)
     dtype, shape = (key.dtype, key.shape) if is_array else (None, None)
-    default = jax.eval_shape(lambda: jax.random.key(0))
-    data = jax.eval_shape(jax.random.key_data, default)
+    data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     if (dtype, shape) == (data.dtype, data.shape):
         return jax.random.wrap_key_data(jnp.asarray(key))
     if isinstance(key, jax.Array) and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) and shape == ():
-        if dtype == default.dtype:
-            return key
-        raise PartitionError(
-            f"key= is of the implementation {str(jax.random.key_impl(key))!r}; steps are traced for keys of JAX's "
-            f"default implementation, {jax.config.jax_default_prng_impl!r}. Pass jax.random.key(0), or change the "  # type: ignore[attr-defined]
-            "default before partition with jax.config.update('jax_default_prng_impl', ...)."
-        )
+        return key
     if isinstance(key, numbers.Integral):
         fix = f"Pass jax.random.key({int(key)})."
     elif isinstance(key, nnx.Rngs):
@@ -108,6 +101,17 @@ def random_key(key: Any) -> Array:
         fix = "Pass jax.random.key(0), for example."
     text = f"an array {key.dtype}{list(key.shape)}" if is_array else shown(key)
     raise PartitionError(f"key= is {text}; init needs one random key. {fix}")
+
+
+def check_key(key: Array, traced: Shaped) -> None:
+    """Raise ``PartitionError`` unless a run's key is of the implementation that steps are traced for."""
+    given, planned = (str(jax.random.key_impl(jnp.empty((), x.dtype))) for x in (key, traced))
+    if given != planned:
+        raise PartitionError(
+            f"The random key is of the implementation {given!r}; the steps of this pipeline are traced for {planned!r},"
+            f" JAX's default where partition was called. Use such a key, jax.random.key(0, impl={planned!r}), or change"
+            f" the default before partition: jax.config.update('jax_default_prng_impl', {given!r})."
+        )
 
 
 def check_outside_jit(name: str) -> None:

@@ -108,7 +108,8 @@ class ExecutablePlan:
         """The shapes of what all devices have of a training state, by field."""
         by_stage = self.update.by_stage
         owned = zip(by_stage.state_avals, by_stage.state_stage, strict=True)
-        key, step = jax.eval_shape(lambda: (jax.random.key(0), jnp.int32(0)))
+        objective, step = self.program.objective, jax.ShapeDtypeStruct((), jnp.int32)
+        key = objective.graph.tensors[objective.key].aval
         groups = {"shared": tuple(a for a, owner in owned if owner is None), "key": key, "step": step, "skipped": step}
         sharding = NamedSharding(self.all_devices, P())
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), groups)

@@ -22,6 +22,7 @@ from jaxpipe.graph.reverse_walk import needed
 from jaxpipe.graph.stacked_layers import Stacks, side_by_side
 from jaxpipe.models import check_batch
 from jaxpipe.models.bound_model import BoundModel
+from jaxpipe.models.check_arguments import check_key
 from jaxpipe.models.traced_update import without_captures
 from jaxpipe.runtime.executable_plan import ExecutablePlan, Update
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate
@@ -95,6 +96,7 @@ def _as_jax(x: np.ndarray) -> np.ndarray:
 
 def place_state(runtime: Runtime, sources: Sources, key: Array, step: int = 0, skipped: int = 0) -> TrainState:
     """Put a state onto its devices, stage by stage: each process does what its own devices hold."""
+    check_key(key, runtime.planned.everywhere["key"])
     parts, shared = multihost.on_all(lambda: (_parts(runtime, sources), _slots(runtime.planned, sources, None, {})))
     everywhere = {"shared": tuple(shared), "key": _copied(key), "step": jnp.int32(step), "skipped": jnp.int32(skipped)}
     placed = jax.tree.map(lambda x, aval: multihost.place(x, aval.sharding), everywhere, runtime.planned.everywhere)

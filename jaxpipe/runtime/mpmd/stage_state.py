@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe import _compat, multihost
 from jaxpipe.array_types import Array, ArrayLike, Device, PyTree, Shaped
 from jaxpipe.errors import ModelError
+from jaxpipe.models.check_arguments import check_key
 from jaxpipe.runtime import check_state, shard_batch
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
 from jaxpipe.runtime.mpmd.instructions import Place
@@ -224,6 +225,7 @@ def adopt(where: StateLayout, state: TrainState) -> TrainState:
     given = {field: _grouped(where, field, getattr(state, field)) for field in fields}
     for field in fields:
         _check(field, given[field], [x.aval for x in where.arrays[field]])
+    check_key(state.key, where.abstract_state.key)
     _check("optimizer (shared)", state.shared, [where.by_stage.state_avals[k] for k in where.shared])
 
     def placed(field: str, arrays: Sequence[ArrayLike]) -> tuple[Array, ...]:

@@ -302,3 +302,52 @@ class NumberOfPython(nnx.Module):
 def test_what_is_no_model(model, message):
     with pytest.raises(ModelError, match=message):
         bind(model, once, X)
+
+
+class Writes(nnx.Module):
+    """Writes the kernel of a layer, halved, or as it was."""
+
+    def __init__(self, rngs, lifted=False, keeps=False):
+        self.layer, self.lifted, self.keeps = nnx.Linear(3, 2, rngs=rngs), lifted, keeps
+
+    def __call__(self, x):
+        def call(layer, x):
+            kernel = layer.kernel[...]
+            layer.kernel[...] = kernel / 2
+            x = layer(x)
+            if self.keeps:
+                layer.kernel[...] = kernel
+            return x
+
+        return (nnx.remat(call) if self.lifted else call)(self.layer, x)
+
+
+def run_once(model, keeps):
+    """The result of a call, from flat variables."""
+    bound = bind(model, once, X)
+    run = functools.partial(bound.run, once, keeps=keeps)
+    return jax.jit(lambda p, s: run(p, s, KEY, rows())[0])(*bound.values)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Writes,
+        functools.partial(Writes, lifted=True),
+        lambda rngs: nnx.WeightNorm(nnx.Linear(3, 2, rngs=rngs), rngs=rngs),
+        lambda rngs: nnx.SpectralNorm(nnx.Linear(3, 2, rngs=rngs), rngs=rngs),
+    ],
+    ids=["written", "lifted", "WeightNorm", "SpectralNorm"],
+)
+def test_a_loss_that_writes_parameters_is_refused(make):
+    """Plain training goes on from what was written; a pipeline would drop it. Predictions drop what they leave."""
+    model = make(nnx.Rngs(0))
+    with pytest.raises(ModelError, match=r"The call writes the parameters? .*kernel.* Only the optimizer changes"):
+        run_once(model, keeps=True)
+    predicted = run_once(model, keeps=False)
+    assert_same_bits(predicted, nnx.jit(once)(model, rows()))
+
+
+def test_a_parameter_that_a_call_leaves_as_it_was():
+    model = Writes(nnx.Rngs(0), keeps=True)
+    assert_same_bits(run_once(model, keeps=True), nnx.jit(once)(model, rows()))

@@ -143,10 +143,10 @@ def bind_nnx(model: nnx.Module, factory: Callable[..., nnx.Module] | None) -> Bo
 
         def run(graphdef: nnx.GraphDef, variables: nnx.State) -> tuple[Called, list[Path]]:
             make = functools.partial(nnx.merge, graphdef, variables, streams, copy=True)
-            model, result, after, settings = _call(function, batch, key, state, make)
+            model, result, after, settings, writes = _call(function, batch, key, state, make)
             structure, _, left = nnx.split(model, is_stream, ...)
             kept = {path: x for path, x in after.items() if path not in random}
-            return Called(result, kept, with_others(structure, left)), settings
+            return Called(result, kept, with_others(structure, left), writes), settings
 
         def with_others(graphdef: nnx.GraphDef, variables: nnx.State) -> Callable[[Mapping[Path, Array]], Called]:
             leaves, structure = by_path(variables), jax.tree.structure(variables)
@@ -185,8 +185,10 @@ def bind_nnx(model: nnx.Module, factory: Callable[..., nnx.Module] | None) -> Bo
 
 def _call(
     function: UserFunction, batch: PyTree, key: Array, state: nnx.State, make: Callable[[], nnx.Module]
-) -> tuple[nnx.Module, PyTree, dict[Path, Array], list[Path]]:
+) -> tuple[nnx.Module, PyTree, dict[Path, Array], list[Path], bool]:
     """Call a function: the module without what it has sown, the result, the variables after it, the settings changed.
+
+    And whether it writes parameters.
 
     A variable of its state that is sown to begins empty, and is left as it was.
     """
@@ -206,7 +208,7 @@ def _call(
     left = nnx.from_flat_state([(path, x) for path, x in variables if (type(x), path[-1]) in sown])
     left_behind = _settings(model)
     changed = [path for path in sorted({*settings, *left_behind}) if settings.get(path) != left_behind.get(path)]
-    return model, result, by_path(left) | by_path(nnx.state(model)), changed
+    return model, result, by_path(left) | by_path(nnx.state(model)), changed, observed.writes_parameters
 
 
 def _settings(model: nnx.Module) -> dict[Path, object]:

@@ -39,11 +39,15 @@ Flat = tuple[list[ArrayLike], list[ArrayLike]]
 
 
 class Called(NamedTuple):
-    """The result of a call of a user's function, the variables after it by path, and the same call with others."""
+    """The result of a call of a user's function, the variables after it by path, and the same call with others.
+
+    And whether it has written parameters, which lifted transformations give new arrays too.
+    """
 
     result: PyTree
     after: Mapping[Path, Array]
     again: Callable[[Mapping[Path, Array]], "Called"]
+    writes_parameters: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,13 +133,16 @@ class BoundModel:
         """Call ``function(model, batch)``: its result, and the new state, which the next call gets if it ``keeps`` it.
 
         Raises:
-          ModelError: if the call changes the structure of the state in a way that the next call would see.
+          ModelError: if the call changes the structure of the state in a way that the next call would see, or
+            parameters that are kept.
         """
         variables, paths = self.variable_tree(parameters, state), self.paths[len(parameters) :]
         with self.naming():
-            result, after, again = self.call(function, variables, key, batch)
+            result, after, again, writes = self.call(function, variables, key, batch)
             _check_new_state(dict(zip(paths, state, strict=True)), after)
             before = by_path(variables)
+            if writes and keeps:
+                _check_parameters({path: x for path, x in before.items() if path not in paths}, after)
             new = {path: x for path, x in after.items() if path not in before}
             if new and keeps:
 
@@ -234,6 +241,18 @@ def _check_new_state(before: Mapping[Path, ArrayLike], after: Mapping[Path, Arra
                 f"{new.dtype}{list(new.shape)}. A step is compiled once, for variables that keep shape and type: make "
                 "it as large as it gets, in the type that it gets, when it is initialized."
             )
+
+
+def _check_parameters(before: Mapping[Path, ArrayLike], after: Mapping[Path, ArrayLike]) -> None:
+    """Raise ``ModelError`` if a call has written other values into parameters: plain training goes on from them."""
+    names = [path_text(path) for path, old in before.items() if after.get(path, old) is not old]
+    if names:
+        raise ModelError(
+            f"The call writes the parameter{'s' if len(names) > 1 else ''} {listed(names, 3)}, as nnx.WeightNorm and "
+            "nnx.SpectralNorm do. Only the optimizer changes parameters: all micro-batches of a step share them. Keep "
+            "what a call changes in another nnx.Variable, such as nnx.BatchStat, compute with values that are not "
+            "written back, or call a copy, nnx.clone(self.layer)(x). Linen's WeightNorm and SpectralNorm write none."
+        )
 
 
 def _check_unread(new: Mapping[Path, ArrayLike], call_again: Callable[[Sequence[Array]], PyTree]) -> None:

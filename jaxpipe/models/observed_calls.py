@@ -1,4 +1,4 @@
-"""Calls of Flax that a micro-batch gives another meaning: ``sow``, whose values it drops, and ``has_rng``.
+"""Calls of Flax that a micro-batch gives another meaning, as ``sow``, whose values it drops, or that it cannot follow.
 
 Flax has no hook for them: its functions are replaced while a user's function is traced, and do what they always did for
 other threads.
@@ -30,12 +30,14 @@ class Observed:
       sown_variables: of NNX, type and name of every variable that ``sow`` has made or changed.
       returned: of Linen, what the code behind each call can see of it, if that is taken to be what its initialization
         returns and leaves.
+      writes_parameters: of NNX, whether a parameter was given a value.
     """
 
     sown: set[Path] = field(default_factory=set)
     split: set[str] = field(default_factory=set)
     sown_variables: set[tuple[type[nnx.Variable], str]] = field(default_factory=set)
     returned: list[tuple[PyTreeDef, dict[Path, object]]] = field(default_factory=list, compare=False)
+    writes_parameters: bool = False
 
     def copy(self) -> "Observed":
         """Return the same facts, but for what is returned, to which others may be added."""
@@ -48,6 +50,7 @@ _lock = threading.Lock()
 _users = 0
 
 _sow, _has_rng, _pack, _nnx_sow = nn.Module.sow, nn.Module.has_rng, lift.pack, nnx.Module.sow
+_set_value = nnx.Variable.set_value
 
 
 @functools.wraps(_sow)
@@ -97,11 +100,20 @@ def _observed_nnx_sow(self: nnx.Module, variable_type: PyTree, name: str, *args:
     return stored
 
 
+@functools.wraps(_set_value)
+def _observed_set_value(self: nnx.Variable, *args: PyTree, **kwargs: PyTree) -> None:
+    observed, _ = _here.get()
+    if observed is not None and isinstance(self, nnx.Param):
+        observed.writes_parameters = True
+    _set_value(self, *args, **kwargs)
+
+
 _REPLACED: list[tuple[object, str, Callable[..., PyTree], Callable[..., PyTree]]] = [
     (nn.Module, "sow", _observed_sow, _sow),
     (nn.Module, "has_rng", _observed_has_rng, _has_rng),
     (lift, "pack", _observed_pack, _pack),
     (nnx.Module, "sow", _observed_nnx_sow, _nnx_sow),
+    (nnx.Variable, "set_value", _observed_set_value, _set_value),
 ]
 
 

@@ -107,6 +107,18 @@ def test_the_operator_behind_a_forward_pass_is_named(block):
     assert f"it began in stage {stage}, micro-batch 2, operator sqrt of Net/Block_{block}" in str(raised.value)
 
 
+@pytest.mark.parametrize(("rows", "microbatch"), [(6, 2), (7, 0)])
+def test_batches_of_other_sizes(rows, microbatch):
+    """Of 6 rows three micro-batches are made, as large as planned; of 7 one."""
+    pipeline, batch = pipeline_of("raise"), jax.tree.map(lambda x: x[:rows], batch_of(forward=2))
+    state, stage = pipeline.init(jax.random.key(0)), stage_of(pipeline, 2)
+    origin = pipeline.find_nonfinite(state, batch)
+    assert (origin.stage, origin.microbatch, origin.what) == (stage, microbatch, "operator sqrt of Net/Block_2")
+    with pytest.raises(jaxpipe.NonFiniteError, match=f"began in stage {stage}, micro-batch {microbatch}, ") as raised:
+        pipeline.step(state, batch)
+    assert raised.value.stage == stage
+
+
 @pytest.mark.parametrize("block", [0, 3])
 def test_the_stage_behind_a_backward_pass_is_named(block):
     pipeline = pipeline_of("raise")

@@ -1,5 +1,6 @@
 """The search for the operator at which a loss that is not finite began."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import numpy as np
 from jaxpipe.array_types import ArrayLike, PyTree, TensorNumber
 from jaxpipe.errors import NonFiniteError
 from jaxpipe.graph.graph import Graph
+from jaxpipe.models.check_batch import batch_shapes
 from jaxpipe.runtime.executable_plan import StepResults
 from jaxpipe.runtime.select_runtime import Runtime
 from jaxpipe.runtime.state_arrays import microbatch_key
@@ -68,14 +70,17 @@ def find(runtime: Runtime, state: TrainState, batch: PyTree) -> NonFiniteOrigin 
     The process must have all stages, whose operators run on their own devices. An infinity that does no harm (an
     attention mask) is passed by. None if the loss is finite for every micro-batch, and for all together.
     """
-    planned = runtime.planned
+    planned = runtime.planned_for(batch_shapes(batch))
     program, model = planned.program, planned.model
     objective, graph = program.objective, program.objective.graph
     replicas, m, joined = planned.batching.replicas, planned.batching.num_microbatches, objective.joined
     devices = [stage_devices(planned.mesh, program.stage_replicas, s)[0] for s in range(program.num_devices)]
-    homes = [
-        s for s, stage in zip(program.stage_numbers, planned.plan.stages, strict=True) for _ in range(*stage.operators)
-    ]
+    # Of a stage whose state is folded or whose largest product is in slices, some operators are others.
+    within = {t: s for s in program.stage_numbers for op in program.stages[s].graph.operators for t in op.outputs}
+    stages = itertools.accumulate(
+        graph.operators, lambda s, op: next((within[t] for t in op.outputs if t in within), s), initial=StageNumber(0)
+    )
+    homes = list(stages)[1:]
 
     arrays = runtime.to_host(state)
     parameters = dict(zip(objective.parameters, arrays.parameters, strict=True))

@@ -231,6 +231,11 @@ class MpmdRuntime:
 
         return recent(self._compiled_steps, key, compiled)
 
+    def planned_for(self, shapes: PyTree) -> ExecutablePlan:
+        """Return the plan for batches of some shapes."""
+        same = shape_key(shapes) == shape_key(self.planned.batch)
+        return self.planned if same else shaped_for(self.planned, shapes)
+
     def _layout_for(self, shapes: PyTree) -> StageLayout:
         sizes = ", ".join(str(list(x.shape)) for x in jax.tree.leaves(shapes))
         tell(f"A batch of other shapes than were planned for: {sizes}")

@@ -163,6 +163,11 @@ class SpmdRuntime:
         """Raise ``BatchError`` if a batch has other shapes than were planned for."""
         check_batch.check_same_structure(shapes, self.planned.batch)
 
+    def planned_for(self, shapes: PyTree) -> ExecutablePlan:
+        """Return the plan for batches of some shapes: those of all batches."""
+        del shapes
+        return self.planned
+
     def prepare(self, shapes: PyTree) -> None:
         """Compile the training step."""
         del shapes  # those that were planned for

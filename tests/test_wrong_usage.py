@@ -244,6 +244,8 @@ RETURNED = {
         ["'one' (str) as its weight", "(loss_sum, weight, metrics)"],
     ),
     "a text as metric": (lambda m, x: (mean(m, x), {"name": "a"}), ["'a' (str) as the metric ['name']", "numbers or"]),
+    "a key as metric": (lambda m, x: (mean(m, x), {"key": KEY}), ["as the metric ['key']", "numbers or"]),
+    "a key in a sum": (lambda m, x: (mean(m, x), 1, {"n": jaxpipe.Sum(KEY)}), ["as the metric ['n'].value", "numbers"]),
 }
 
 

@@ -155,13 +155,13 @@ def returned_parts(returned: PyTree, name: str) -> tuple[PyTree, PyTree, PyTree]
     *scalars, metrics = returned if isinstance(returned, tuple) else (returned,) if alone else (returned, {})
     named: dict[str, Any] = dict(zip(("loss", "weight"), scalars, strict=False))
     for what, value in named.items():
-        if not _is_array(value):
+        if not _is_number(value):
             raise PartitionError(f"{name} returned {shown(value)} as its {what}; {rule}")
     for path, value in jax.tree_util.tree_leaves_with_path(metrics):
-        if not _is_array(value):
+        if not _is_number(value):
             raise PartitionError(
                 f"{name} returned {shown(value)} as the metric {jax.tree_util.keystr(path)}; metrics are numbers or "
-                "arrays. Leave it out."
+                "arrays of numbers. Leave it out."
             )
     for what, value in named.items():
         shape, dtype = jnp.shape(value), jnp.result_type(value)
@@ -211,6 +211,11 @@ def _is_held(dtype: jax.typing.DTypeLike) -> bool:
         return jax.dtypes.issubdtype(dtype, jax.dtypes.extended) or np.dtype(dtype).kind not in "OSUMm"
     except TypeError:
         return False
+
+
+def _is_number(value: PyTree) -> bool:
+    """Return whether a value, or each element of it, is a number and no random key."""
+    return _is_array(value) and not jax.dtypes.issubdtype(getattr(value, "dtype", float), jax.dtypes.extended)
 
 
 def _is_array(value: PyTree) -> bool:

@@ -388,6 +388,16 @@ CALLS = {
         lambda p, s: p.step(s, {"x": X}),
         ["it has ['x']; it lacks (the array itself)", "make another pipeline"],
     ),
+    "batch of shapes": (
+        BatchError,
+        lambda p, s: p.step(s, jax.ShapeDtypeStruct(X.shape, X.dtype)),
+        ["batch is a ShapeDtypeStruct", "not on shapes"],
+    ),
+    "masked batch": (
+        BatchError,
+        lambda p, s: p.evaluate(s, np.ma.array(np.ones((8, 3), np.float32))),
+        ["batch is a MaskedArray", "its mask beside it"],
+    ),
     "evaluate nothing": (
         PartitionError,
         lambda p, s: p.evaluate(s, X),

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from jaxpipe import _compat
-from jaxpipe.array_types import Array, PyTree, Shaped
+from jaxpipe.array_types import Array, PyTree
 from jaxpipe.errors import BatchError, PartitionError
 from jaxpipe.graph.sharding_annotations import outside_mesh
 from jaxpipe.models.call_function import RNGS, takes_rngs
@@ -101,17 +101,6 @@ def random_key(key: Any) -> Array:
         fix = "Pass jax.random.key(0), for example."
     text = f"an array {key.dtype}{list(key.shape)}" if is_array else shown(key)
     raise PartitionError(f"key= is {text}; init needs one random key. {fix}")
-
-
-def check_key(key: Array, traced: Shaped) -> None:
-    """Raise ``PartitionError`` unless a run's key is of the implementation that steps are traced for."""
-    given, planned = (str(jax.random.key_impl(jnp.empty((), x.dtype))) for x in (key, traced))
-    if given != planned:
-        raise PartitionError(
-            f"The random key is of the implementation {given!r}; the steps of this pipeline are traced for {planned!r},"
-            f" JAX's default where partition was called. Use such a key, jax.random.key(0, impl={planned!r}), or change"
-            f" the default before partition: jax.config.update('jax_default_prng_impl', {given!r})."
-        )
 
 
 def check_outside_jit(name: str) -> None:

@@ -22,12 +22,11 @@ from jaxpipe.graph.reverse_walk import needed
 from jaxpipe.graph.stacked_layers import Stacks, side_by_side
 from jaxpipe.models import check_batch
 from jaxpipe.models.bound_model import BoundModel
-from jaxpipe.models.check_arguments import check_key
 from jaxpipe.models.traced_update import without_captures
 from jaxpipe.runtime.executable_plan import ExecutablePlan, Update
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate
 from jaxpipe.runtime.select_runtime import Runtime
-from jaxpipe.runtime.state_arrays import StageArrays, of_replicas
+from jaxpipe.runtime.state_arrays import StageArrays, check_key, of_replicas
 from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.text.value_text import listed
 

@@ -32,10 +32,19 @@ def local_rows(mesh: Mesh, size: int) -> np.ndarray:
 
 
 def whole_shapes(mesh: Mesh, shapes: PyTree, batch: PyTree) -> PyTree:
-    """The shapes of the whole batch, of which this process passes its rows, or a global array."""
+    """The shapes of the whole batch, of which this process passes its rows, or a global array.
+
+    Raises:
+      BatchError: if it holds something else than arrays, or rows that cannot be split.
+    """
     local_replicas, replicas = len(own_replicas(mesh)), mesh.shape.get(DATA, 1)
 
     def whole(path: jax.tree_util.KeyPath, shape: jax.ShapeDtypeStruct, x: object) -> jax.ShapeDtypeStruct:
+        if not isinstance(x, jax.Array | np.ndarray | np.generic) or isinstance(x, np.ma.MaskedArray):
+            raise BatchError(
+                f"batch{jax.tree_util.keystr(path)} is a {type(x).__name__}; programs run on arrays of JAX or NumPy, "
+                "not on shapes. Pass numpy.asarray(values), of a masked array array.filled(0), with its mask beside it."
+            )
         if local_replicas == replicas or not shape.shape or _is_global(x):
             return shape
         if shape.shape[0] % local_replicas:

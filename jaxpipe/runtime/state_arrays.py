@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from jaxpipe.array_types import Array, ArrayLike
+from jaxpipe.array_types import Array, ArrayLike, Shaped
+from jaxpipe.errors import PartitionError
 from jaxpipe.runtime.train_state import TrainState
 
 
@@ -55,6 +56,17 @@ def off_mesh(x: Array) -> Array:
             data = np.asarray(jax.random.key_data(local))
             return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(x))
         return jnp.asarray(np.asarray(local))
+
+
+def check_key(key: Array, traced: Shaped) -> None:
+    """Raise ``PartitionError`` unless a run's key is of the implementation that steps are traced for."""
+    given, planned = (str(jax.random.key_impl(jnp.empty((), x.dtype))) for x in (key, traced))
+    if given != planned:
+        raise PartitionError(
+            f"The random key is of the implementation {given!r}; the steps of this pipeline are traced for {planned!r},"
+            f" JAX's default where partition was called. Use such a key, jax.random.key(0, impl={planned!r}), or change"
+            f" the default before partition: jax.config.update('jax_default_prng_impl', {given!r})."
+        )
 
 
 def microbatch_key(state: TrainState, j: int | Array) -> Array:

@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe import _compat, multihost
 from jaxpipe.array_types import Array, ArrayLike, Device, PyTree, Shaped
 from jaxpipe.errors import ModelError
-from jaxpipe.models.check_arguments import check_key
 from jaxpipe.runtime import check_state, shard_batch
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
 from jaxpipe.runtime.mpmd.instructions import Place
@@ -29,7 +28,7 @@ from jaxpipe.runtime.mpmd.send_between_processes import of_member
 from jaxpipe.runtime.mpmd.stage_layout import StageLayout
 from jaxpipe.runtime.mpmd.step_graph import Port
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate
-from jaxpipe.runtime.state_arrays import of_replicas
+from jaxpipe.runtime.state_arrays import check_key, of_replicas
 from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.sharding.mesh_axes import DATA
 

@@ -5,7 +5,6 @@ import pytest
 from flax import nnx
 
 from jaxpipe import memory_encoded
-from jaxpipe.errors import ModelError
 from jaxpipe.models.purify_nnx import purify
 from tests.support.compare import assert_same_bits, relative_l2
 
@@ -152,18 +151,19 @@ def test_a_module_of_an_outer_transformation_stays_untouched_by_one_that_changes
     assert_same_bits(gradients(memory_encoded), gradients(lambda loss: loss))
 
 
-def test_a_variable_by_itself_may_be_read_and_not_changed():
-    def read(scale, x):
-        return scale[...] * x.sum()
+def test_variables_by_themselves_change_as_under_nnx_grad():
+    def loss(scale, counts, x):
+        counts["calls"][...] += 1
+        scale[...] *= 2
+        return (scale[...] * counts["calls"][...] * x).sum()
 
-    def change(scale, x):
-        scale[...] += 1
-        return read(scale, x)
+    def two_gradients(loss):
+        scale, counts = nnx.Param(jnp.float32(2)), {"calls": nnx.Variable(jnp.float32(0))}
+        return [nnx.grad(loss)(scale, counts, jnp.arange(3.0)) for _ in range(2)], scale, counts
 
-    x, scale = jnp.arange(3.0), nnx.Param(jnp.float32(2))
-    assert nnx.grad(memory_encoded(read))(scale, x)[...] == 3
-    with pytest.raises(ModelError, match=r"nnx\.Variable that is an argument by itself.*Pass the module"):
-        memory_encoded(change)(scale, x)
+    assert_same_bits(*map(jax.tree.leaves, (two_gradients(memory_encoded(loss)), two_gradients(loss))))
+    call = purify(loss, nnx.Param(jnp.float32(2)), {"calls": nnx.Variable(jnp.float32(0))}, jnp.arange(3.0))
+    assert call.names == ("0", "1['calls']", "2") and call.parameters == (True, False, False)
 
 
 def test_arrays_in_a_container_are_held_and_bare_arrays_are_not():

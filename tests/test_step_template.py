@@ -131,6 +131,22 @@ def test_modules_and_static_arguments():
     )
 
 
+def test_variables_by_themselves_change_as_under_nnx_jit():
+    def step(net, counts, x):
+        counts["steps"][...] += 1
+        return nnx.grad(jaxpipe.memory_encoded(lambda net: (net(x) ** 2).mean()))(net)
+
+    def two_steps(jit):
+        net, counts = nnx.Linear(16, 16, rngs=nnx.Rngs(0)), {"steps": nnx.Variable(jnp.int32(0))}
+        return [jit(step)(net, counts, X) for _ in range(2)], counts
+
+    counts = {"steps": nnx.Variable(jnp.int32(0))}
+    template = template_of(step, nnx.Linear(16, 16, rngs=nnx.Rngs(0)), counts, X)
+    given = two_steps(lambda step: nnx.jit(template.with_storage(by_default)))
+    jax.tree.map(np.testing.assert_array_equal, given, two_steps(nnx.jit))
+    assert given[1]["steps"][...] == 2
+
+
 def test_modules_of_linen_keep_their_streams():
     class Net(nn.Module):
         @nn.compact

@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -53,7 +54,7 @@ def purify(function: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> 
     """Make one call of ``function`` pure.
 
     Arrays among the arguments become leaves. NNX modules (anywhere in the arguments; ``function`` may be one) are
-    split into their variables, and receive their new state in ``finish``.
+    split into their variables, and receive their new state in ``finish``; so do variables by themselves.
 
     Example:
       >>> import jax.numpy as jnp
@@ -63,12 +64,14 @@ def purify(function: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> 
     """
     _check_target(function)
     if isinstance(function, nnx.Pytree):
-        args, function = (function, *args), _call
-    given, fill = part((args, kwargs), lambda x: is_module(x) or is_array(x), is_module)
-    inputs = [(path, x) for path, x in given if not is_module(x)]
+        args, function = (function, *args), operator.call
+    given, fill = part((args, kwargs), lambda x: is_node(x) or is_array(x), is_node)
+    inputs = [(path, x) for path, x in given if not is_node(x)]
     names = [_name(path) for path, _ in inputs]
     check_numeric(names, [x for _, x in inputs])
-    modules = tuple(x for _, x in given if is_module(x))
+    modules = tuple(x for _, x in given if is_node(x))
+    alone = sum(map(is_module, modules)) == 1
+    prefixes = [() if alone and is_module(x) else (_name(path),) for path, x in given if is_node(x)]
     graphdef, state = nnx.split(modules)
     values, structure = by_path(state), jax.tree.structure(state)
     variables = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
@@ -82,16 +85,9 @@ def purify(function: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> 
         numbers = graphlib.IndexMap()
         copies = graphlib.unflatten(graphdef, old, index_ref=numbers, copy_variables=True)
         rebuilt, rest = iter(copies), iter(leaves[count:])
-        new_args, new_kwargs = fill([next(rebuilt if is_module(x) else rest) for _, x in given])
-        alone = [x for x in (*new_args, *new_kwargs.values()) if isinstance(x, nnx.Variable)]
-        values_before = jax.tree.leaves(alone)
+        new_args, new_kwargs = fill([next(rebuilt if is_node(x) else rest) for _, x in given])
         with module_scopes(copies):
             output, give = part(function(*new_args, **new_kwargs))
-        if _numbers_of(alone) != list(map(id, values_before)):
-            raise ModelError(
-                "A decorated function changes an nnx.Variable that is an argument by itself, and the change would be "
-                "lost. Pass the module that holds it, or return the new value."
-            )
         is_same = nnx.graphdef(copies) == graphdef
         origin = graphlib.RefMap.from_indexmap(numbers)
         new_graphdef, state = graphlib.flatten(copies, ref_outer_index=origin, graph=True)
@@ -116,7 +112,7 @@ def purify(function: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> 
     return PureCall(
         function=pure,
         leaves=(*values.values(), *(x for _, x in inputs)),
-        names=(*("/".join(path[1:] if len(modules) == 1 else path) for path in values), *names),
+        names=(*("/".join((*prefixes[int(place)], *path)) for place, *path in values), *names),
         parameters=(*parameters, *(False for _ in inputs)),
         held=(*(True for _ in values), *(len(path) > 2 for path, _ in inputs)),
         finish=finish,
@@ -156,10 +152,6 @@ def _check_target(function: object) -> None:
         raise ModelError(f"{shown(function)} was given as a function. Pass a function or an NNX module.")
 
 
-def _call(module: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> PyTree:
-    return module(*args, **kwargs)
-
-
 def is_array(value: object) -> TypeGuard[Array]:
     """Return whether a leaf of the arguments is data: an array, a tracer or a shape. Python numbers are static."""
     return isinstance(value, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
@@ -168,6 +160,11 @@ def is_array(value: object) -> TypeGuard[Array]:
 def is_module(value: object) -> bool:
     """Return whether a value holds NNX variables and is to be split: a module, ``nnx.Rngs``, an NNX optimizer."""
     return isinstance(value, nnx.Pytree) and not isinstance(value, nnx.Variable)
+
+
+def is_node(value: object) -> bool:
+    """Return whether a value may change in place: a module, or a variable by itself."""
+    return isinstance(value, nnx.Pytree | nnx.Variable)
 
 
 def part(

@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from jaxpipe.array_types import Device, PyTree
-from jaxpipe.models.purify_nnx import is_array, is_module, part
+from jaxpipe.models.purify_nnx import is_array, is_module, is_node, part
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,8 @@ def split_arguments(arguments: PyTree) -> tuple[Hashable, list[Any]]:
 class FlatArguments:
     """Arguments as arrays: leaves of trees, and the states of NNX modules, which may share variables.
 
+    Variables by themselves are treated as modules, as they change, too.
+
     Attributes:
       tree: leaves of trees and modules.
       treedef: of these.
@@ -78,31 +80,36 @@ class FlatArguments:
     @property
     def modules(self) -> tuple[Any, ...]:
         """The modules among them."""
-        return tuple(filter(is_module, self.tree))
+        return tuple(filter(is_node, self.tree))
 
     @property
     def values(self) -> list[Any]:
         """The arrays."""
-        return [*(x for x in self.tree if not is_module(x)), *jax.tree.leaves(self.state)]
+        return [*(x for x in self.tree if not is_node(x)), *jax.tree.leaves(self.state)]
 
     def filled(self, values: Sequence[Any]) -> tuple[PyTree, tuple[Any, ...]]:
         """Return arguments with other arrays, and their new modules."""
         count = len(self.tree) - len(self.modules)
         new = nnx.merge(self.graphdef, jax.tree.unflatten(jax.tree.structure(self.state), values[count:]))
         leaves, modules = iter(values[:count]), iter(new)
-        return self.treedef.unflatten([next(modules if is_module(x) else leaves) for x in self.tree]), new
+        return self.treedef.unflatten([next(modules if is_node(x) else leaves) for x in self.tree]), new
 
 
 def flat_arguments(arguments: PyTree) -> FlatArguments:
     """Return arguments as arrays."""
-    leaves, treedef = jax.tree.flatten(arguments, is_leaf=is_module)
-    return FlatArguments(leaves, treedef, *nnx.split(tuple(filter(is_module, leaves))))
+    leaves, treedef = jax.tree.flatten(arguments, is_leaf=is_node)
+    return FlatArguments(leaves, treedef, *nnx.split(tuple(filter(is_node, leaves))))
+
+
+def changed(arguments: PyTree, change: Callable[[Any], Any]) -> PyTree:
+    """Return arguments with other values, and copies of their NNX modules, which share what these share."""
+    flat = flat_arguments(arguments)
+    return flat.filled(list(map(change, flat.values)))[0]
 
 
 def without_values(arguments: PyTree) -> PyTree:
     """Return arguments with shapes in place of arrays, those of NNX modules included."""
-    flat = flat_arguments(arguments)
-    return flat.filled(list(map(_without_value, flat.values)))[0]
+    return changed(arguments, _without_value)
 
 
 def _without_value(leaf: Any) -> Any:
@@ -148,10 +155,8 @@ def with_static(static: Any, others: PyTree) -> PyTree:
     """Return arguments with static ones, as ``split_static`` has them, in their places again."""
     args, kwargs = others
     named = {place: value for place, _, value in static}
-    return tuple(named.get(k, x) for k, x in enumerate(args)), {
-        **kwargs,
-        **{k: x for k, x in named.items() if isinstance(k, str)},
-    }
+    by_name = {k: x for k, x in named.items() if isinstance(k, str)}
+    return tuple(named.get(k, x) for k, x in enumerate(args)), {**kwargs, **by_name}
 
 
 def _parameters(step: Callable[..., Any]) -> list[str]:

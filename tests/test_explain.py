@@ -249,6 +249,29 @@ def test_an_nnx_step_is_compiled_by_nnx():
     assert (shown.line, shown.bytes) == ("nnx.jit(step, donate_argnums=(0, 1))", donated)
 
 
+class TiedNNXNet(NNXNet):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.last = self.blocks[0]
+
+
+@pytest.mark.parametrize("optimizer", [nnx.Optimizer, nnx.ModelAndOptimizer])
+def test_variables_that_nnx_modules_share_are_counted_once(optimizer):
+    def step(model, optimizer, batch):
+        value, gradients = nnx.value_and_grad(lambda model: (model.last(model(batch)[:, :WIDTH]) ** 2).mean())(model)
+        optimizer.update(*([] if isinstance(optimizer, nnx.ModelAndOptimizer) else [model]), gradients)
+        return value
+
+    model = TiedNNXNet(nnx.Rngs(0))
+    arguments = model, optimizer(model, optax.sgd(0.1, 0.9), wrt=nnx.Param), BATCH["x"]
+    explanation = jaxpipe.explain(step, *arguments)
+    causes, size = explanation.bytes_by_cause(), bytes_of(nnx.state(model, nnx.Param))
+    assert explanation.refused == () and explanation.batch == ROWS
+    assert explanation.total_bytes == xla_bytes(nnx.jit(step), *arguments)
+    assert causes["parameters"] == size and size <= causes["optimizer state"] < size + 16  # and counts of steps
+    assert causes["batch"] == bytes_of(BATCH["x"])
+
+
 @pytest.mark.versions
 def test_nnx_modules_need_what_a_decorated_class_needs():
     plain = jaxpipe.explain(nnx.jit(nnx_step), *nnx_arguments())

@@ -11,7 +11,7 @@ from jaxpipe.costs.device_memory import pool_fraction
 from jaxpipe.costs.reserved_bytes import reserved_bytes
 from jaxpipe.step.compiled_buffers import compile_with_buffers
 from jaxpipe.step.peak import PeakPart, peak_parts
-from jaxpipe.step.step_arguments import jitter
+from jaxpipe.step.step_arguments import changed, jitter
 from jaxpipe.step.target_device import TargetDevice, placed
 from jaxpipe.step.traced_step import Argument, Role, TracedStep, trace_step
 from jaxpipe.step.wrapped_modules import CalledModules, observed_modules
@@ -73,15 +73,15 @@ def bytes_with_batch(explained: Explained, size: int) -> int | None:
     Each size is compiled once.
     """
     known, arguments, places = explained.bytes_by_batch, explained.step.arguments, explained.step.places
-    leaves, treedef = jax.tree.flatten(explained.args)
     if size < 1 or batch_size(arguments) is None or places is None:
         return None
     if size not in known:
-        for k, argument in zip(places, arguments, strict=True):
-            if argument.role is Role.BATCH and argument.array.shape:
-                x = leaves[k]
-                leaves[k] = jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype, sharding=getattr(x, "sharding", None))
-        step = trace_step(explained.jitted, jax.tree.unflatten(treedef, leaves))
+        batch = {
+            id(x): jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype, sharding=getattr(x, "sharding", None))
+            for x, argument in zip(map(jax.tree.leaves(explained.args).__getitem__, places), arguments, strict=True)
+            if argument.role is Role.BATCH and argument.array.shape
+        }
+        step = trace_step(explained.jitted, changed(explained.args, lambda x: batch.get(id(x), x)))
         known[size] = reserved_bytes(step.traced.lower().compile())
     return known[size]
 

@@ -11,7 +11,7 @@ from jaxpipe.array_types import Device, PyTree
 from jaxpipe.costs.device_memory import memory_of
 from jaxpipe.errors import PartitionError
 from jaxpipe.models.purify_nnx import is_array
-from jaxpipe.step.step_arguments import without_values
+from jaxpipe.step.step_arguments import changed, without_values
 from jaxpipe.targets.absent import absent_devices
 from jaxpipe.targets.known import known_targets, target_of
 from jaxpipe.targets.target import Target
@@ -147,4 +147,4 @@ def placed(args: PyTree, target: TargetDevice) -> PyTree:
         weak = getattr(x, "weak_type", False)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=weak) if is_array(x) else x
 
-    return jax.tree.map(shape, args)
+    return changed(args, shape)

@@ -67,8 +67,7 @@ class TracedStep:
     """A traced step: what is lowered, its program, and its arguments in the order of the program.
 
     Attributes:
-      places: of the arguments among the leaves that the step was given; None if nnx.jit has found fewer, as modules
-        share variables.
+      places: of the arguments among the leaves that the step was given; None if they are not found there.
     """
 
     traced: jax.stages.Traced
@@ -134,7 +133,7 @@ def trace_step(step: Any, args: Sequence[PyTree]) -> TracedStep:
     unused = Counter(map(_shape_and_type, jax.tree.leaves(traced.out_info)))
     leaves = _leaves(args)
     places = _places([leaf.value for leaf in leaves], infos)
-    if places is None:  # in the structure of nnx.jit, as modules share variables
+    if places is None:  # in the structure of nnx.jit
         chosen = [_Leaf(path[1:], None, info) for path, info in flat]
     else:
         chosen = [leaves[k] for k in places]
@@ -165,9 +164,14 @@ class _Leaf:
 
 def _leaves(args: PyTree) -> list[_Leaf]:
     held = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    kinds = [type(x) if isinstance(x, nnx.Variable) else None for x in held for _ in jax.tree.leaves(x)]
+    # Modules may share a variable, which nnx.jit passes once, in its first place.
+    first = {id(x): k for k, x in reversed([*enumerate(held)])} if jitter(args) is nnx.jit else {}
+    known = [(x, first.get(id(x), k) == k) for k, x in enumerate(held) for _ in jax.tree.leaves(x)]
     paths = jax.tree_util.tree_flatten_with_path(args)[0]
-    return [_Leaf(path, kind, value) for (path, value), kind in zip(paths, kinds, strict=True)]
+    return [
+        _Leaf(path, type(x), value if is_first else None) if isinstance(x, nnx.Variable) else _Leaf(path, None, value)
+        for (path, value), (x, is_first) in zip(paths, known, strict=True)
+    ]
 
 
 def _places(leaves: Sequence[Any], infos: Sequence[Any]) -> list[int] | None:

@@ -23,6 +23,7 @@ from jaxpipe.models.decorated_class import twin_class
 from jaxpipe.models.purify_nnx import is_array, is_module, part
 from jaxpipe.residuals.memory_encoded import memory_encoded, run_encoded
 from jaxpipe.residuals.undecorated import disabled
+from jaxpipe.step.step_arguments import changed
 
 
 # JAX's tracing caches know of it: a step that is jitted already is traced anew for each.
@@ -88,7 +89,7 @@ def observed_modules(args: PyTree) -> Iterator[tuple[CalledModules, PyTree]]:
         finally:
             depth -= 1
 
-    copies = jax.tree.map(lambda x: x, args)
+    copies = changed(args, lambda x: x)
     for root in _modules(copies):
         called.outermost[type(root)] = None
         for path, module in nnx.iter_modules(root):
@@ -123,7 +124,7 @@ def wrapped_modules(args: PyTree, blocks: type | None = None) -> Iterator[PyTree
         finally:
             _inside.reset(token)
 
-    copies = jax.tree.map(lambda x: x, args)
+    copies = changed(args, lambda x: x)
     for root in _modules(copies):
         if blocks is None:
             object.__setattr__(root, "__class__", _encoded_class(type(root)))
@@ -148,8 +149,7 @@ def _run_remat(remat: Any, method: Callable[..., PyTree], module: Any, *args: Py
 
 def _modules(args: PyTree) -> list[Any]:
     """Return the NNX modules among arguments that compute something; optimizers do not."""
-    nodes = [x for x in jax.tree.leaves(args, is_leaf=is_module) if is_module(x)]
-    return [x for x in nodes if isinstance(x, nnx.Module) and callable(x)]
+    return [x for x in jax.tree.leaves(args, is_leaf=is_module) if isinstance(x, nnx.Module) and callable(x)]
 
 
 def _name_scopes(root: Any) -> None:

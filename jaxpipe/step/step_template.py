@@ -55,12 +55,14 @@ class StepTemplate:
         return step
 
 
-def step_template(call: Call, met: dict[str, DecoratedProgram], plain: Undecorated) -> StepTemplate | None:
+def step_template(
+    call: Call, met: dict[str, DecoratedProgram], plain: Undecorated | None = None
+) -> StepTemplate | None:
     """Trace a step with its decorated programs as equations; None where they cannot be replaced by others.
 
-    They are noted in ``met``; ``plain`` is the trace of the plain step. None: where a program is batched or in a
-    ``shard_map``, where its passes are in different loops or functions under ``jit``, and where a step adds to its
-    modules or returns them.
+    They are noted in ``met``; ``plain`` is the trace of the plain step, if there was one. None: where a program is
+    batched or in a ``shard_map``, where its passes are in different loops or functions under ``jit``, and where a step
+    adds to its modules or returns them.
     """
     static, dynamic = split_static(call.step, call.options, call.args, call.kwargs)
     flat = flat_arguments(dynamic)

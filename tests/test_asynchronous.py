@@ -267,7 +267,7 @@ def test_what_needs_the_whole_gradient_is_refused(options, message):
 
 @pytest.mark.parametrize("schedule", ["double_buffered", "local_accumulation"])
 def test_a_batch_without_whole_groups_is_refused(schedule):
-    """Of three micro-batches no two groups of two can be made; one update of all three would be other training."""
+    """Three micro-batches make no groups of two; one update of all three would be other training."""
     pipeline = partition(schedule)
     state = pipeline.init(jax.random.key(0))
     with pytest.raises(ScheduleError, match="has no table of 3 micro-batches on 2 devices"):

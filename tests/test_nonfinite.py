@@ -109,7 +109,7 @@ def test_the_operator_behind_a_forward_pass_is_named(block):
 
 @pytest.mark.parametrize(("rows", "microbatch"), [(6, 2), (7, 0)])
 def test_batches_of_other_sizes(rows, microbatch):
-    """Of 6 rows three micro-batches are made, as large as planned; of 7 one."""
+    """6 rows make three micro-batches, as large as planned; 7 make one."""
     pipeline, batch = pipeline_of("raise"), jax.tree.map(lambda x: x[:rows], batch_of(forward=2))
     state, stage = pipeline.init(jax.random.key(0)), stage_of(pipeline, 2)
     origin = pipeline.find_nonfinite(state, batch)

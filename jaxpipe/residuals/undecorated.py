@@ -34,7 +34,8 @@ class Undecorated:
             self.depth -= 1
 
 
-#: The trace that runs here, in which decorated functions run as they are written; None where they are encoded.
+#: The trace that runs here, in which decorated functions run as they are written; None where they are encoded. JAX's
+#: tracing caches know of it.
 undecorated = jax.make_user_context(default_value=None)
 
 _BY_USERS = Undecorated()

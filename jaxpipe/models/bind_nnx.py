@@ -21,7 +21,7 @@ from jaxpipe.graph.program_text import program_text
 from jaxpipe.models.bound_model import BoundModel, Called, Model, UserFunction, named
 from jaxpipe.models.call_function import call_function
 from jaxpipe.models.check_batch import shape_of
-from jaxpipe.models.observed_calls import Observed, observed_calls
+from jaxpipe.models.observed_calls import Observed, observed_calls, parameters_in
 from jaxpipe.models.purify_nnx import module_scopes
 from jaxpipe.models.variable_trees import Path, by_path, path_text, paths_of
 from jaxpipe.text.units import bytes_text
@@ -198,7 +198,7 @@ def _call(
     while True:
         model = make()
         nnx.pop(model, _of_kinds(sown))
-        observed, settings = Observed(), _settings(model)
+        observed, settings, parameters = Observed(), _settings(model), parameters_in(model)
         with module_scopes([model]), observed_calls(observed):
             result = call_function(function, model, batch, key)
         if observed.sown_variables & kinds <= sown:
@@ -208,7 +208,8 @@ def _call(
     left = nnx.from_flat_state([(path, x) for path, x in variables if (type(x), path[-1]) in sown])
     left_behind = _settings(model)
     changed = [path for path in sorted({*settings, *left_behind}) if settings.get(path) != left_behind.get(path)]
-    return model, result, by_path(left) | by_path(nnx.state(model)), changed, observed.writes_parameters
+    writes = observed.writes_parameters or any(parameters_in(model).get(p) is not x for p, x in parameters.items())
+    return model, result, by_path(left) | by_path(nnx.state(model)), changed, writes
 
 
 def _settings(model: nnx.Module) -> dict[Path, object]:

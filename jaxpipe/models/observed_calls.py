@@ -50,7 +50,7 @@ _lock = threading.Lock()
 _users = 0
 
 _sow, _has_rng, _pack, _nnx_sow = nn.Module.sow, nn.Module.has_rng, lift.pack, nnx.Module.sow
-_set_value = nnx.Variable.set_value
+_set_value, _update = nnx.Variable.set_value, nnx.update
 
 
 @functools.wraps(_sow)
@@ -108,13 +108,29 @@ def _observed_set_value(self: nnx.Variable, *args: PyTree, **kwargs: PyTree) -> 
     _set_value(self, *args, **kwargs)
 
 
+@functools.wraps(_update)
+def _observed_update(node: PyTree, *args: PyTree, **kwargs: PyTree) -> None:
+    observed, _ = _here.get()
+    before = parameters_in(node) if observed is not None else {}
+    values = {path: x.get_raw_value() for path, x in before.items()}
+    _update(node, *args, **kwargs)
+    if observed is not None and any(before[path].get_raw_value() is not x for path, x in values.items()):
+        observed.writes_parameters = True
+
+
 _REPLACED: list[tuple[object, str, Callable[..., PyTree], Callable[..., PyTree]]] = [
     (nn.Module, "sow", _observed_sow, _sow),
     (nn.Module, "has_rng", _observed_has_rng, _has_rng),
     (lift, "pack", _observed_pack, _pack),
     (nnx.Module, "sow", _observed_nnx_sow, _nnx_sow),
     (nnx.Variable, "set_value", _observed_set_value, _set_value),
+    (nnx, "update", _observed_update, _update),
 ]
+
+
+def parameters_in(node: PyTree) -> dict[Path, nnx.Param]:
+    """Return the parameters of a module, the variables themselves."""
+    return {tuple(map(str, path)): x for path, x in nnx.iter_graph(node) if isinstance(x, nnx.Param)}
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from jaxpipe import _compat
 from tests.support.compare import assert_same_bits
 
 
-pytestmark = pytest.mark.versions
+pytestmark = [pytest.mark.versions, pytest.mark.compiles]
 
 
 def compiled_on(device, function, *avals):

@@ -25,6 +25,9 @@ from jaxpipe.targets.known import target_named
 from tests.support.processes import environment
 
 
+pytestmark = pytest.mark.compiles
+
+
 ROWS, WIDTH, HIDDEN, CLASSES, BLOCKS = 96, 32, 64, 160, 3
 
 

@@ -21,6 +21,7 @@ from tests.support.meshes import mesh_of
 from tests.support.pipeline_models import CASES, case_of, pipeline_of, plain_gradients
 
 
+pytestmark = pytest.mark.compiles
 stages_of = functools.partial(pipeline_of, runtime="mpmd")
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble, "chunks": interleaved}
 

@@ -258,7 +258,7 @@ class TiedNNXNet(NNXNet):
         self.last = self.blocks[0]
 
 
-@pytest.mark.parametrize("optimizer", [nnx.Optimizer, nnx.ModelAndOptimizer])
+@pytest.mark.parametrize("optimizer", [nnx.Optimizer, pytest.param(nnx.ModelAndOptimizer, marks=pytest.mark.slow)])
 def test_variables_that_nnx_modules_share_are_counted_once(optimizer):
     def step(model, optimizer, batch):
         value, gradients = nnx.value_and_grad(lambda model: (model.last(model(batch)[:, :WIDTH]) ** 2).mean())(model)

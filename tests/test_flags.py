@@ -66,7 +66,7 @@ def test_a_pipeline_runs_under_strict_flags(runtime_and_expected, flag):
         assert_same_bits(trained(runtime), expected)
 
 
-@pytest.mark.parametrize("runtime", ["mpmd", "spmd"])
+@pytest.mark.parametrize("runtime", ["mpmd", pytest.param("spmd", marks=pytest.mark.slow)])
 def test_a_pipeline_runs_while_jax_looks_for_leaks(runtime):
     """JAX traces everything anew then, which takes long: one layer will do."""
     expected = trained(runtime, layers=1)

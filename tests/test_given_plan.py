@@ -184,7 +184,10 @@ def made(name):
     return CASES[name]()
 
 
-@pytest.mark.parametrize("name", CASES)
+LONG = {"interleaved, tied", "replicas", "a scan in groups"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x in LONG)) for x in CASES])
 def test_a_given_plan_is_run_as_it_is(name, key, request):
     pipeline, batch = made(name)
     text = pipeline.plan.to_json()

@@ -3,6 +3,8 @@
 JAX's own ``jax.checkpoint`` of the same function is the oracle for bytes and products.
 """
 
+import itertools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -92,8 +94,13 @@ def bytes_by_jax(function, *args):
     return sum(v.aval.size * v.aval.dtype.itemsize for v in computed)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        pytest.param(name, model, marks=[pytest.mark.slow] * (name == "everything" and model != "perceptron"))
+        for name, model in itertools.product(NAMED, MODELS)
+    ],
+)
 def test_gradients_bytes_and_products(model, name):
     cls, shape = MODELS[model]
     loss, args = loss_of(cls, jax.random.normal(jax.random.key(1), shape))

@@ -184,7 +184,7 @@ def assert_close(tree, other):
     "module",
     [
         pytest.param(GPT(), marks=pytest.mark.core, id="gpt"),
-        pytest.param(Llama(), marks=pytest.mark.versions, id="llama"),
+        pytest.param(Llama(), marks=pytest.mark.slow, id="llama"),
         pytest.param(MixtureOfExperts(), marks=pytest.mark.versions, id="experts"),
     ],
 )

@@ -111,10 +111,9 @@ def _observed_set_value(self: nnx.Variable, *args: PyTree, **kwargs: PyTree) -> 
 @functools.wraps(_update)
 def _observed_update(node: PyTree, *args: PyTree, **kwargs: PyTree) -> None:
     observed, _ = _here.get()
-    before = parameters_in(node) if observed is not None else {}
-    values = {path: x.get_raw_value() for path, x in before.items()}
+    before = [] if observed is None else [(x, x.get_raw_value()) for x in parameters_in(node).values()]
     _update(node, *args, **kwargs)
-    if observed is not None and any(before[path].get_raw_value() is not x for path, x in values.items()):
+    if observed is not None and any(x.get_raw_value() is not value for x, value in before):
         observed.writes_parameters = True
 
 

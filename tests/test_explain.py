@@ -27,7 +27,6 @@ from tests.support.processes import environment
 
 pytestmark = pytest.mark.compiles
 
-
 ROWS, WIDTH, HIDDEN, CLASSES, BLOCKS = 96, 32, 64, 160, 3
 
 

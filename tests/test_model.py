@@ -341,6 +341,13 @@ def update(layer):
     nnx.update(layer, jax.tree.map(lambda x: x / 2, nnx.state(layer, nnx.Param)))
 
 
+def checkpoint(layer, written):
+    """What a checkpoint by hand leaves of the layer is another array, whatever it has computed."""
+    graphdef, state = nnx.split(layer)
+    after = jax.checkpoint(lambda state: nnx.state(nnx.merge(graphdef, state)))(state)
+    nnx.update(layer, nnx.filter_state(after, written))
+
+
 def put_back(layer):
     arrays = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
     update(layer)
@@ -363,8 +370,9 @@ def run_once(model, keeps):
         lambda rngs: nnx.SpectralNorm(nnx.Linear(3, 2, rngs=rngs), rngs=rngs),
         functools.partial(Changes, change=replace),
         functools.partial(Changes, change=update),
+        functools.partial(Changes, change=functools.partial(checkpoint, written=...)),
     ],
-    ids=["written", "lifted", "WeightNorm", "SpectralNorm", "replaced", "updated"],
+    ids=["written", "lifted", "WeightNorm", "SpectralNorm", "replaced", "updated", "checkpointed"],
 )
 def test_a_loss_that_writes_parameters_is_refused(make):
     """Plain training goes on from what was written; a pipeline would drop it. Predictions drop what they leave."""
@@ -375,7 +383,15 @@ def test_a_loss_that_writes_parameters_is_refused(make):
     assert_same_bits(predicted, nnx.jit(once)(model, rows()))
 
 
-@pytest.mark.parametrize("make", [functools.partial(Writes, keeps=True), functools.partial(Changes, change=put_back)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(Writes, keeps=True),
+        functools.partial(Changes, change=put_back),
+        functools.partial(Changes, change=functools.partial(checkpoint, written=nnx.Not(nnx.Param))),
+    ],
+    ids=["written", "updated", "checkpointed"],
+)
 def test_a_parameter_that_a_call_leaves_as_it_was(make):
     model = make(nnx.Rngs(0))
     assert_same_bits(run_once(model, keeps=True), nnx.jit(once)(model, rows()))

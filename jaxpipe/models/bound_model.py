@@ -251,7 +251,8 @@ def _check_parameters(before: Mapping[Path, ArrayLike], after: Mapping[Path, Arr
             f"The call writes the parameter{'s' if len(names) > 1 else ''} {listed(names, 3)}, as nnx.WeightNorm and "
             "nnx.SpectralNorm do. Only the optimizer changes parameters: all micro-batches of a step share them. Keep "
             "what a call changes in another nnx.Variable, such as nnx.BatchStat, compute with values that are not "
-            "written back, or call a copy, nnx.clone(self.layer)(x). Linen's WeightNorm and SpectralNorm write none."
+            "written back, write back nnx.filter_state(state, nnx.Not(nnx.Param)) of a whole state, or call a copy, "
+            "nnx.clone(self.layer)(x). Linen's WeightNorm and SpectralNorm write none."
         )
 
 

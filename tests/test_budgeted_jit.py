@@ -196,6 +196,33 @@ def test_nnx_modules_with_a_configuration_that_has_no_hash():
     assert_equal(given, trained(nnx.jit(step)))
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("pytree", [True, False])
+def test_modules_that_share_variables_and_those_that_do_not_are_different_arguments(pytree):
+    class Net(nnx.Module, pytree=pytree):
+        def __init__(self, seed):
+            rngs = nnx.Rngs(seed)
+            self.layers = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(3)])
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = nnx.gelu(layer(x))
+            return x
+
+    @jaxpipe.memory_encoded
+    def loss(net, first, second, third, x):
+        return jnp.sum((net(x) + first(x)) * second(x) * (1 + third(x)))
+
+    a, b, net = map(Net, range(3))
+    x = jax.random.normal(jax.random.key(0), (1024, 16))
+    expected = nnx.jit(nnx.grad(loss))
+    with jaxpipe.without_encoding():
+        plain = reserved(expected.lower(net, a, a, b, x).compile())
+    budgeted = jaxpipe.jit(nnx.grad(loss), memory=int(0.8 * plain))
+    for others in (a, a, b), (a, b, b), (a, a, a):  # the first two have equal leaves
+        assert_same_bits(budgeted(net, *others, x), expected(net, *others, x))
+
+
 def test_micro_batches_in_a_scan():
     @jaxpipe.memory_encoded
     def loss(params, x):

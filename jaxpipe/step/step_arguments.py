@@ -51,13 +51,18 @@ def jitter(arguments: PyTree) -> Callable[..., Any]:
 
 
 def split_arguments(arguments: PyTree) -> tuple[Hashable, list[Any]]:
-    """Return the structure of arguments and their leaves, those of NNX modules included."""
+    """Return the structure of arguments and their leaves, those of NNX modules and what these share included."""
     leaves, treedef = jax.tree.flatten(arguments)
-    modules = tuple(leaf for leaf in leaves if is_module(leaf))  # others are trees, as most are
-    if not modules:
-        return treedef, leaves
-    graphdef, state = nnx.split(modules)
-    return (treedef, graphdef), [*(leaf for leaf in leaves if not is_module(leaf)), *jax.tree.leaves(state)]
+    if any(map(is_module, leaves)):  # others are trees, as most are
+        flat = flat_arguments(arguments)
+        return (flat.treedef, flat.graphdef), flat.values
+    numbers: dict[int, int] = {}
+    variables = filter(_is_variable, jax.tree.leaves(arguments, is_leaf=_is_variable))
+    return (treedef, tuple(numbers.setdefault(id(x), len(numbers)) for x in variables)), leaves
+
+
+def _is_variable(value: object) -> bool:
+    return isinstance(value, nnx.Variable)
 
 
 @dataclass(frozen=True, eq=False)

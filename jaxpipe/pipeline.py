@@ -31,7 +31,7 @@ from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_loss, tra
 from jaxpipe.models.variable_trees import holds_optimizer, optimizer_leaves, steps_taken
 from jaxpipe.plan import Plan
 from jaxpipe.planning.candidate import PlannedStep
-from jaxpipe.planning.compare_requests import state_parts
+from jaxpipe.planning.compare_requests import check_settings, settings, state_parts
 from jaxpipe.planning.cuts.placed_stages import Partition, as_planned, stage_speeds
 from jaxpipe.planning.describe_plan import processes_of
 from jaxpipe.planning.make_plan import compiled_plan
@@ -78,6 +78,7 @@ class Pipeline:
         self._make_plan = make_plan
         self._ready = None if planned is None else (planned, runtime_of(planned))
         self._batch, *self._ahead = batches
+        self._settings = settings()
         self._steps = itertools.count(1)  # for traces
         self._forwards: dict[Hashable, tuple[MicrobatchProgram, ForwardPass]] = {}
         self._looked_at: set[str] = set()  # evaluate, predict: whether they train is looked at once
@@ -554,17 +555,18 @@ class Pipeline:
         count = self.mesh.devices.size
         return MemoryReport(plan.device_bytes, compiled.reserved, compiled.temporary, (host,) * count, compiled.host)
 
-    def _check(self, state: TrainState, batch: PyTree) -> PyTree:
+    def _check(self, state: TrainState, batch: PyTree, *, trains: bool = True) -> PyTree:
         """Check a state and a batch; return the shapes of the whole batch of which this process passes its rows."""
+        check_settings(self._settings)
         check_state.check_state(state, self.plan.identity)
         shapes = shard_batch.whole_shapes(self.mesh, check_batch.batch_shapes(batch), batch)
-        self._runtime.check_batch(shapes)
+        if trains:
+            self._runtime.check_batch(shapes)
         return shapes
 
     def _forward(self, name: str, state: TrainState, batch: PyTree) -> tuple[MicrobatchProgram, ForwardPass]:
         """Return the program of ``evaluate`` or ``predict`` for a batch, and a function that runs it."""
-        check_state.check_state(state, self.plan.identity)
-        shapes = shard_batch.whole_shapes(self.mesh, check_batch.batch_shapes(batch), batch)
+        shapes = self._check(state, batch, trains=False)
 
         def made() -> tuple[MicrobatchProgram, ForwardPass]:
             objective, batching = self._trace_forward(name, shapes)

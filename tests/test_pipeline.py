@@ -447,6 +447,22 @@ def test_numpy_batches_of_64_bits_are_those_of_32(key):
         assert_same_bits(result, results[0])
 
 
+def test_settings_that_change_after_planning_are_refused(key):
+    """``jax.jit`` traces a step again under other settings; the programs of a pipeline stay."""
+    case = case_of("mlp")
+    functions = {"loss": case.loss, "evaluate": case.loss, "predict": lambda model, batch: model(batch["x"])}
+    options = {"optimizer": optax.sgd(0.1), "profile": "analytic", "num_microbatches": 2, **functions}
+    with jax.default_matmul_precision("float32"):
+        pipeline = jaxpipe.partition(case.model, mesh_of(2, None), case.batch, **options)
+        state = pipeline.init(key)
+        state, _ = pipeline.step(state, case.batch)
+    for name in ("step", "value_and_grad", "evaluate", "predict"):
+        with pytest.raises(jaxpipe.ModelError, match="jax_default_matmul_precision was float32 and is None"):
+            getattr(pipeline, name)(state, case.batch)
+    with jax.default_matmul_precision("float32"):
+        pipeline.step(state, case.batch)
+
+
 def test_states_and_pipelines_print_in_a_line(key):
     options = {"loss": case_of("mlp").loss, "optimizer": optax.adam(0.1), "profile": "analytic", "num_microbatches": 4}
     pipeline = jaxpipe.partition(case_of("mlp").model, mesh_of(2, 2), **options)

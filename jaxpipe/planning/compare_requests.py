@@ -12,6 +12,7 @@ import optax
 from jaxpipe._version import __version__
 from jaxpipe.agreement import Part
 from jaxpipe.array_types import Array, PyTree
+from jaxpipe.errors import ModelError
 from jaxpipe.graph.program_text import digests_by, program_text
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.traced_update import trace_initial_state, transformation_of
@@ -31,14 +32,14 @@ def request_parts(request: Request, batches: Sequence[PyTree], functions: Mappin
     Args:
       functions: by name, those that may be left out.
     """
-    config, mesh = jax.config, request.mesh
+    mesh = request.mesh
     names = [maker.__name__ if hasattr(maker, "__name__") else stable_text(maker) for maker in request.schedules]
     devices = [(d.id, d.process_index) for d in mesh.devices.flat]
     groups = [[d.id for d in group] for group in request.submesh.groups.values()]
     return {
         **{f"version of {x.__name__}": x.__version__ for x in (jax, jaxlib, flax, optax, np)},
         "version of jaxpipe": __version__,
-        **{name: str(getattr(config, name, None)) for name in _SETTINGS},
+        **settings(),
         "mesh=, axes": stable_text([*mesh.shape.items(), *request.submesh.shape.items()]),
         "mesh=, order of devices (number, process)": stable_text([devices, groups]),
         **shape_parts(batches[0] if len(batches) == 1 else batches),
@@ -58,6 +59,22 @@ def request_parts(request: Request, batches: Sequence[PyTree], functions: Mappin
             for option in dataclasses.fields(request.options)
         },
     }
+
+
+def settings() -> dict[str, str]:
+    """Return the settings of JAX that programs depend on, as they are here."""
+    return {name: str(getattr(jax.config, name, None)) for name in _SETTINGS}
+
+
+def check_settings(planned: Mapping[str, str]) -> None:
+    """Raise ``ModelError`` where settings are not those that a model was traced under."""
+    now = settings()
+    if changed := ", ".join(f"{name} was {x} and is {now[name]}" for name, x in planned.items() if now[name] != x):
+        raise ModelError(
+            f"Settings of JAX have changed since partition traced the model ({changed}): its programs are no longer "
+            "those of jax.jit. Call partition and the pipeline under the same settings, in one jax.config.update or "
+            "context, or call partition again."
+        )
 
 
 def shape_parts(batches: PyTree) -> dict[str, str]:

@@ -127,6 +127,23 @@ def test_linen_methods():
     assert names(part.parameters) == ["encoder/bias", "encoder/kernel"]
 
 
+def test_linen_mapped_variables():
+    """``nn.map_variables(init=True)`` makes its variables anew in any call that may change some."""
+
+    class SignDense(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.map_variables(nn.Dense, "params", lambda v: jax.tree.map(jnp.sign, v), init=True)(2)(x)
+
+    bound = bind(SignDense(), once, X)
+    parameters, _ = bound.flatten(bound.make(KEY, rows()))
+    expected = SignDense().init(KEY, rows())
+    assert_same_bits(bound.parameter_tree(parameters), expected["params"])
+    result, new = bound.run(once, parameters, [], KEY, rows())
+    assert_same_bits(result, SignDense().apply(expected, rows()))
+    assert new == []
+
+
 def test_linen_that_is_never_called():
     with pytest.raises(ModelError, match=r"The loss does not call the model.*Call model\(...\) in it"):
         bind(nn.Dense(3), lambda model, x: x.sum(), X)

@@ -22,7 +22,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.core import unfreeze
-from flax.errors import ApplyScopeInvalidVariablesTypeError, InvalidRngError
+from flax.errors import ApplyScopeInvalidVariablesTypeError, InvalidRngError, ScopeCollectionNotFound
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -136,10 +136,14 @@ class LinenModel:
 
     def _apply(self, variables: PyTree, key: Array, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
         """Call ``module.apply``: the result, and the new state; keep what is sown."""
+        apply = functools.partial(self.module.apply, variables, *args, rngs=self._rngs(key), **kwargs)
         with observed_calls(self.observed):
-            result, new = self.module.apply(
-                variables, *args, rngs=self._rngs(key), mutable=nn.DenyList(TRAINED), **kwargs
-            )
+            try:
+                result, new = apply(mutable=nn.DenyList(TRAINED))
+            except ScopeCollectionNotFound:  # nn.map_variables(init=True) makes variables where any may change
+                if state_of(variables):
+                    raise
+                result, new = apply(), {}
         self._sown, new = separated(new, self.observed.sown)
         return result, new
 

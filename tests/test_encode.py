@@ -1,5 +1,8 @@
 """The promise of `memory_encoded`: nothing changes but what is stored."""
 
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -334,6 +337,22 @@ def test_other_derivatives_are_refused(derivative, words):
     f = memory_encoded(lambda x: (jax.nn.relu(x) ** 2).sum())
     with pytest.raises(jaxpipe.DifferentiationError, match=rf"(?s){words}.*Use the undecorated model"):
         derivative(f)
+
+
+def test_the_way_of_first_order_meta_learning_that_the_error_names():
+    def loss(w, x):
+        return (jnp.tanh(jnp.tanh(x @ w) @ w) ** 2).mean()
+
+    def adapted(inner, w, x):
+        return loss(w - 0.1 * jax.lax.stop_gradient(inner(w, x)), 2 * x)
+
+    w, x = (jax.random.normal(jax.random.key(k), (8, 8)) for k in range(2))
+    encoded = jax.grad(memory_encoded(loss))
+    with pytest.raises(jaxpipe.DifferentiationError, match=re.escape("jax.grad(loss)(jax.lax.stop_gradient(params))")):
+        jax.grad(functools.partial(adapted, encoded))(w, x)
+    given = jax.grad(functools.partial(adapted, lambda w, x: encoded(jax.lax.stop_gradient(w), x)))(w, x)
+    # Two derivatives that fuse their sums in their own ways: float32 rounding.
+    np.testing.assert_allclose(given, jax.grad(functools.partial(adapted, jax.grad(loss)))(w, x), rtol=1e-4, atol=1e-6)
 
 
 def test_symbolic_shapes_are_refused_where_bytes_count():

@@ -286,7 +286,8 @@ _FORWARD_MODE = (
 _SECOND_ORDER = (
     "A second derivative (jax.hessian, jax.grad of jax.grad) was asked of a memory_encoded module or function. What "
     "it stores is planned for the first derivative in reverse mode only. Use the undecorated model here, or call it "
-    "under `with jaxpipe.without_encoding():`."
+    "under `with jaxpipe.without_encoding():`. An inner gradient that is a constant of the outer one, as of "
+    "first-order MAML, is taken where nothing is differentiated: jax.grad(loss)(jax.lax.stop_gradient(params))."
 )
 _NAMED_SIZES = (
     "A memory_encoded module or function was differentiated with sizes of jax.export.symbolic_shape in it ({}). What "

@@ -53,7 +53,7 @@ def _descended(problem: Problem, choice: Sequence[int], groups: Groups, most_tri
     Of the changes so many are simulated in a step, the cheapest for each byte first; all, if left out.
     """
     now = simulated(problem, choice)
-    while now is None or not now.outcome.fits(problem):
+    while now is None or not now.fits():
         step = _best_step(problem, choice, now, groups, most_trials)
         if step is None:
             break
@@ -79,7 +79,7 @@ def _taken_back(problem: Problem, choice: list[int], order: Callable[[Item], flo
         for k in sorted(now.outcome.computed, key=lambda k: -order(problem.items[k])):
             for option in range(len(problem.items[k].options)):
                 other = now.changed((k,), option)
-                if other is not None and other.outcome.fits(problem) and other.total_seconds < seconds:
+                if other is not None and other.total_seconds < seconds and other.fits():
                     now, seconds = other, other.total_seconds
     return now.total_seconds, now.choice
 

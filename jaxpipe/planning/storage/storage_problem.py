@@ -8,14 +8,13 @@ again from other items when it is first needed, and then kept until it is last r
     in memory    d b  c b   b    a
 """
 
-import functools
 import heapq
-import itertools
 import math
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+
+import numpy as np
 
 from jaxpipe.options import Solver
 
@@ -110,6 +109,11 @@ class Problem:
                 raise ValueError(f"item {k} ({item.name}) has uses {item.uses} of {len(self.base)} events.")
             if item.seconds is None and not item.options:
                 raise ValueError(f"item {k} ({item.name}) can neither be stored nor computed again.")
+
+    @cached_property
+    def base_bytes(self) -> np.ndarray:
+        """The bytes that every event needs besides, as an array."""
+        return np.array(self.base, np.int64)
 
     @cached_property
     def first_uses(self) -> list[int]:
@@ -217,7 +221,7 @@ class Simulated:
     Attributes:
       choice: by item.
       first, last: the events between which each item is there.
-      change: bytes that come and go, by event.
+      change: bytes that come and go, by event, and after the last one.
       seconds, link_seconds: by item.
       stored: the bytes of a stash, those of all stashes that are there all the time, and those in other memory.
     """
@@ -226,9 +230,9 @@ class Simulated:
     choice: list[int]
     first: list[int]
     last: list[int]
-    change: list[int]
-    seconds: list[float]
-    link_seconds: list[float]
+    change: np.ndarray
+    seconds: np.ndarray
+    link_seconds: np.ndarray
     stored: list[int]
 
     def changed(self, group: Sequence[int], option: int) -> "Simulated | None":
@@ -295,16 +299,19 @@ class Simulated:
         self.stored = [x + sign * y for x, y in zip(self.stored, (stash, held, swapped), strict=True)]
 
     @property
-    def bytes(self) -> tuple[int, ...]:
+    def bytes(self) -> np.ndarray:
         """The bytes in memory, by event."""
-        total = map(operator.add, self.problem.base, itertools.accumulate(self.change))
-        return tuple(map(self.stored[1].__add__, total))
+        return self.problem.base_bytes + np.cumsum(self.change[:-1]) + self.stored[1]
+
+    def fits(self) -> bool:
+        """Return whether the limits of the problem hold."""
+        problem = self.problem
+        return self.stored[2] <= problem.most_swapped and self.bytes.max(initial=0) <= problem.capacity
 
     def excess(self) -> tuple[float, float]:
         """Return by how much the capacity is exceeded, and by how much in all events together."""
-        capacity = self.problem.capacity
-        over = [size - capacity for size in self.bytes if size > capacity]
-        return max(over, default=0.0), sum(over)
+        over = np.maximum(self.bytes - self.problem.capacity, 0)
+        return over.max(initial=0).item(), over.sum().item()
 
     @property
     def total_seconds(self) -> float:
@@ -318,7 +325,7 @@ class Simulated:
         again = [k for k, chosen in enumerate(self.choice) if chosen == NOT_STORED < self.last[k]]
         computed = {k: self.first[k] for k in reversed(again)}
         stash, _, swapped = self.stored
-        return Outcome(self.total_seconds, stash, self.bytes, computed, tuple(self.last), swapped)
+        return Outcome(self.total_seconds, stash, tuple(self.bytes.tolist()), computed, tuple(self.last), swapped)
 
 
 def simulated(problem: Problem, choice: Sequence[int]) -> Simulated | None:
@@ -335,11 +342,12 @@ def simulated(problem: Problem, choice: Sequence[int]) -> Simulated | None:
                 if begin > last[source]:
                     last[source] = begin
     count, events = len(items), len(problem.base)
-    walk = Simulated(problem, list(choice), first, last, [0] * (events + 1), [0.0] * count, [0.0] * count, [0, 0, 0])
+    change = np.zeros(events + 1, np.int64)
+    walk = Simulated(problem, list(choice), first, last, change, np.zeros(count), np.zeros(count), [0, 0, 0])
     walk._add(range(count))
     return walk
 
 
-def _in_turn(seconds: Sequence[float]) -> float:
-    """Return a sum from the last one to the first: equal costs have equal sums, in every version of Python."""
-    return functools.reduce(operator.add, reversed(seconds), 0.0)
+def _in_turn(seconds: np.ndarray) -> float:
+    """Return a sum from the last one to the first: equal costs have equal sums, on every processor."""
+    return float(np.add.accumulate(seconds[::-1])[-1]) if len(seconds) else 0.0

@@ -359,7 +359,7 @@ def update(layer):
 
 
 def checkpoint(layer, written):
-    """What a checkpoint by hand leaves of the layer is another array, whatever it has computed."""
+    """Write back what a checkpoint by hand leaves of a layer: other arrays, whatever it has computed."""
     graphdef, state = nnx.split(layer)
     after = jax.checkpoint(lambda state: nnx.state(nnx.merge(graphdef, state)))(state)
     nnx.update(layer, nnx.filter_state(after, written))

@@ -72,8 +72,8 @@ def check_settings(planned: Mapping[str, str]) -> None:
     if changed := ", ".join(f"{name} was {x} and is {now[name]}" for name, x in planned.items() if now[name] != x):
         raise ModelError(
             f"Settings of JAX have changed since partition traced the model ({changed}): its programs are no longer "
-            "those of jax.jit. Call partition and the pipeline under the same settings, in one jax.config.update or "
-            "context, or call partition again."
+            "those of jax.jit. Call the pipeline under the settings that partition was called under, or call "
+            "partition again."
         )
 
 

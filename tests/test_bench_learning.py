@@ -50,7 +50,7 @@ def start():
     return model, model.init(jax.random.key(0), jnp.zeros((1, SIZE.context), jnp.int32))
 
 
-@pytest.mark.parametrize("name", ["adamw 2bw corrected", "muon 2bw"])
+@pytest.mark.parametrize("name", [pytest.param("adamw 2bw corrected", marks=pytest.mark.slow), "muon 2bw"])
 def test_late_gradients_are_those_of_a_pipeline_with_double_buffers(name):
     """Four batches are four groups of two micro-batches of one step."""
     variant, (model, params), batches = variant_of(name), start(), batches_of(4)
@@ -97,6 +97,7 @@ def test_sparse_gradients_are_those_of_a_pipeline_with_replicas(runtime):
     assert relative_l2(moved(pipeline.parameters(state), params), moved(expected, params)) < 1e-3
 
 
+@pytest.mark.slow
 def test_local_accumulation_in_one_stage_is_synchronous():
     """Forward and backward work of a micro-batch are then next to each other, and no update is between them."""
     size, text = dataclasses.replace(SIZE, steps=4), np.random.default_rng(0).integers(0, 256, 5000).astype(np.uint8)

@@ -21,6 +21,9 @@ import jaxpipe
 from tests.support.compare import assert_same_bits
 
 
+pytestmark = pytest.mark.optimized
+
+
 def reserved(compiled):
     """The bytes that XLA states, with what is donated once."""
     sizes = compiled.memory_analysis()
@@ -90,6 +93,7 @@ def test_a_train_state_step_keeps_a_budget_with_the_values_of_the_plain_step(tra
     assert_equal(budgeted(*jax.tree.map(jnp.copy, args)), expected)
 
 
+@pytest.mark.slow
 def test_larger_budgets_run_no_more_products(training):
     step, args = training
     plain = plainly(step, *args)[1]

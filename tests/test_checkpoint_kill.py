@@ -118,6 +118,7 @@ def kill_again_and_again(runs: Runs, directory: Path, count: int) -> None:
     assert_same_bits(reference.pipeline.restore(directory), reference.state)
 
 
+@pytest.mark.slow
 def test_ten_kills_lose_nothing(runs, tmp_path):
     kill_again_and_again(runs, tmp_path / "run", 10)
 

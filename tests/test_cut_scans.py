@@ -29,6 +29,9 @@ from tests.support.pipeline_models import (
 from tests.support.texts import one_line
 
 
+pytestmark = pytest.mark.optimized
+
+
 # Where to cut
 
 
@@ -170,7 +173,7 @@ def modules(plan: jaxpipe.Plan) -> list[tuple[str, ...]]:
         pytest.param("linen", 4, "auto", marks=pytest.mark.slow),
         pytest.param("remat", 2, "auto", marks=pytest.mark.slow),
         pytest.param("not divisible", 4, "auto", marks=pytest.mark.slow),
-        ("nnx", 2, "auto"),
+        pytest.param("nnx", 2, "auto", marks=pytest.mark.slow),
     ],
 )
 def test_layers_that_are_cut_by_default_train_as_the_scan_does(name, stages, runtime):

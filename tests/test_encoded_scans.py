@@ -10,6 +10,9 @@ import pytest
 import jaxpipe
 
 
+pytestmark = pytest.mark.optimized
+
+
 WIDTH, LAYERS = 32, 6
 
 

@@ -18,6 +18,7 @@ from tests.support.compare import relative_l2
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
+@pytest.mark.slow
 def test_train_digits_learns(tmp_path):
     example = runpy.run_path(str(EXAMPLES / "train_digits.py"))
     options = example["Options"](stages=2, epochs=4, batch_size=96, num_microbatches=4, out=tmp_path)

@@ -234,7 +234,7 @@ def nnx_arguments(cls=NNXNet):
     return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param), BATCH["x"], BATCH["y"]
 
 
-@pytest.mark.versions
+@pytest.mark.slow
 def test_an_nnx_step_is_compiled_by_nnx():
     arguments = nnx_arguments()
     parameters = nnx.state(arguments[0], nnx.Param)

@@ -54,7 +54,7 @@ def apply(variables, x):
     return Encoder().apply({"params": variables}, x)
 
 
-VARIABLES = Encoder().init(KEY, X)["params"]
+VARIABLES = jax.jit(Encoder().init)(KEY, X)["params"]
 PREFIX = {"first": "frozen", "second": "frozen", "head": "trained"}
 #: A model, values if it needs them, and the labels that docs/training.md allows.
 MODELS = {

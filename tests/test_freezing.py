@@ -24,7 +24,7 @@ from tests.support.texts import one_line
 
 
 KEY = jax.random.key(0)
-MODEL = jax.tree_util.Partial(zoo.mlp, zoo.init_mlp(KEY, [12, *[32] * 7, 10]))
+MODEL = jax.tree_util.Partial(zoo.mlp, jax.jit(zoo.init_mlp, static_argnums=1)(KEY, (12, *[32] * 7, 10)))
 BATCH = {
     "x": jax.random.normal(jax.random.key(1), (256, 12)),
     "y": jax.random.randint(jax.random.key(2), (256,), 0, 10),

@@ -85,6 +85,7 @@ def test_as_many_cuts_as_can_be_are_all_of_them():
     assert "cuts= was given: stages begin at 'Block_1', 'Block_2', 'head'" in pipeline.plan.notes
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_plain_training(key):
     pipeline = made(Net(), 4, ["Block_2/Dense_1", "mid"])
     state = pipeline.init(key, BATCH)

@@ -31,8 +31,7 @@ ROWS = jax.random.normal(jax.random.key(99), (16 * 64, 64))
 
 
 def of_case(name, stages, m, replicas=None, **options):
-    case = case_of(name)
-    return lambda **more: (pipeline_of(case, stages, m, replicas, **{**options, **more}), case.batch)
+    return lambda **more: (pipeline_of(name, stages, m, replicas, **{**options, **more}), case_of(name).batch)
 
 
 def chain(**options):
@@ -396,6 +395,7 @@ def test_a_mesh_of_other_devices_of_the_kind(key, no_search):
     assert_same_bits(*answers)
 
 
+@pytest.mark.slow
 def test_processes_pass_the_same_plan():
     printed = launch(2, run=str(ROOT / "tests" / "support" / "given_plan_run.py"))
     assert printed.count("the 2 processes of this run differ in") == 2

@@ -95,9 +95,9 @@ def gradient(apply, batch):
         ("products", jnp.bfloat16),
         ("products", jnp.float32),
         pytest.param("pools", jnp.bfloat16, marks=pytest.mark.slow),
-        ("pools", jnp.float32),
+        pytest.param("pools", jnp.float32, marks=pytest.mark.slow),
         pytest.param("decoder", jnp.bfloat16, marks=pytest.mark.slow),
-        ("decoder", jnp.float32),
+        pytest.param("decoder", jnp.float32, marks=pytest.mark.slow),
     ],
 )
 def test_encoded_gradients_have_the_bits_of_plain_ones(name, parameters):

@@ -29,7 +29,7 @@ class Net(nn.Module):
 
 
 X = jnp.ones((256, 16))
-VARIABLES = Net().init(jax.random.key(0), X)
+VARIABLES = jax.jit(Net().init)(jax.random.key(0), X)
 
 
 def step_of(net, wrap=lambda loss: loss):

@@ -61,7 +61,7 @@ def test_two_processes_give_the_bits_of_one(tmp_path):
         assert saved["data rows"].tolist() == list(range(8, 16))
 
 
-@pytest.mark.versions
+@pytest.mark.slow
 def test_stages_sharded_over_devices_of_two_processes_give_the_bits_of_one(tmp_path):
     """Once each stage's devices are in one process, once in both; and optimizer state split over both."""
     cases = ("model within", "model across", "zero")
@@ -69,6 +69,7 @@ def test_stages_sharded_over_devices_of_two_processes_give_the_bits_of_one(tmp_p
     check_same(tmp_path, 2, cases, everything=False)
 
 
+@pytest.mark.slow
 def test_a_v_over_two_processes_gives_the_bits_of_one(tmp_path):
     launch(2, 2, "compare", tmp_path, 0, "v")
     check_same(tmp_path, 2, ("v",), everything=False)

@@ -17,6 +17,9 @@ from jaxpipe.schedules import StageReplicas, gpipe, interleaved, one_f_one_b, si
 from tests.support.texts import one_line
 
 
+pytestmark = pytest.mark.optimized
+
+
 WIDTH, LAYERS, ROWS, M = 64, 8, 32, 8
 BATCH = jnp.linspace(-1.0, 1.0, M * ROWS * WIDTH).reshape(M * ROWS, WIDTH)
 

@@ -51,6 +51,7 @@ WAYS = {
     "shard_map": lambda update: by_shard_map(update, typed=False),
     "typed shard_map": lambda update: by_shard_map(update, typed=True),
 }
+MARKS = {"pmap": pytest.mark.slow, "typed shard_map": pytest.mark.slow}
 
 
 def step_of(net, way):
@@ -80,8 +81,7 @@ def arguments():
     return jax.tree.map(np.asarray, (variables, x))
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=MARKS.get(way, pytest.mark.core)) for way in WAYS])
 def test_a_budget_is_kept_with_the_values_of_the_plain_step(arguments, way):
     expected = jax.jit(step_of(Net(), way))(*arguments)
     step = step_of(jaxpipe.memory_encoded(Net)(), way)
@@ -95,7 +95,7 @@ def test_a_budget_is_kept_with_the_values_of_the_plain_step(arguments, way):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=MARKS.get(way, ())) for way in WAYS])
 def test_explain_compiles_for_the_devices_that_a_step_names(arguments, way):
     variables, x = jax.tree.map(jnp.asarray, arguments)
     explanation = jaxpipe.explain(step_of(Net(), way), variables, x)

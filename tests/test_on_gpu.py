@@ -22,6 +22,7 @@ def runner(folder, seconds):
     return on_gpu.Runner(folder=folder, deadline=deadline, seconds=0.1, rounds=3, small=True)
 
 
+@pytest.mark.slow
 def test_a_rehearsal_measures_all_kinds(tmp_path):
     path = tmp_path / "rows.json"
     command = [sys.executable, "-m", "scripts.on_gpu", "--rehearse", "--out", str(path)]

@@ -14,6 +14,9 @@ from tests.support import outer_loop_reference
 from tests.support.compare import assert_same_bits, relative_l2
 
 
+pytestmark = pytest.mark.optimized
+
+
 REPLICAS, RATE = 4, 0.125
 SHAPES = {"a": (6, 4), "b": (4,), "c": (4, 8)}
 

@@ -258,6 +258,7 @@ def test_a_state_of_gradients_that_all_stages_share_is_refused():
 RUN = str(ROOT / "tests" / "support" / "outer_loop_run.py")
 
 
+@pytest.mark.slow
 def test_two_processes_send_the_bytes_that_the_plan_says(tmp_path):
     """As the kernel counts them; besides, Gloo sends the sizes of its messages."""
     launch(2, tmp_path, 10**9, "dense", "outer", "fragments", "blocks", run=RUN)

@@ -25,6 +25,9 @@ from tests.support.compare import assert_same_bits
 from tests.support.meshes import mesh_of
 
 
+pytestmark = pytest.mark.optimized
+
+
 @dataclasses.dataclass(frozen=True)
 class Short(jaxpipe.Codec):
     """Keeps the upper half of ``float32`` values of a batch; the lower half has to be zero."""

@@ -20,6 +20,9 @@ from jaxpipe.targets.building import building_for
 from tests.support.compare import assert_same_bits
 
 
+pytestmark = pytest.mark.optimized
+
+
 #: In every program each operator rounds to its own type.
 OPTIONS = {"xla_allow_excess_precision": False}
 

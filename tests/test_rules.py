@@ -15,6 +15,9 @@ from jaxpipe.targets.building import building_for
 from tests.support.compare import assert_same_bits, relative_l2
 
 
+pytestmark = pytest.mark.optimized
+
+
 def pool(x, window, strides, padding):
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, *window, 1), (1, *strides, 1), padding)
 

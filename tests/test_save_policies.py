@@ -20,6 +20,9 @@ from tests.support.compare import FUSION, assert_same_bits, relative_l2
 from tests.support.meshes import mesh_of
 
 
+pytestmark = pytest.mark.optimized
+
+
 POLICIES = jax.checkpoint_policies
 NAMED = {
     "everything": POLICIES.everything_saveable,

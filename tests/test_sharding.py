@@ -238,7 +238,12 @@ def test_bytes_of_adam_with_its_state_split_over_replicas():
 
 
 @pytest.mark.parametrize(
-    "make", [optax.contrib.muon, optax.adafactor, pytest.param(optax.lamb, marks=pytest.mark.slow)]
+    "make",
+    [
+        pytest.param(optax.contrib.muon, marks=pytest.mark.slow),
+        optax.adafactor,
+        pytest.param(optax.lamb, marks=pytest.mark.slow),
+    ],
 )
 def test_an_optimizer_of_whole_matrices_with_its_state_split(make):
     """Each update is made of all of a matrix, wherever its parts are."""
@@ -448,7 +453,8 @@ def test_arrays_of_sharded_stages_take_the_predicted_bytes():
         assert predicted - first["temporaries"] == pytest.approx(compiled - temporary, rel=0.02)
 
 
-@pytest.mark.parametrize("share", [pytest.param(0.9, marks=pytest.mark.slow), 0.8])
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.9, 0.8])
 def test_a_budget_for_each_device_of_a_sharded_stage(share):
     """Choices are worth the bytes that they take on one device."""
     mesh, whole = named_mesh(stage=2, model=2), pipeline_of(GPT(), named_mesh(stage=2, model=2), microbatches=4)

@@ -213,7 +213,7 @@ def nnx_loss(model, batch):
     [
         pytest.param(Stack, 1, False, marks=pytest.mark.slow),
         pytest.param(Stack, 2, False, marks=pytest.mark.core),
-        (Stack, 4, True),
+        pytest.param(Stack, 4, True, marks=pytest.mark.slow),
         (Ensemble, 2, False),
     ],
 )

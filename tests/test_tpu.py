@@ -74,7 +74,7 @@ def test_a_version_is_known_by_its_kind_and_has_the_memory_that_the_compiler_has
         jax.jit(lambda x: x @ x.T[:, :128]).lower(x).compile()
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 def test_decorated_programs_need_less_and_budgets_are_kept(dtype, v5e):
     args = arguments(dtype, v5e)
     plain = reserved_bytes(jax.jit(step(loss)).lower(*args).compile())

@@ -21,6 +21,9 @@ from tests.support.pipeline_models import (
 )
 
 
+pytestmark = pytest.mark.optimized
+
+
 class Residual(nnx.Module):
     def __init__(self, rngs):
         self.first, self.second, self.head = (nnx.Linear(12, width, rngs=rngs) for width in (12, 12, 10))

@@ -61,10 +61,11 @@ def test_two_processes_give_the_bits_of_one(tmp_path):
         assert saved["data rows"].tolist() == list(range(8, 16))
 
 
-@pytest.mark.slow
-def test_stages_sharded_over_devices_of_two_processes_give_the_bits_of_one(tmp_path):
+@pytest.mark.parametrize(
+    "cases", [("model across",), pytest.param(("model within", "zero"), marks=pytest.mark.slow)], ids=" and ".join
+)
+def test_stages_sharded_over_devices_of_two_processes_give_the_bits_of_one(cases, tmp_path):
     """Once each stage's devices are in one process, once in both; and optimizer state split over both."""
-    cases = ("model within", "model across", "zero")
     launch(2, 2, "compare", tmp_path, 0, *cases)
     check_same(tmp_path, 2, cases, everything=False)
 

@@ -40,6 +40,24 @@ def test_a_rehearsal_measures_all_kinds(tmp_path):
     assert all(row["variant"] in done.stdout for row in rows)
 
 
+def test_kinds_of_measurements_run(tmp_path):
+    """The kinds that plan or compile a step, in this process; the rehearsal runs all, each in its own."""
+    device = on_gpu.Device(tmp_path / "lock", seconds=0.01, rounds=1, compile_only=False)
+    rows = {}
+    for kind, variant, share in (
+        ("step", "plain", 0),
+        ("budget", "150%", 1.5),
+        ("jit", "99%", 0.99),
+        ("stages", "default", 0),
+    ):
+        memory = int(share * rows["step"]["bytes"]) if share else 0
+        rows[kind] = on_gpu.KINDS[kind](on_gpu.Job(kind, "MLP", variant, memory, share, small=True), device)
+        assert rows[kind]["seconds"][1] > 0
+    assert rows["step"]["products"] == rows["budget"]["products"] == 5 + 4 + 5
+    assert rows["budget"]["bytes"] <= int(1.5 * rows["step"]["bytes"])
+    assert json.dumps(rows)
+
+
 def test_a_failure_loses_one_row(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     row = runner(tmp_path, 600).run(on_gpu.Job("step", "no such model", "plain", small=True))

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -563,10 +564,15 @@ def test_the_folder_is_the_users_unless_told(monkeypatch):
 def test_the_key_is_the_same_in_every_process():
     """No address and no order of a set is in it."""
     code = (
-        "import sys; sys.path.insert(0, 'tests'); import jax; from pipeline_models import cnn_linen\n"
-        "from jaxpipe.costs.profile_cache import cache_key; from test_profiling import linearized_case\n"
+        "import jax; from tests.support.pipeline_models import cnn_linen\n"
+        "from jaxpipe.costs.profile_cache import cache_key; from tests.test_profiling import linearized_case\n"
         "print(cache_key(linearized_case(cnn_linen(4)), jax.devices('cpu')[0]))"
     )
-    environment = {**os.environ, "PYTHONHASHSEED": "1", "JAX_PLATFORMS": "cpu"}
+    environment = {
+        **os.environ,
+        "PYTHONHASHSEED": "1",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
     process = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
     assert process.stdout.strip() == cache_key(linearized_case(cnn_linen(4)), jax.devices("cpu")[0])

@@ -178,7 +178,11 @@ def test_four_stages_become_any_number(stages, four_stages):
     state = pipeline.restore(folder)
     assert_same_bits(pipeline.parameters(state), variables)
     assert int(state.step) == 2
-    np.testing.assert_array_equal(pipeline.predict(state, case_of("cnn-linen").batch), plain_prediction(variables))
+    expected = plain_prediction(variables)
+    # Eight devices get cuts within a normalization, where no product is contracted with the sum after it: roundings.
+    rounding = 4 * np.spacing(np.abs(expected).max()) if stages == 8 else 0
+    prediction = pipeline.predict(state, case_of("cnn-linen").batch)
+    np.testing.assert_allclose(prediction, expected, rtol=0, atol=rounding)
 
 
 # Without a pipeline

@@ -450,7 +450,7 @@ def test_scales_wherever_a_program_is_cut():
         seconds = tuple(float(j in (k, k + 1)) for j in range(len(usual.names)))
         profile = dataclasses.replace(usual, forward_seconds=seconds, backward_seconds=seconds)
         pipeline = partition(Direct(), loss, 2, num_microbatches=2, profile=profile)
-        cuts.add(pipeline.plan.stages[0].operators[1])
+        cuts.update(stage.operators[1] for stage in pipeline.plan.stages)
         state, _ = pipeline.step(pipeline.init(KEY), BATCH)
         assert relative_l2(pipeline.parameters(state)[OVERWRITTEN], expected) < 1e-3  # as in the test of steps above
     assert 15 in cuts  # between what quantizes the input and the kernel of the second layer

@@ -80,7 +80,8 @@ def test_gradients_within_a_budget(build, stages, m, off):
         added.append(sum(stage.added_seconds for stage in pipeline.plan.stages))
         steps.append(pipeline.plan.step_seconds)
         if budget < needed:
-            assert any(stage.storage != "default" for stage in pipeline.plan.stages)
+            stored = any(stage.storage != "default" for stage in pipeline.plan.stages)
+            assert stored or pipeline.plan.schedule != usual.plan.schedule  # with fewer micro-batches in flight
             # Other cuts: XLA fuses other operators.
             bound = off if pipeline.plan.identity == usual.plan.identity else FUSION
             assert relative_l2(gradients(pipeline, moved(usual, state, pipeline), batch), expected) <= bound

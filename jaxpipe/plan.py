@@ -102,7 +102,7 @@ class BalanceRound:
     Attributes:
       cuts: the first operator of each stage but the first.
       stage_seconds: of one micro-batch, recomputation and codecs included.
-      step_seconds: predicted.
+      step_seconds: predicted; of the plan's own cuts, those of the plan.
     """
 
     cuts: tuple[Count, ...]

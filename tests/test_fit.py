@@ -280,10 +280,17 @@ def test_cuts_follow_what_storage_adds():
 
 
 def test_a_budget_logs_its_rounds():
+    """The record of the plan's own cuts is the plan's; those of others are about right."""
     options = {"schedule": "1f1b", "options": jaxpipe.PlanOptions(compile=False)}
+    usual, _ = make(mlp, 2, 4, **options)
     with pytest.raises(MemoryBudgetError) as refused:
         make(mlp, 2, 4, memory=1000, **options)
-    plan = make(mlp, 2, 4, memory=refused.value.smallest, **options)[0].plan
-    assert len(plan.rounds) > 1 and plan.step_seconds == min(r.step_seconds for r in plan.rounds)
-    assert "fastest over slowest stage, round by round" in one_line(plan)
-    assert make(mlp, 2, 4, **options)[0].plan.rounds == ()
+    smallest, needed = refused.value.smallest, usual.plan.predicted_bytes
+    cut_again, cut_once = (
+        make(mlp, 2, 4, memory=memory, **options)[0].plan for memory in (smallest, (smallest + 2 * needed) // 3)
+    )
+    for plan, count in ((cut_again, 2), (cut_once, 1)):
+        steps = {x.cuts: x.step_seconds for x in plan.rounds}
+        assert len(steps) == count and steps[plan.stages[0].operators[1:]] == plan.step_seconds == min(steps.values())
+        assert "fastest over slowest stage, round by round" in one_line(plan)
+    assert usual.plan.rounds == ()

@@ -32,7 +32,7 @@ def balanced(first: PlannedStep, cut_again: Callable[[Profile], PlannedStep]) ->
     ``cut_again`` makes a plan for another profile.
     """
     best = now = first
-    rounds = [_round(first)]
+    rounds = [round_of(first)]
     short_enough = (1 + WORTH_A_CUT) * first.candidate.seconds
     for _ in range(MOST_ROUNDS):
         if best.plan.step_seconds <= short_enough or rounds[-1].rate >= BALANCED:
@@ -44,7 +44,7 @@ def balanced(first: PlannedStep, cut_again: Callable[[Profile], PlannedStep]) ->
             now = cut_again(_charged(now))
         except PartitionError:
             break
-        latest = _round(now)
+        latest = round_of(now)
         if any(latest.cuts == earlier.cuts for earlier in rounds):
             break
         rounds.append(latest)
@@ -54,7 +54,8 @@ def balanced(first: PlannedStep, cut_again: Callable[[Profile], PlannedStep]) ->
     return replace(best, plan=replace(best.plan, rounds=tuple(rounds)))
 
 
-def _round(planned: PlannedStep) -> BalanceRound:
+def round_of(planned: PlannedStep) -> BalanceRound:
+    """Return the record of a plan's cuts."""
     plan, speeds = planned.plan, stage_speeds(planned.partition)
     stages = zip(plan.stages, plan.stage_replicas.per_stage, speeds, strict=True)
     seconds = [(stage.forward_seconds + stage.backward_seconds) / (width * speed) for stage, width, speed in stages]

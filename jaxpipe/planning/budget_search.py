@@ -18,7 +18,7 @@ from dataclasses import replace
 from jaxpipe import multihost
 from jaxpipe.errors import JaxpipeError, JaxpipeWarning
 from jaxpipe.models import check_batch
-from jaxpipe.planning.balance_stages import balanced
+from jaxpipe.planning.balance_stages import balanced, round_of
 from jaxpipe.planning.candidate import Candidate, PlannedStep
 from jaxpipe.planning.level_search import INEXACT, LevelSearch
 from jaxpipe.planning.list_candidates import cut_again, leanest, list_candidates, price
@@ -78,7 +78,9 @@ class BudgetSearch:
             if not self._compiles:
                 self._log.append(f"{_described(planned)} predicted, for {bytes_text(budget)}")
             if best is None or _price(planned) < _price(best):
-                best = replace(planned, plan=replace(planned.plan, rounds=expected.plan.rounds))
+                last = round_of(planned)  # of the same cuts as one of the rounds, whose storage was about right
+                rounds = tuple(last if x.cuts == last.cuts else x for x in expected.plan.rounds)
+                best = replace(planned, plan=replace(planned.plan, rounds=rounds))
         return best or self._small(budget)
 
     def more_microbatches(self, budget: int) -> PlannedStep | None:

@@ -11,6 +11,7 @@ just before it asks for the action behind. After P. Jain et al., "Checkmate", ML
 "MPress", HPCA 2023.
 """
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -72,8 +73,4 @@ def swap_points(schedule: Schedule, stage: int) -> SwapPoints:
 def _most(intervals: Iterable[tuple[int, int]]) -> int:
     """The most intervals, ends included, that have a position in common."""
     changes = sorted(change for begin, end in intervals for change in ((begin, 1), (end + 1, -1)))
-    now = most = 0
-    for _, change in changes:
-        now += change
-        most = max(most, now)
-    return most
+    return max(itertools.accumulate((change for _, change in changes), initial=0))

@@ -219,13 +219,11 @@ class Schedule:
 
         With ``since=Kind.BACKWARD_INPUT`` those of micro-batches whose backward work for weights waits.
         """
+        if not self.has_backward:
+            return 0
         last = Kind.BACKWARD_WEIGHT if self.splits_backward else Kind.BACKWARD
-        held = most = 0
-        for action in self.order(stage):
-            if chunk in (None, action.chunk) and self.is_trained(stage, action.chunk):
-                held += (action.kind is since) - (action.kind is last)
-                most = max(most, held)
-        return most if self.has_backward else 0
+        kinds = [a.kind for a in self.order(stage) if chunk in (None, a.chunk) and self.is_trained(stage, a.chunk)]
+        return max(itertools.accumulate(((kind is since) - (kind is last) for kind in kinds), initial=0))
 
     @cached_property
     def most_in_flight(self) -> tuple[int, ...]:

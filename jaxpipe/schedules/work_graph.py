@@ -92,7 +92,12 @@ def list_scheduled(graph: WorkGraph, ranks: Ranks, patience: float) -> Sequenced
     """
     operations, m = graph.operations, graph.num_microbatches
     numbers = [graph.of_device(d) for d in range(graph.num_devices)]
-    needs, followers = [x.needs for x in operations], _followers(graph)
+    needs = [x.needs for x in operations]
+    # By operation, the other devices that read its result, and the seconds of the message.
+    followers = [
+        [(operations[o].device, seconds) for o, seconds in x.needs if operations[o].device != x.device]
+        for x in graph.mirrored().operations
+    ]
     takes, rooms = [x.takes for x in operations], [x.room for x in operations]
     free, held = [0.0] * graph.num_devices, [0] * graph.num_devices
     ends: list[list[float]] = [[] for _ in operations]
@@ -135,13 +140,3 @@ def list_scheduled(graph: WorkGraph, ranks: Ranks, patience: float) -> Sequenced
     if len(log) < len(operations) * m:
         return None
     return Sequenced(max(free), tuple(log), tuple(map(tuple, ends)))
-
-
-def _followers(graph: WorkGraph) -> list[list[tuple[int, float]]]:
-    """Return the other devices that read the result of each operation, and the seconds of the message."""
-    followers: list[list[tuple[int, float]]] = [[] for _ in graph.operations]
-    for operation in graph.operations:
-        for source, seconds in operation.needs:
-            if graph.operations[source].device != operation.device:
-                followers[source].append((operation.device, seconds))
-    return followers

@@ -52,46 +52,37 @@ def choose(problem: Problem, options: SolverOptions) -> Answer | None:
     if problem.capacity < max(problem.base):
         return None
     least = least_seconds(problem)
-    candidates = []
     greedy = give_up(problem)
     if greedy is not None:
         outcome = outcome_of(problem, greedy)
         assert outcome is not None
         if outcome.seconds <= least + options.slack:
             return Answer(greedy, outcome, "optimal" if outcome.seconds <= least else "gap", least)
-        candidates.append((1, greedy))
     small = max(SHARE, options.gap)
-    solved = kept_or_solved(without_small_items(problem, small), options)
-    if solved.choice is not None:
-        outcome = outcome_of(problem, solved.choice)
-        if outcome is not None and not outcome.fits(problem):
-            # Once more, with the capacity lowered by what the solver's arithmetic leaves open.
-            strict = replace(problem, capacity=problem.capacity * (1 - ACCURACY))
-            solved = kept_or_solved(without_small_items(strict, small), options)
-            outcome = None if solved.choice is None else outcome_of(problem, solved.choice)
-        if solved.choice is not None and outcome is not None and outcome.fits(problem):
-            candidates.append((0, solved.choice))
-    if not candidates:
+    # Perhaps once more, with the capacity lowered by what the solver's arithmetic leaves open.
+    for limited in (problem, replace(problem, capacity=problem.capacity * (1 - ACCURACY))):
+        solved = kept_or_solved(without_small_items(limited, small), options)
+        outcome = None if solved.choice is None else outcome_of(problem, solved.choice)
+        if outcome is None or outcome.fits(problem):
+            break
+    found = None if outcome is None or not outcome.fits(problem) else _tidy(problem, solved.choice)
+    best = min(filter(None, (found, _tidy(problem, greedy))), key=lambda pair: pair[1].seconds, default=None)
+    if best is None:
         return None
-    answers = [(origin, *_tidy(problem, choice)) for origin, choice in candidates]
-    origin, choice, outcome = min(answers, key=lambda answer: (answer[2].seconds, answer[0]))
-    seconds = outcome.seconds
+    seconds = best[1].seconds
     bound = max(least, min(seconds, solved.bound or 0.0))
     if solved.optimal:
         status = "optimal" if seconds <= bound * (1 + 1e-9) else "gap"
     else:
-        status = "greedy" if origin else "time limit"
-    return Answer(choice, outcome, status, bound)
+        status = "time limit" if best is found else "greedy"
+    return Answer(*best, status, bound)
 
 
 @functools.lru_cache(maxsize=256)  # asked again for every candidate that is compared
 def greedy_choice(problem: Problem) -> Answer | None:
     """A fast choice within the limits that is found without a solver; None if none is found."""
-    choice = None if problem.capacity < max(problem.base) else give_up(problem)
-    if choice is None:
-        return None
-    choice, outcome = _tidy(problem, choice)
-    return Answer(choice, outcome, "greedy", least_seconds(problem))
+    tidied = None if problem.capacity < max(problem.base) else _tidy(problem, give_up(problem))
+    return None if tidied is None else Answer(*tidied, "greedy", least_seconds(problem))
 
 
 def check_solver(solver: str | Solver) -> str | Solver:
@@ -126,18 +117,16 @@ def lowest_peak(problem: Problem, options: SolverOptions) -> Answer | None:
     Equal problems have equal answers, also where the time was too short to prove that nothing is lower.
     """
     solved = kept_or_solved(without_small_items(problem), replace(options, gap=0.0, least_peak=True))
-    choices = [choice for choice in (solved.choice, give_up_all(problem)) if choice is not None]
-    answers = [_tidy(problem, choice) for choice in choices if outcome_of(problem, choice) is not None]
-    if not answers:
+    tidied = filter(None, (_tidy(problem, choice) for choice in (solved.choice, give_up_all(problem))))
+    lowest = min(tidied, key=lambda pair: pair[1].peak_bytes, default=None)
+    return None if lowest is None else Answer(*lowest, "lowest peak", 0.0)
+
+
+def _tidy(problem: Problem, choice: tuple[int, ...] | None) -> tuple[tuple[int, ...], Outcome] | None:
+    """Return the same choice without what is stored for nobody, and its outcome; None without a possible choice."""
+    outcome = None if choice is None else outcome_of(problem, choice)
+    if choice is None or outcome is None:
         return None
-    choice, outcome = min(answers, key=lambda answer: answer[1].peak_bytes)
-    return Answer(choice, outcome, "lowest peak", 0.0)
-
-
-def _tidy(problem: Problem, choice: tuple[int, ...]) -> tuple[tuple[int, ...], Outcome]:
-    """Return the same choice without what is stored for nobody."""
-    outcome = outcome_of(problem, choice)
-    assert outcome is not None
     tidy = tuple(option if e >= 0 else NOT_STORED for option, e in zip(choice, outcome.last, strict=True))
     outcome = outcome_of(problem, tidy)
     assert outcome is not None

@@ -225,9 +225,8 @@ def _for_plan(request: Request) -> Request:
     check_same(planned, given)
     if len(request.schedules) == 1:
         table = request.schedules[0](len(recipe.table), widths.rounds(plan.num_microbatches))
-        check_same({"schedule": plan.schedule}, {"schedule": table.name})
         name = "stages of the schedule's devices"
-        check_same({name: recipe.stage_of}, {name: table.stage_of})
+        check_same({"schedule": plan.schedule, name: recipe.stage_of}, {"schedule": table.name, name: table.stage_of})
     needed = plan.compiled_bytes or plan.predicted_bytes
     if request.budget is not None and needed > request.budget:
         raise MemoryBudgetError(

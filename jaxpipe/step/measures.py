@@ -125,9 +125,8 @@ def encode(explained: Explained) -> Measure | None:
     classes = [cls.__name__ for cls in explained.called.outermost]
     if not classes:
         return None
-    step, needed = _retraced(explained)
     line = f"@jaxpipe.memory_encoded  # above class {', class '.join(classes)}"
-    return _measure(explained, "decorate the model", line, step, needed)
+    return _measure(explained, "decorate the model", line, *_retraced(explained))
 
 
 def rematerialize_blocks(explained: Explained) -> Measure | None:
@@ -135,7 +134,6 @@ def rematerialize_blocks(explained: Explained) -> Measure | None:
     blocks = explained.called.blocks()
     if blocks is None:
         return None
-    step, needed = _retraced(explained, blocks)
     static = tuple(sorted(explained.called.static_arguments.get(blocks, ())))
     shown = f", static_argnums={static}" if static else ""
     name = blocks.__name__
@@ -147,7 +145,7 @@ def rematerialize_blocks(explained: Explained) -> Measure | None:
         if not _takes_arrays_alone(blocks):
             line = f"nnx.remat(lambda block, x: block(x, ...))(block, x)  # where a {name} is called"
     count = len(explained.called.inner[blocks])
-    return _measure(explained, f"compute each of {count} {name}s again", line, step, needed)
+    return _measure(explained, f"compute each of {count} {name}s again", line, *_retraced(explained, blocks))
 
 
 def _takes_arrays_alone(cls: type) -> bool:
@@ -213,11 +211,7 @@ def shard(explained: Explained) -> Measure | None:
         return None
     mesh = Mesh(devices, "data")
     arguments = explained.step.arguments
-    shardings = [_sharding(a, mesh) for a in arguments]
-    shapes = [
-        jax.ShapeDtypeStruct(a.array.shape, a.array.dtype, sharding=sharding)
-        for a, sharding in zip(arguments, shardings, strict=True)
-    ]
+    shapes = [jax.ShapeDtypeStruct(a.array.shape, a.array.dtype, sharding=_sharding(a, mesh)) for a in arguments]
     by_kind: Mapping[Any, Any] = {
         (x.shape, x.dtype): x.sharding for a, x in zip(arguments, shapes, strict=True) if a.role is not Role.BATCH
     }

@@ -65,8 +65,8 @@ def choose(problem: Problem, options: SolverOptions) -> Answer | None:
         outcome = None if solved.choice is None else outcome_of(problem, solved.choice)
         if outcome is None or outcome.fits(problem):
             break
-    found = None if outcome is None or not outcome.fits(problem) else _tidy(problem, solved.choice)
-    best = min(filter(None, (found, _tidy(problem, greedy))), key=lambda pair: pair[1].seconds, default=None)
+    solution = None if outcome is None or not outcome.fits(problem) else _tidy(problem, solved.choice)
+    best = min(filter(None, (solution, _tidy(problem, greedy))), key=lambda pair: pair[1].seconds, default=None)
     if best is None:
         return None
     seconds = best[1].seconds
@@ -74,7 +74,7 @@ def choose(problem: Problem, options: SolverOptions) -> Answer | None:
     if solved.optimal:
         status = "optimal" if seconds <= bound * (1 + 1e-9) else "gap"
     else:
-        status = "time limit" if best is found else "greedy"
+        status = "time limit" if best is solution else "greedy"
     return Answer(*best, status, bound)
 
 

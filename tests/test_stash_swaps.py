@@ -261,7 +261,7 @@ def test_a_plan_that_is_made_smaller_when_it_is_compiled_takes_steps(monkeypatch
     planned = pipeline._runtime.graph
     pipeline.compile()
     state, metrics = pipeline.step(pipeline.init(jax.random.key(0)), BATCH)
-    assert pipeline._runtime.compiled_step.graph is not planned
+    assert not list(least) and pipeline._runtime.compiled_step.graph is not planned
     expected, plain_metrics = plain.step(plain.init(jax.random.key(0)), BATCH)
     pairs = (pipeline.parameters(state), metrics["loss"]), (plain.parameters(expected), plain_metrics["loss"])
     assert_same_bits(*(list(map(np.asarray, jax.tree.leaves(pair))) for pair in pairs))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable
 import numpy as np
 
 from jaxpipe.graph.graph import Graph, Operator
+from jaxpipe.graph.program_form import is_hashable
 from jaxpipe.residuals.backward_graph import BackwardGraph
 from jaxpipe.text.stable_text import writer
 
@@ -45,9 +46,7 @@ def _text_of_work(graph: Graph) -> Callable[[Operator], str]:
         atoms = op.inputs if op.equation is None else op.equation.invars
         operands = tuple(graph.tensors[a].aval if isinstance(a, int) else a.aval for a in atoms)
         sight: Hashable = op.name, tuple(op.params.items()), operands
-        try:
-            hash(sight)
-        except TypeError:  # a parameter that cannot be hashed
+        if not is_hashable(sight):  # a parameter of it is not
             sight = op
         if sight not in known:
             known[sight] = f"{op.name} {write(op.params)} {write(operands)}"

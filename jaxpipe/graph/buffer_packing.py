@@ -47,12 +47,11 @@ def alive_bytes(buffers: Sequence[Buffer]) -> int:
     if not buffers:
         return 0
     change = np.zeros(max(buffer.end for buffer in buffers) + 2, np.int64)
-    for buffer in buffers:
-        change[buffer.start] += buffer.bytes
-        change[buffer.end + 1] -= buffer.bytes
-        if buffer.before >= 0:
-            change[buffer.before] += buffer.bytes
-            change[buffer.before + 1] -= buffer.bytes
+    times = [(buffer.start, buffer.end, buffer.bytes) for buffer in buffers]
+    times += [(buffer.before, buffer.before, buffer.bytes) for buffer in buffers if buffer.before >= 0]
+    for start, end, size in times:
+        change[start] += size
+        change[end + 1] -= size
     return int(np.cumsum(change).max())
 
 

@@ -10,7 +10,7 @@ or with control flow (``scan``, ``while``, ``cond``, ``remat``) stays one operat
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -100,6 +100,11 @@ class Operator:
         return (_compat.function_name(self.equation) if named else None) or self.name
 
     @property
+    def place(self) -> str:
+        """The module path and the label."""
+        return join_paths(self.path, self.label)
+
+    @property
     def params(self) -> Mapping[str, Any]:
         """The primitive's parameters."""
         return {} if self.equation is None else self.equation.params
@@ -176,6 +181,11 @@ class Graph:
         """The operator that makes each tensor but inputs and constants."""
         return {t: op for op in self.operators for t in op.outputs}
 
+    @functools.cached_property
+    def places(self) -> Mapping[Operator, int]:
+        """The place of each operator."""
+        return {op: k for k, op in enumerate(self.operators)}
+
     def evaluate(self, values: Sequence[Array]) -> list[Array]:
         """Run the program."""
         env = dict(self.constants)
@@ -200,13 +210,13 @@ class Graph:
                 known.update(op.outputs)
         return frozenset(known | set(self.constants))
 
-    def section(self, start: int, stop: int) -> "Graph":
+    def section(self, start: int, stop: int, *, passing: bool = True) -> "Graph":
         """Operators ``start:stop`` as a graph of their own.
 
         Its inputs are the tensors that it reads and does not make, its outputs those it makes that the rest of the
         graph needs. A tensor made before the section and needed after it passes through: it is an input and an
         output, so that a chain of sections hands everything from neighbor to neighbor, and cotangents are summed
-        in the order of the whole graph. Tensors keep their numbers.
+        in the order of the whole graph; not so without ``passing``. Tensors keep their numbers.
         """
         if not 0 <= start <= stop <= len(self.operators):
             raise ValueError(
@@ -217,22 +227,18 @@ class Graph:
         written = dict.fromkeys(t for op in body for t in op.outputs)
         earlier = {t for op in self.operators[:start] for t in op.outputs}
         later = dict.fromkeys((*(t for op in self.operators[stop:] for t in op.inputs), *self.outputs))
-        passing = [t for t in later if t in earlier]
+        through = [t for t in later if t in earlier] if passing else []
         read = [t for op in body for t in op.inputs if t not in written and t not in self.constants]
-        inputs = tuple(ordered((*read, *passing)))
+        inputs = tuple(ordered((*read, *through)))
         return replace(
             self,
             operators=body,
             inputs=inputs,
-            outputs=tuple(ordered((*(t for t in written if t in later), *passing))),
+            outputs=tuple(ordered((*(t for t in written if t in later), *through))),
             parameters=self.parameters & set(inputs),
         )
 
     def __str__(self) -> str:
-        return self._text
-
-    @functools.cached_property
-    def _text(self) -> str:
         lines = []
         for op in self.operators:
             outs = ", ".join(f"%{t}:{self.tensors[t].aval.str_short()}" for t in op.outputs)
@@ -325,14 +331,10 @@ class GraphBuilder:
         return number
 
     def emit(
-        self,
-        equation: Equation | None,
-        inputs: Sequence[TensorNumber],
-        path: str,
-        avals: Sequence[AbstractArray],
-        policy: Policy | None = None,
+        self, equation: Equation | None, inputs: Sequence[TensorNumber], path: str, policy: Policy | None = None
     ) -> tuple[TensorNumber, ...]:
         """Append an operator; returns the numbers of its outputs."""
+        avals = [self.tensors[t].aval for t in inputs] if equation is None else [v.aval for v in equation.outvars]
         bits = position_bits(equation, avals, [self.tensors[t].bits for t in inputs])
         outputs = tuple(self.tensor(aval, width) for aval, width in zip(avals, bits, strict=True))
         self.operators.append(Operator(equation, tuple(inputs), outputs, path, policy=policy))
@@ -363,7 +365,7 @@ class GraphBuilder:
             operands = [env[a] for a in eqn.invars if not _compat.is_literal(a)]
             inner = _wrapped_program(eqn, self._calls)
             if inner is None:
-                outputs: Sequence[TensorNumber] = self.emit(eqn, operands, here, [v.aval for v in eqn.outvars], policy)
+                outputs: Sequence[TensorNumber] = self.emit(eqn, operands, here, policy)
             else:
                 arguments = [self.constant(a.val) if _compat.is_literal(a) else env[a] for a in eqn.invars]
                 read = self.read_call if boundaries else self.read
@@ -389,10 +391,7 @@ class GraphBuilder:
             and is_differentiable(var.aval)
         ]
         if many:
-            outer = [arguments[k] for k in many]
-            bound = self.emit(None, outer, path, [self.tensors[t].aval for t in outer])
-            for k, number in zip(many, bound, strict=True):
-                arguments[k] = number
+            arguments = replaced(arguments, many, self.emit(None, [arguments[k] for k in many], path))
         return self.read(inner, arguments, path=path, boundaries=True, policy=policy)
 
     def build(self, inputs: Sequence[TensorNumber], outputs: Sequence[TensorNumber]) -> Graph:
@@ -434,6 +433,14 @@ def read_graph(
     return builder.build(inputs, builder.read(closed, inputs, path=path, boundaries=boundaries, policy=policy))
 
 
+def equations_in(equations: Iterable[Equation]) -> Iterator[Equation]:
+    """Give equations, each with those of the programs in it behind it."""
+    for equation in equations:
+        yield equation
+        for program in _compat.inner_programs(equation):
+            yield from equations_in(_compat.open_jaxpr(program)[0].eqns)
+
+
 def all_operands(equation: Equation, operands: Sequence[T]) -> list[T | Array]:
     """Return values of all operands of an equation from those of the operands that are not literals."""
     given = iter(operands)
@@ -443,6 +450,12 @@ def all_operands(equation: Equation, operands: Sequence[T]) -> list[T | Array]:
 def without_literals(equation: Equation, values: Sequence[T]) -> list[T]:
     """Return those of the values of all operands, or of what belongs to them, that are not of literals."""
     return [value for atom, value in zip(equation.invars, values, strict=True) if not _compat.is_literal(atom)]
+
+
+def replaced(values: Sequence[T], positions: Sequence[int], others: Sequence[T]) -> list[T]:
+    """Return values of which those at some positions are others."""
+    changed = dict(zip(positions, others, strict=True))
+    return [changed.get(k, value) for k, value in enumerate(values)]
 
 
 def operator_ends(op: Operator) -> tuple[tuple[TensorNumber, ...], tuple[TensorNumber, ...]]:
@@ -464,9 +477,8 @@ def dependents(operators: Iterable[Operator], sources: Iterable[TensorNumber]) -
     return reached
 
 
-def behind_rules(operators: Iterable[Operator]) -> set[TensorNumber]:
+def behind_rules(operators: Sequence[Operator]) -> set[TensorNumber]:
     """Return the values that derivative rules of a user's make, and all that follow from these."""
-    operators = tuple(operators)
     return dependents(operators, [t for op in operators if op.name == "custom_vjp_call" for t in op.outputs])
 
 

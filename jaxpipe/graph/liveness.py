@@ -63,9 +63,7 @@ def temporary_bytes(graph: Graph, donated: Sequence[TensorNumber] = ()) -> int:
 def lifetimes(graph: Graph) -> list[Buffer]:
     """The buffers of a program whose operators run in order."""
     alive = _Lifetimes()
-    for buffer in alive.run(graph):
-        if buffer is not None:
-            buffer.end = alive.clock
+    alive.run_alone(graph)
     return alive.buffers
 
 
@@ -111,6 +109,13 @@ class _Lifetimes:
                     self.below.setdefault(buffers[t], []).append(buffers[same[0]])
         return [buffers.get(t) for t in outputs]
 
+    def run_alone(self, graph: Graph) -> list[Buffer | None]:
+        """Add a program whose results stay to its end; returns their buffers."""
+        results = self.run(graph)
+        for buffer in filter(None, results):
+            buffer.end = self.clock
+        return results
+
     def _new(self, size: int) -> Buffer:
         self.buffers.append(Buffer(self.clock, self.clock, size))
         return self.buffers[-1]
@@ -122,10 +127,7 @@ class _Lifetimes:
         inner = []
         for program in _compat.inner_programs(op.equation):
             part = _Lifetimes()
-            results = part.run(read_graph(program))
-            for buffer in results:
-                if buffer is not None:
-                    buffer.end = part.clock
+            results = part.run_alone(read_graph(program))
             inner.append((alive_bytes(part.buffers), part, results))
         if not inner:
             return None
@@ -327,7 +329,7 @@ def _biased_products(graph: Graph) -> dict[Operator, TensorNumber]:
 
     A product that others read as well is left out, unless these compute the same sum again.
     """
-    producers = {t: op for op in graph.operators for t in op.outputs}
+    producers = graph.producers
     names: dict[TensorNumber, TensorNumber] = {}
     readers: dict[TensorNumber, list[Operator]] = {}
     for op in graph.operators:

@@ -90,13 +90,12 @@ def spans(
     ranges: dict[TensorNumber, tuple[int, int]] = {}
     if not wanted:
         return ranges
-    producers = {t: k for k, op in enumerate(graph.operators) for t in op.outputs}
     for k, op in enumerate(graph.operators):
         for t in wanted.intersection(op.inputs):
             ranges[t] = (ranges.get(t, (k, k))[0], k)
     for t, new in together.items():
-        if new in producers:
-            k = producers[new]
+        if new in graph.producers:
+            k = graph.places[graph.producers[new]]
             low, high = ranges.get(t, (k, k))
             ranges[t] = (min(low, k), max(high, k))
     return ranges
@@ -127,6 +126,5 @@ def allowed_cuts(graph: Graph, held_together: Iterable[tuple[int, int]]) -> list
     """For each position ``0..len(operators)``, whether a stage may begin there."""
     allowed = [True] * (len(graph.operators) + 1)
     for low, high in held_together:
-        for c in range(low + 1, high + 1):
-            allowed[c] = False
+        allowed[low + 1 : high + 1] = [False] * (high - low)
     return allowed

@@ -49,7 +49,7 @@ def shared_program(programs: Sequence[TracedProgram]) -> Callable[..., PyTree]:
     """One branch for programs of equal form, ``(numbers to fold keys with, operands) -> what they return``."""
     first = programs[0]
     varying = [h for h, numbers in enumerate(zip(*(p.folds for p in programs), strict=True)) if len(set(numbers)) > 1]
-    program = _literals_as_arguments(first.closed, [(first.folds[h][0], 1) for h in varying])
+    program = _folds_as_arguments(first.closed, [first.folds[h][0] for h in varying])
 
     def branch(row: Array, *operands: PyTree) -> PyTree:
         leaves = _compat.evaluate_jaxpr(program, *(row[h] for h in varying), *jax.tree.leaves(operands))
@@ -58,15 +58,14 @@ def shared_program(programs: Sequence[TracedProgram]) -> Callable[..., PyTree]:
     return branch
 
 
-def _literals_as_arguments(closed: ClosedJaxpr, places: Sequence[tuple[int, int]]) -> ClosedJaxpr:
-    """Return a program that gets some of its literals, by places of equation and operand, as its first arguments."""
+def _folds_as_arguments(closed: ClosedJaxpr, places: Sequence[int]) -> ClosedJaxpr:
+    """Return a program that gets the numbers that equations at some places fold keys with as its first arguments."""
     jaxpr, consts = _compat.open_jaxpr(closed)
     equations, arguments = list(jaxpr.eqns), []
-    for k, position in places:
-        invars = list(equations[k].invars)
-        invars[position] = _compat.variable(invars[position].aval)
-        arguments.append(invars[position])
-        equations[k] = equations[k].replace(invars=invars)
+    for k in places:
+        key, number = equations[k].invars
+        arguments.append(_compat.variable(number.aval))
+        equations[k] = equations[k].replace(invars=[key, arguments[-1]])
     inputs = [*arguments, *jaxpr.invars]
     return _compat.rebuilt(jaxpr, jaxpr.constvars, consts, inputs, equations, jaxpr.outvars)
 
@@ -119,11 +118,16 @@ def _setting(x: Any) -> Hashable:
         return type(x), tuple((key, _setting(x[key])) for key in sorted(x, key=repr))
     if isinstance(x, (np.ndarray, np.generic, jax.Array, float, complex)):
         return bits_of(x)
+    return (type(x), x) if is_hashable(x) else ("itself", id(x))
+
+
+def is_hashable(x: object) -> bool:
+    """Return whether a value can be compared, with all that is in it."""
     try:
         hash(x)
     except TypeError:
-        return "itself", id(x)
-    return type(x), x
+        return False
+    return True
 
 
 def bits_of(x: jax.typing.ArrayLike | np.generic) -> Hashable:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable
 
 from jaxpipe.graph.derivative_rule import rule_name, rule_of
 from jaxpipe.graph.graph import Graph, Operator
+from jaxpipe.graph.program_form import is_hashable
 from jaxpipe.text.stable_text import digest, writer
 
 
@@ -41,13 +42,11 @@ def _operator_writer(write: Callable[[object], str]) -> Callable[[Operator], str
         context, rule = None if op.equation is None else op.equation.ctx, rule_of(op)
         policy = "" if op.policy is None else f"{op.policy.codecs_name} {op.saved}"
         sight: Hashable = op.name, tuple(op.params.items()), context, policy, rule
-        try:
-            shared = known.get(sight)
-        except TypeError:  # a parameter that cannot be hashed
-            sight, shared = op, None
-        if shared is None:
-            shared = f"{op.name} {write(op.params)}", f"{write(context)} {policy} {rule_name(rule)}"
-            known[sight] = shared
-        return f"{shared[0]} {write(op.literals)} {op.path} {shared[1]}"
+        if not is_hashable(sight):  # a parameter of it is not
+            sight = op
+        if sight not in known:
+            known[sight] = f"{op.name} {write(op.params)}", f"{write(context)} {policy} {rule_name(rule)}"
+        what, how = known[sight]
+        return f"{what} {write(op.literals)} {op.path} {how}"
 
     return text

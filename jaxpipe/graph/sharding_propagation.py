@@ -8,7 +8,7 @@ are certain: dimensions that an operator hands on stay split, contracted ones le
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -19,7 +19,7 @@ from jaxpipe.array_types import AnyJaxpr, Equation, TensorNumber
 from jaxpipe.graph.graph import Graph, Operator, read_graph
 from jaxpipe.graph.kept_dimensions import RULES as KEPT_BY_RULE
 from jaxpipe.graph.kept_dimensions import kept_dimensions
-from jaxpipe.graph.primitives import CONTROL
+from jaxpipe.graph.primitives import SHARDS
 from jaxpipe.sharding.submesh import axes_by_dimension, spec_of
 
 
@@ -86,35 +86,29 @@ def _results(op: Operator, operands: Sequence[Split], shape: Mapping[str, int]) 
     """Return the splits of an operator's results."""
     shapes = [v.aval.shape for v in op.equation.outvars]
     inner = () if op.name in KEPT_BY_RULE else _compat.inner_programs(op.equation)
-    if op.name in _RULES:
-        results = _RULES[op.name](op.equation, operands)
-    elif op.name in CONTROL:
-        results = _control(op, operands, shape)
-    elif len(inner) >= 1 and len(_compat.open_jaxpr(inner[0])[0].invars) == len(operands):
-        results = _of_program(inner[0], operands, shape)
+    given = operands
+    if op.name == "cond":
+        given = operands[1:]
+    elif op.name == "while":
+        inner, given = [op.params["body_jaxpr"]], operands[op.params["cond_nconsts"] :]
+    if op.name in SHARDS or op.name == "sharding_constraint":
+        results = _annotated(op.equation)
+    elif op.name == "sort":
+        results = list(operands)
+    elif inner and len(_compat.open_jaxpr(inner[0])[0].invars) == len(given):
+        results = _of_program(inner[0], given, shape)
     else:
         results = [_kept(op.equation, operands, out) for out in shapes]
-    return [_valid(split, out, shape) for split, out in zip(results, shapes, strict=True)]
+    stacked = [((),) * (len(out) - len(split)) + split for split, out in zip(results, shapes, strict=True)]
+    return [_valid(split, out, shape) for split, out in zip(stacked, shapes, strict=True)]
 
 
 def _of_program(program: AnyJaxpr, operands: Sequence[Split], shape: Mapping[str, int]) -> list[Split]:
-    """Return the splits of the results of a program in an operator."""
+    """Return the splits of the results of a program in an operator; a scan's are those of one row."""
     graph = read_graph(program)
-    splits = _splits(graph, operands, shape)
+    rows = [split[len(split) - len(graph.tensors[t].shape) :] for split, t in zip(operands, graph.inputs, strict=True)]
+    splits = _splits(graph, rows, shape)
     return [splits[t] for t in graph.outputs]
-
-
-def _control(op: Operator, operands: Sequence[Split], shape: Mapping[str, int]) -> list[Split]:
-    params = op.params
-    if op.name == "cond":
-        return _of_program(params["branches"][0], operands[1:], shape)
-    if op.name == "while":
-        return _of_program(params["body_jaxpr"], operands[params["cond_nconsts"] :], shape)
-    body = _compat.open_jaxpr(params["jaxpr"])[0]
-    rows = [split[len(split) - len(v.aval.shape) :] for split, v in zip(operands, body.invars, strict=True)]
-    results = _of_program(params["jaxpr"], rows, shape)
-    stacked = [len(v.aval.shape) for v in op.equation.outvars]
-    return [((),) * (n - len(split)) + split for n, split in zip(stacked, results, strict=True)]
 
 
 def _kept(eqn: Equation, operands: Sequence[Split], result: tuple[int, ...]) -> Split:
@@ -145,23 +139,7 @@ def _unsplit(shape: Sequence[int]) -> Split:
     return ((),) * len(shape)
 
 
-def _annotated(eqn: Equation, _: Sequence[Split]) -> list[Split]:
+def _annotated(eqn: Equation) -> list[Split]:
     """The specs that a sharding constraint or a ``shard_map`` has for its results."""
     specs = eqn.params["out_specs"] if "out_specs" in eqn.params else [eqn.params["sharding"].spec]
     return [axes_by_dimension(spec, len(v.aval.shape)) for spec, v in zip(specs, eqn.outvars, strict=True)]
-
-
-def _ragged_dot(eqn: Equation, operands: Sequence[Split]) -> list[Split]:
-    shape = eqn.outvars[0].aval.shape
-    return [(operands[0][0], operands[1][-1]) if len(shape) == 2 else _unsplit(shape)]
-
-
-_Rule = Callable[[Equation, Sequence[Split]], list[Split]]
-
-_RULES: dict[str, _Rule] = {
-    "dynamic_update_slice": lambda _, operands: [operands[0]],
-    "ragged_dot_general": _ragged_dot,
-    "shard_map": _annotated,
-    "sharding_constraint": _annotated,
-    "sort": lambda _, operands: list(operands),
-}

@@ -17,7 +17,7 @@ from typing import Any
 from jax import core, lax
 
 from jaxpipe import _compat
-from jaxpipe.array_types import Array, Equation, PyTree, TensorNumber
+from jaxpipe.array_types import Array, PyTree, TensorNumber
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.allowed_codecs import Policy
 from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, inside, join_paths
@@ -161,11 +161,9 @@ class _Rows:
             self._boundary(op)
         elif op.name == "scan":
             self._scan(op)
-        elif self._is_pointwise(op, split):
-            self._by_piece(op, split, lambda rows: {})
         elif op.name in _REDUCTIONS and len(op.inputs) == 1:
             self._reduce(op)
-        elif (params := self._same_first_axis(op)) is not None:
+        elif (params := self._row_by_row(op)) is not None:
             self._by_piece(op, split, params)
         else:
             self._copy(op)
@@ -173,16 +171,14 @@ class _Rows:
     def _copy(self, op: Operator) -> None:
         """The operator as it is, over whole tensors."""
         inputs = [self._joined(t, op) for t in op.inputs]
-        avals = [self.graph.tensors[t].aval for t in op.outputs]
-        results = self.builder.emit(op.equation, inputs, op.path, avals, op.policy)
+        results = self.builder.emit(op.equation, inputs, op.path, op.policy)
         self.whole.update(zip(op.outputs, results, strict=True))
 
     def _boundary(self, op: Operator) -> None:
         """A call boundary, around each piece."""
         groups = [self.pieces.get(t) or [self.whole[t]] for t in op.inputs]
         flat = [*itertools.chain(*groups)]
-        avals = [self.builder.tensors[n].aval for n in flat]
-        emitted = iter(self.builder.emit(None, flat, op.path, avals, op.policy))
+        emitted = iter(self.builder.emit(None, flat, op.path, op.policy))
         for t, out, group in zip(op.inputs, op.outputs, groups, strict=True):
             pieces = [next(emitted) for _ in group]
             if t in self.pieces:
@@ -213,8 +209,7 @@ class _Rows:
             self._made(op.outputs[0], parts, self.cuts[t], self.sources[t])
             return
         combine = _REDUCTIONS[op.name]
-        total = functools.reduce(lambda one, other: self._call(combine, [one, other], op)[0], parts)
-        self.whole[op.outputs[0]] = total
+        self.whole[op.outputs[0]] = functools.reduce(lambda x, y: self._call(combine, [x, y], op)[0], parts)
 
     def _scan(self, op: Operator) -> None:
         """The iterations that share a piece, as a scan of their own; or the body itself, if that is one iteration."""
@@ -254,8 +249,8 @@ class _Rows:
             else:
                 operands = [*shared, *carry, *rows]
                 variables = [_compat.variable(self.builder.tensors[n].aval) for n in operands]
-                equation = op.equation.replace(invars=variables)
-                results = self._again(part, operands, {"length": b - a}, equation)
+                part = replace(part, equation=op.equation.replace(invars=variables))
+                results = self._again(part, operands, {"length": b - a})
             carry = results[:count]
             stacked.append(results[count:])
         if reverse:
@@ -271,26 +266,16 @@ class _Rows:
             rest = inside(op.path, inner.path).removeprefix(op.path).strip("/") if inner.path else ""
             operators[k] = replace(inner, path=join_paths(part.path, rest))
 
-    def _is_pointwise(self, op: Operator, split: Sequence[TensorNumber]) -> bool:
-        if op.name not in POINTWISE or len(op.outputs) != 1:
-            return False
-        shape = self.graph.tensors[op.outputs[0]].shape
-        return all(self.graph.tensors[t].shape in ((), shape) for t in op.inputs)
-
-    def _same_first_axis(self, op: Operator) -> Callable[[int], dict[str, Any]] | None:
-        """For an operator that only changes the other axes, its parameters for some number of rows."""
-        if len(op.inputs) != 1 or op.name not in REARRANGES:
+    def _row_by_row(self, op: Operator) -> Callable[[int], dict[str, Any]] | None:
+        """For an operator that makes each row of the same row of its operands, its parameters for a number of rows."""
+        if op.name not in POINTWISE | REARRANGES or len(op.outputs) != 1:
             return None
-        shape, result, params = (
-            self.graph.tensors[op.inputs[0]].shape,
-            self.graph.tensors[op.outputs[0]].shape,
-            op.params,
-        )
-        (kept,) = kept_dimensions(op.name, params, [shape], result)
-        if kept.get(0) != 0 or shape[0] != result[0]:
+        shapes, (result,) = ([self.graph.tensors[t].shape for t in tensors] for tensors in (op.inputs, op.outputs))
+        kept = kept_dimensions(op.name, op.params, shapes, result)
+        if any(shape and (d.get(0) != 0 or shape[0] != result[0]) for shape, d in zip(shapes, kept, strict=True)):
             return None
         name = LENGTHS.get(op.name)
-        return lambda rows: {} if name is None else {name: (rows, *params[name][1:])}
+        return lambda rows: {} if name is None else {name: (rows, *op.params[name][1:])}
 
     def _joined(self, t: TensorNumber, op: Operator | None) -> TensorNumber:
         """A tensor in one piece."""
@@ -309,12 +294,9 @@ class _Rows:
     ) -> None:
         self.pieces[t], self.cuts[t], self.sources[t] = list(pieces), cuts, sources
 
-    def _again(
-        self, op: Operator, operands: Sequence[TensorNumber], params: dict[str, Any], other: Equation | None = None
-    ) -> list[TensorNumber]:
-        """The operator over operands of other shapes, or another equation in its place."""
-        equation: Equation = op.equation if other is None else other
-        program = _compat.isolate(_compat.without_scope(equation.replace(params={**equation.params, **params})))
+    def _again(self, op: Operator, operands: Sequence[TensorNumber], params: dict[str, Any]) -> list[TensorNumber]:
+        """The operator over operands of other shapes."""
+        program = _compat.isolate(_compat.without_scope(op.equation.replace(params={**op.params, **params})))
         return self._call(lambda *xs: core.eval_jaxpr(program, (), *xs), operands, op)
 
     def _call(

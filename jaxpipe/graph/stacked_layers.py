@@ -45,10 +45,8 @@ class Stacks:
     @cached_property
     def rows_of(self) -> tuple[slice | None, ...]:
         """The rows of each piece; None for a whole leaf."""
-        rows: list[slice | None] = []
-        for cuts in self.bounds:
-            rows += [None] if cuts is None else [slice(a, b) for a, b in itertools.pairwise(cuts)]
-        return tuple(rows)
+        rows = [[None] if cuts is None else itertools.starmap(slice, itertools.pairwise(cuts)) for cuts in self.bounds]
+        return tuple(itertools.chain.from_iterable(rows))
 
     def cut(self, piece: int, leaf: A) -> A:
         """One piece of its leaf; of a random key or a tracer too."""
@@ -61,8 +59,7 @@ class Stacks:
 
     def shapes(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
         """``split`` for shapes."""
-        whole = [leaves[k] for k in self.leaf_of]
-        pairs = zip(whole, self.rows_of, strict=True)
+        pairs = zip((leaves[k] for k in self.leaf_of), self.rows_of, strict=True)
         return [x if r is None else x.update(shape=(r.stop - r.start, *x.shape[1:])) for x, r in pairs]
 
     def join(self, pieces: Sequence[A]) -> list[A]:

@@ -51,7 +51,7 @@ def run_around_scans(
     places = itertools.groupby(range(len(graph.operators)), lambda k: k if _is_scan(graph.operators[k]) else -1)
     for scan, run_of in places:
         first, *rest = run_of
-        part = _part(graph, first, first + len(rest) + 1)
+        part = graph.section(first, first + len(rest) + 1, passing=False)
         given = [env[t] for t in part.inputs]
         if scan < 0:
             results = run(part, held.intersection(part.inputs), given, iterations)
@@ -60,15 +60,6 @@ def run_around_scans(
             results, part = op.evaluate(*(env[t] for t in op.inputs)), replace(part, outputs=op.outputs)
         env.update(zip(part.outputs, results, strict=True))
     return [env[t] for t in graph.outputs]
-
-
-def _part(graph: Graph, start: int, stop: int) -> Graph:
-    """Return some operators as a graph that reads and makes no more than these do."""
-    section = graph.section(start, stop)
-    read = {t for op in section.operators for t in op.inputs}
-    written = {t for op in section.operators for t in op.outputs}
-    inputs = tuple(t for t in section.inputs if t in read)
-    return replace(section, inputs=inputs, outputs=tuple(t for t in section.outputs if t in written))
 
 
 def _with_encoded_body(op: Operator, graph: Graph, held: Held, iterations: int | None, run: Run) -> Operator:

@@ -16,7 +16,7 @@ import contextlib
 import contextvars
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -30,7 +30,7 @@ from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Atom, Equation, OpenJaxpr, PyTree, Shaped
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.axis_names import NO_AXES, TracedIn, bound, evaluate_alone, names_in, with_names
-from jaxpipe.graph.graph import Operator, all_operands, without_literals
+from jaxpipe.graph.graph import Operator, all_operands, equations_in, replaced, without_literals
 from jaxpipe.graph.primitives import CALLS, CHECKPOINTS, CONTROL, FUNCTIONS, JITS, MARKS
 from jaxpipe.sharding.submesh import Submesh, axes_by_dimension, axis_names, kept_spec
 
@@ -98,20 +98,19 @@ def outside_mesh() -> Iterator[None]:
         yield
 
 
-def with_axes(
-    function: Callable[[], T],
-    shape: Mapping[str, int] | None = None,
-    unbound: list[str] | None = None,
-    explicit: list[str] | None = None,
-) -> T:
+def with_axes(function: Callable[[], T], shape: Mapping[str, int] | None = None) -> tuple[T, TracedIn]:
     """Call a function that traces a model, in a context that has every axis the model mentions.
 
     It is the caller's mesh, or none, with the axes over which stages are sharded (``shape``), and has further axes of
-    size 1 as JAX misses them: in the mesh, and of collectives (``unbound``, to which they are added). Where the model
-    needs ``explicit`` mesh axes, all have the size 1.
+    size 1 as JAX misses them: in the mesh, and of collectives. Where the model needs explicit mesh axes, all have the
+    size 1.
+
+    Returns:
+      What the function returns, and the axes that had to be made.
     """
-    names: list[str] = [] if unbound is None else unbound
-    return _in_mesh(lambda: with_names(function, names), shape, [] if explicit is None else explicit)
+    unbound, explicit = list[str](), list[str]()
+    result = _in_mesh(lambda: with_names(function, unbound), shape, explicit)
+    return result, TracedIn(tuple(unbound), tuple(explicit))
 
 
 def _in_mesh(function: Callable[[], T], shape: Mapping[str, int] | None, explicit: list[str]) -> T:
@@ -203,12 +202,9 @@ def trace(
     function: Callable[..., PyTree], *avals: Shaped, shape: Mapping[str, int] | None = None
 ) -> tuple[ClosedJaxpr, Annotations]:
     """Trace a function that may mention axes of any mesh; annotations of others than those of ``shape`` are dropped."""
-    unbound: list[str] = []
-    explicit: list[str] = []
-    closed = with_axes(lambda: jax.make_jaxpr(function)(*avals), shape, unbound, explicit)
+    closed, traced_in = with_axes(lambda: jax.make_jaxpr(function)(*avals), shape)
     mentioned = annotations_of(closed)
-    _check_shards(mentioned, explicit)
-    traced_in = TracedIn(tuple(unbound), tuple(explicit))
+    _check_shards(mentioned, traced_in.explicit)
     return _within_stage(closed, shape or {}, traced_in), replace(mentioned, traced_in=traced_in)
 
 
@@ -257,7 +253,8 @@ def _derived(derive: Callable[[], T], shape: Mapping[str, int], explicit: list[s
 
 def _within_stage(closed: ClosedJaxpr, shape: Mapping[str, int], traced_in: TracedIn) -> ClosedJaxpr:
     """Return a traced program with the annotations of a stage alone, over axes of ``shape``; itself if it has none."""
-    if traced_in != NO_AXES or _is_annotated(closed) or any(map(_is_on_mesh, _compat.open_jaxpr(closed)[1])):
+    jaxpr, consts = _compat.open_jaxpr(closed)
+    if traced_in != NO_AXES or _is_annotated(jaxpr.eqns) or any(map(_is_on_mesh, consts)):
         return _Rewriter(shape, frozenset(traced_in.unbound), traced_in.explicit).program(closed)
     return closed
 
@@ -266,7 +263,7 @@ def without_annotations(op: Operator, avals: Sequence[AbstractArray]) -> Operato
     """The operator as it runs on one device; itself if it has no annotations."""
     if op.name == "sharding_constraint":
         return replace(op, equation=None)
-    if op.equation is None or not _annotates(op.equation):
+    if op.equation is None or not _is_annotated([op.equation]):
         return op
 
     def run(*operands: Array) -> Sequence[Array]:
@@ -278,26 +275,18 @@ def without_annotations(op: Operator, avals: Sequence[AbstractArray]) -> Operato
 
 def annotations_of(closed: ClosedJaxpr) -> Annotations:
     """The mesh axes that a traced program mentions, those of the programs in it included."""
-    constrained: dict[str, None] = {}
-    mapped: dict[tuple[str, int], None] = {}
-
-    def look(closed: AnyJaxpr) -> None:
-        for eqn in _compat.open_jaxpr(closed)[0].eqns:
-            if eqn.primitive.name == "shard_map":
-                sizes = dict(eqn.params["mesh"].shape)
-                mapped.update(((axis, sizes[axis]), None) for axis in _manual_axes(eqn))
-            for sharding in _shardings(eqn):
-                for axes in sharding.spec:
-                    constrained.update((axis, None) for axis in axis_names(axes))
-            for inner in _compat.inner_programs(eqn):
-                look(inner)
-
-    look(closed)
+    constrained, mapped = set[str](), set[tuple[str, int]]()
+    for eqn in equations_in(_compat.open_jaxpr(closed)[0].eqns):
+        if eqn.primitive.name == "shard_map":
+            sizes = dict(eqn.params["mesh"].shape)
+            mapped.update((axis, sizes[axis]) for axis in _manual_axes(eqn))
+        for sharding in _shardings(eqn):
+            constrained.update(_mentioned(sharding.spec))
     return Annotations(tuple(sorted(constrained)), tuple(sorted(mapped)))
 
 
-def _is_annotated(closed: AnyJaxpr) -> bool:
-    return any(map(_annotates, _compat.open_jaxpr(closed)[0].eqns))
+def _is_annotated(equations: Iterable[Equation]) -> bool:
+    return any(map(_annotates, equations_in(equations)))
 
 
 def _annotates(eqn: Equation) -> bool:
@@ -306,7 +295,6 @@ def _annotates(eqn: Equation) -> bool:
         or _compat.has_mesh_in_context(eqn)
         or any(_shardings(eqn))
         or not _compat.has_default_sharding(eqn.params)
-        or any(map(_is_annotated, _compat.inner_programs(eqn)))
     )
 
 
@@ -406,9 +394,7 @@ class _Rewriter:
         def rule(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[list[Array], list[Array]]:
             def derivative(*operands: Array) -> tuple[list[Array], list[Array]]:
                 def primal(*changed: Array) -> list[Array]:
-                    given = list(operands[: len(values)])
-                    for k, x in zip(varied, changed, strict=True):
-                        given[k] = x
+                    given = replaced(operands[: len(values)], varied, changed)
                     return _compat.evaluate_equation(eqn, without_literals(eqn, given))
 
                 return jax.jvp(primal, [operands[k] for k in varied], list(operands[len(values) :]))

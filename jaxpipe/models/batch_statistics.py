@@ -13,10 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from jaxpipe import _compat
 from jaxpipe.array_types import AnyJaxpr, Equation, TensorNumber
 from jaxpipe.errors import TrainingModeWarning, warn
-from jaxpipe.graph.graph import Graph, Operator, dependents, live, read_graph
+from jaxpipe.graph.graph import Graph, Operator, dependents, equations_in, live, read_graph
 from jaxpipe.graph.primitives import CALLS, CHECKPOINTS, CONTROL, DRAWS, FUNCTIONS, SHARDS
 from jaxpipe.graph.split_scan import scan_operands
 from jaxpipe.models.bound_model import BoundModel
@@ -250,8 +249,4 @@ def random_draws(objective: MicrobatchProgram) -> list[str]:
 
 
 def _draws(equation: Equation) -> bool:
-    if equation.primitive.name in DRAWS:
-        return True
-    return any(
-        _draws(inner) for program in _compat.inner_programs(equation) for inner in _compat.open_jaxpr(program)[0].eqns
-    )
+    return any(inner.primitive.name in DRAWS for inner in equations_in([equation]))

@@ -117,7 +117,8 @@ def _example_axes(bound: BoundModel, function: UserFunction, microbatch: PyTree,
             return bound.run(function, parameters, state, key, batch)[1]
 
         parameters = [v.aval for v in bound.parameters]
-        return with_axes(lambda: jax.eval_shape(run, parameters, state, jax.random.key(0), with_rows(microbatch, rows)))
+        some = with_rows(microbatch, rows)
+        return with_axes(lambda: jax.eval_shape(run, parameters, state, jax.random.key(0), some))[0]
 
     names, avals = [v.name for v in bound.state], [v.aval for v in bound.state]
     return example_axes(names, avals, batch_size(microbatch), batch_size(batch), call)
@@ -132,7 +133,7 @@ def _bind(
         return bind_nnx(model, None)
     if (factory := nnx_factory(model)) is not None:
         check_factory(factory)
-        return bind_nnx(with_axes(lambda: nnx.eval_shape(lambda: factory(rngs=nnx.Rngs(0)))), factory)
+        return bind_nnx(with_axes(lambda: nnx.eval_shape(lambda: factory(rngs=nnx.Rngs(0))))[0], factory)
     if isinstance(model, jax.tree_util.Partial):
         return _bind_tree(model, lambda tree: tree)
     if variables is None:

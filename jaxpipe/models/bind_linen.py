@@ -152,7 +152,7 @@ def _shapes(
         return result
 
     with contextlib.suppress(*([Exception] if assumed else ())):
-        shapes = with_axes(lambda: jax.eval_shape(make, jax.random.key(0), batch, variables))
+        shapes, _ = with_axes(lambda: jax.eval_shape(make, jax.random.key(0), batch, variables))
         return shapes, calls
     return _shapes(module, function, batch, variables)
 

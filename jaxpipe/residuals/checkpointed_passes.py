@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxpipe import _compat
 from jaxpipe.array_types import AnyJaxpr, Array, Atom, OpenJaxpr
-from jaxpipe.graph.graph import encoded_policy
+from jaxpipe.graph.graph import encoded_policy, replaced
 from jaxpipe.residuals.chosen_storage import DecoratedProgram
 from jaxpipe.residuals.equal_blocks import modules_by_family
 
@@ -29,14 +29,12 @@ class CheckpointedPasses:
 
     def forward(self, values: Sequence[Array]) -> tuple[Sequence[Array], Callable[..., Any]]:
         """Return outputs, and their VJP, which is a tree of arrays."""
-        inputs, wrt = self.program.graph.inputs, self.program.wrt
-        known = dict(zip(inputs, values, strict=True))
+        places = [self.program.graph.inputs.index(t) for t in self.program.wrt]
 
         def run(*moving: Array) -> list[Array]:
-            now = {**known, **dict(zip(wrt, moving, strict=True))}
-            return self._outputs([now[t] for t in inputs])
+            return self._outputs(replaced(values, places, moving))
 
-        return jax.vjp(run, *(known[t] for t in wrt))
+        return jax.vjp(run, *(values[k] for k in places))
 
     def backward(self, kept: Callable[..., Any], cotangents: Sequence[Array | None]) -> list[Array]:
         """Return gradients."""

@@ -15,7 +15,7 @@ from jaxpipe.array_types import AnyJaxpr, Array, Equation, PyTree, TensorNumber
 from jaxpipe.errors import DifferentiationError, JaxpipeError, ModelError
 from jaxpipe.graph.allowed_codecs import FAST
 from jaxpipe.graph.codec import Codec
-from jaxpipe.graph.graph import Graph, Operator, Tensor, dependents, encoded_policy, is_differentiable, read_graph
+from jaxpipe.graph.graph import Graph, dependents, encoded_policy, equations_in, is_differentiable, read_graph, replaced
 from jaxpipe.graph.primitives import JITS
 from jaxpipe.graph.words import by_word
 from jaxpipe.models.linen_facade import is_unbound, with_linen_model
@@ -222,7 +222,8 @@ def residual_report(function: Callable[..., PyTree], *args: PyTree, **kwargs: Py
             "Pass the parameters or inputs that the model is trained on as floating-point arrays."
         )
     _check_no_gradient(traced)
-    decorated = _has_encoded_part(traced)
+    equations = equations_in(_compat.open_jaxpr(traced)[0].eqns)
+    decorated = any(encoded_policy(equation) is not None for equation in equations)
     encoded = call.function if decorated else _encode(call)
     rows, _ = _residuals(encoded, call.leaves, differentiated)
     with without_encoding():
@@ -332,7 +333,7 @@ def _residuals(
         if label is not None and label.part > 0:  # the arrays of a tensor stand together
             rows[-1] = replace(rows[-1], bytes=rows[-1].bytes + tensor.bytes)
         else:
-            row = _by_jax(graph.producers[t], tensor) if label is None else label.tensor
+            row = _by_jax(graph, t) if label is None else label.tensor
             rows.append(replace(row, bytes=tensor.bytes))
     return rows, constant_bytes
 
@@ -342,10 +343,8 @@ def _saved(function: Callable[..., list[Array]], differentiated: Sequence[int]) 
 
     def saved(*values: Array) -> list[Array]:
         def varied(*some: Array) -> list[Array]:
-            full = list(values)
-            for k, value in zip(differentiated, some, strict=True):
-                full[k] = value
-            return [y for y in function(*full) if is_differentiable(jax.typeof(y))]
+            results = function(*replaced(values, differentiated, some))
+            return [y for y in results if is_differentiable(jax.typeof(y))]
 
         _, pullback = jax.vjp(varied, *(values[k] for k in differentiated))
         return jax.tree.leaves(pullback)
@@ -353,11 +352,11 @@ def _saved(function: Callable[..., list[Array]], differentiated: Sequence[int]) 
     return saved
 
 
-def _by_jax(op: Operator, tensor: Tensor) -> StoredTensor:
+def _by_jax(graph: Graph, t: TensorNumber) -> StoredTensor:
     """Return a tensor that JAX saves by itself."""
+    op, tensor = graph.producers[t], graph.tensors[t]
     path = re.sub(r"\w+\(\)/?|\b\w+\(([^()]*)\)", r"\1", op.path)  # jvp(Net)/Conv_0 -> Net/Conv_0
-    producer = "/".join(filter(None, (path, op.label)))
-    return StoredTensor(producer, tensor.shape, str(tensor.dtype), "vjp", tensor.bytes)
+    return StoredTensor(replace(op, path=path).place, tensor.shape, str(tensor.dtype), "vjp", tensor.bytes)
 
 
 def _label(graph: Graph, t: TensorNumber) -> Label | None:
@@ -378,12 +377,3 @@ def _label_of(equation: Equation, position: int) -> Label | None:
         if inner in eqn.outvars:
             return _label_of(eqn, eqn.outvars.index(inner))
     return None
-
-
-def _has_encoded_part(closed: AnyJaxpr) -> bool:
-    """Return whether a traced program has a ``memory_encoded`` call in it, at any depth."""
-    jaxpr, _ = _compat.open_jaxpr(closed)
-    return any(
-        encoded_policy(eqn) is not None or any(map(_has_encoded_part, _compat.inner_programs(eqn)))
-        for eqn in jaxpr.eqns
-    )

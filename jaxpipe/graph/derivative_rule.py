@@ -10,9 +10,8 @@ from jax.extend.core import Primitive
 from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, Array, Equation
 from jaxpipe.errors import ModelError
-from jaxpipe.graph.axis_names import TracedIn
 from jaxpipe.graph.graph import Operator, all_operands, is_differentiable, without_literals
-from jaxpipe.graph.operator_vjp import Halves, from_rule
+from jaxpipe.graph.operator_vjp import Halves, Wanted, from_rule
 
 
 @dataclass(frozen=True)
@@ -116,14 +115,7 @@ def rule_of(op: Operator) -> DerivativeRule | None:
     return rule if rule is not None and rule.applies(op) else None
 
 
-def by_rule(
-    rule: DerivativeRule,
-    op: Operator,
-    avals: Sequence[AbstractArray],
-    varied: Sequence[int],
-    useful: Sequence[int],
-    traced_in: TracedIn,
-) -> Halves:
+def by_rule(rule: DerivativeRule, op: Operator, avals: Sequence[AbstractArray], wanted: Wanted) -> Halves:
     """Return the halves of an operator's VJP by a rule; arguments as ``differentiate`` has them."""
     equation = _compat.without_scope(op.equation)
 
@@ -136,7 +128,7 @@ def by_rule(
         _check(equation, gradients)
         return without_literals(equation, gradients)
 
-    return from_rule(forward, backward, avals, varied, useful, traced_in=traced_in)
+    return from_rule(forward, backward, avals, wanted)
 
 
 def _list(equation: Equation, function: str, values: Any) -> list[Any]:

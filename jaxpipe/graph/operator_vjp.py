@@ -5,7 +5,7 @@ The halves are made once for equal operators and then placed into any graph (``H
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
@@ -16,16 +16,7 @@ from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, Array, PyTreeDef, TensorNumber
 from jaxpipe.graph import sharding_annotations, target_products
 from jaxpipe.graph.axis_names import NO_AXES, TracedIn
-from jaxpipe.graph.graph import (
-    Graph,
-    GraphBuilder,
-    Operator,
-    Tensor,
-    dependents,
-    is_differentiable,
-    live,
-    ordered,
-)
+from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, dependents, is_differentiable, live, ordered, replaced
 from jaxpipe.graph.primitives import CHECKPOINTS, CONTROL, SHARDS
 from jaxpipe.graph.save_policy import SavePolicy
 
@@ -35,48 +26,53 @@ class Halves:
     """Both halves of an operator's VJP.
 
     Attributes:
-      tensors, constants: by local number.
-      inputs, outputs: local numbers of the operator's operands and results.
-      primal: operators that make ``outputs`` and ``needs``.
-      cotangents_in: positions among the outputs whose cotangents are read.
-      cotangents_out: positions among the inputs that receive one, in the order in which JAX adds them up; one that
+      primal: the operator, and what its backward pass needs: ``operands -> (*results, *needs)``.
+      cotangents_in: positions among the results whose cotangents are read.
+      cotangents_out: positions among the operands that receive one, in the order in which JAX adds them up; one that
         receives several terms occurs several times.
       program: ``(*needs, *cotangents_in) -> cotangents_out``.
     """
 
-    tensors: tuple[Tensor, ...]
-    constants: dict[TensorNumber, Array]
-    inputs: tuple[TensorNumber, ...]
-    outputs: tuple[TensorNumber, ...]
-    primal: tuple[Operator, ...]
-    needs: tuple[TensorNumber, ...]
+    primal: Graph
     cotangents_in: tuple[int, ...]
     cotangents_out: tuple[int, ...]
     program: Graph
 
 
-def differentiate(
-    op: Operator,
-    avals: Sequence[AbstractArray],
-    varied: Sequence[int],
-    useful: Sequence[int],
-    shape: Mapping[str, int] | None = None,
-    traced_in: TracedIn = NO_AXES,
-    ruled: Sequence[int] = (),
-) -> Halves:
-    """Trace the VJP that JAX has for ``op`` with respect to the operands at positions ``varied``, and cut it.
+@dataclass(frozen=True)
+class Wanted:
+    """The cotangents that are wanted of an operator, and the stage that it is in.
+
+    Attributes:
+      varied: positions of the operands that receive one.
+      useful: positions of the results that have one. A zero in the place of others would do for finite numbers only.
+      ruled: positions of operands behind which there is a rule of a user's, which JAX calls for a cotangent of zeros,
+        too.
+      shape: the axes over which stages are sharded, if annotations of others in a rule are dropped.
+      traced_in: in whose context the operator was traced.
+    """
+
+    varied: tuple[int, ...] = (0,)
+    useful: tuple[int, ...] = (0,)
+    ruled: tuple[int, ...] = ()
+    shape: Mapping[str, int] | None = field(default=None, hash=False)
+    traced_in: TracedIn = NO_AXES
+
+    def plain(self, aval: AbstractArray) -> AbstractArray | jax.ShapeDtypeStruct:
+        """The type without the mesh of a model with explicit axes: those of a stage are automatic."""
+        return sharding_annotations.without_mesh(aval) if self.traced_in.explicit else aval
+
+
+def differentiate(op: Operator, avals: Sequence[AbstractArray], wanted: Wanted) -> Halves:
+    """Trace the VJP that JAX has for ``op``, and cut it.
 
     The cut lies where ``jax.vjp`` returns: what a derivative rule computes in its backward pass stays backward work,
     whether or not it depends on a cotangent, and reads what the rule's forward pass returned.
-    Outputs at other positions than ``useful`` have no cotangent. A zero in its place would do for finite numbers only.
-    ``shape``: the axes over which stages are sharded, if annotations of others in a rule are dropped. ``traced_in``:
-    in whose context the operator was traced. ``ruled``: positions of operands behind which there is a rule of a
-    user's, which JAX calls for a cotangent of zeros, too.
     """
-    equation, is_sharded = _compat.without_scope(op.equation), bool(shape)
-    shape = shape if _compat.inner_programs(equation) else None  # others have no rule of a user's
-    carried = [k for k in useful if is_differentiable(equation.outvars[k].aval)]
-    tangents = [equation.outvars[k].aval.to_tangent_aval() for k in carried]
+    equation, varied = _compat.without_scope(op.equation), wanted.varied
+    shape = wanted.shape if _compat.inner_programs(equation) else None  # others have no rule of a user's
+    carried = [k for k in wanted.useful if is_differentiable(equation.outvars[k].aval)]
+    tangents = {k: equation.outvars[k].aval.to_tangent_aval() for k in carried}
     count = len(equation.outvars)
     evaluate = _compat.evaluate_equation
     if shape is not None:
@@ -84,17 +80,11 @@ def differentiate(
     run = functools.partial(evaluate, equation)
     if (saves := policy_within(op)) is not None:
         run = jax.checkpoint(run, policy=saves)
-    operands, cotangents = list(avals), tangents
-    if traced_in.explicit:  # a stage's own axes are automatic
-        operands, cotangents = (list(map(sharding_annotations.without_mesh, x)) for x in (avals, tangents))
     pullback: PyTreeDef | None = None
 
     def forward(*inputs: Array) -> list[Array]:
         def primal(*operands: Array) -> tuple[list[Array], list[Array]]:
-            values = list(inputs)
-            for k, value in zip(varied, operands, strict=True):
-                values[k] = value
-            outputs = run(values)
+            outputs = run(replaced(inputs, varied, operands))
             return [outputs[k] for k in carried], outputs
 
         nonlocal pullback
@@ -106,28 +96,22 @@ def differentiate(
         return jax.tree.unflatten(pullback, residuals)(list(cotangents))
 
     def both() -> tuple[ClosedJaxpr, ClosedJaxpr]:
-        first = _compat.trace_without_scope(forward, *operands)
-        residuals = [atom.aval for atom in _compat.open_jaxpr(first)[0].outvars[count:]]
-        return first, _compat.trace_without_scope(backward, residuals, cotangents)
+        first = _compat.trace_without_scope(forward, *map(wanted.plain, avals))
+        kept, received = _residuals(first, count), list(map(wanted.plain, tangents.values()))
+        return first, _compat.trace_without_scope(backward, kept, received)
 
-    traced = both() if shape is None else sharding_annotations.rule_within_stage(op.label, both, shape, traced_in)
+    within_stage = functools.partial(sharding_annotations.rule_within_stage, op.label, both)
+    traced = both() if shape is None else within_stage(shape, wanted.traced_in)
     first = target_products.for_target(traced[0], may_cut=False)
-    closed = target_products.for_target(traced[1], may_cut=not is_sharded)
-    builder = GraphBuilder(inline_rules=True)
-    inputs = [builder.tensor(aval) for aval in avals]
-    results = builder.read(first, inputs)
-    outputs, residuals = results[:count], results[count:]
-    start = len(builder.operators)
-    cotangents = [builder.tensor(aval) for aval in tangents]
-    gradients = list(zip(varied, builder.read(closed, [*residuals, *cotangents]), strict=True))
-    seeds = dict(zip(carried, cotangents, strict=True))
-    late = [t for part in builder.operators[start:] if part.inputs for t in part.outputs]  # the others are constants
+    second = target_products.for_target(traced[1], may_cut=not wanted.shape)
     if op.name == "custom_vjp_call":  # what the user's own rule adds up stays one cotangent
-        return _split(builder, inputs, outputs, seeds, gradients, late, in_order=True, ruled=ruled)
-    sums = {id(eqn) for eqn in _compat.open_jaxpr(closed)[0].eqns if eqn.primitive.name == "add_any"}
-    terms = {t: part for part in builder.operators if id(part.equation) in sums for t in part.outputs}
-    apart = [(k, t) for k, g in gradients for t in _summands(g, terms)]
-    return _split(builder, inputs, outputs, seeds, apart, late)
+        return _halves(first, second, avals, count, tangents, varied, in_order=True, ruled=wanted.ruled)
+    return _halves(first, second, avals, count, tangents, varied, by_terms=True)
+
+
+def _residuals(first: ClosedJaxpr, count: int) -> list[AbstractArray]:
+    """Return the types of what a forward program returns behind so many results."""
+    return [atom.aval for atom in _compat.open_jaxpr(first)[0].outvars[count:]]
 
 
 def policy_within(op: Operator) -> SavePolicy | None:
@@ -137,22 +121,12 @@ def policy_within(op: Operator) -> SavePolicy | None:
     return op.policy.saves if op.saved else None
 
 
-def _summands(gradient: TensorNumber, sums: Mapping[TensorNumber, Operator]) -> list[TensorNumber]:
-    """The terms of a gradient, which JAX adds one by one to whatever cotangent the operand has already."""
-    if gradient not in sums:
-        return [gradient]
-    total, last = sums[gradient].inputs
-    return [*_summands(total, sums), last]
-
-
 def from_rule(
     forward: Callable[..., tuple[Sequence[Array], Sequence[Array]]],
     backward: Callable[[Sequence[Array], Sequence[Array | None]], Sequence[Array | None]],
     avals: Sequence[AbstractArray],
-    varied: Sequence[int] = (0,),
-    useful: Sequence[int] = (0,),
+    wanted: Wanted = Wanted(),
     bits: Sequence[int] = (),
-    traced_in: TracedIn = NO_AXES,
 ) -> Halves:
     """The halves made of a hand-written pair; arguments as ``differentiate`` has them.
 
@@ -161,8 +135,6 @@ def from_rule(
       backward: ``(residuals, cotangents of results) -> cotangents of operands``; None for one that is zero.
       bits: bits that an element of each residual needs; left out: those of its type.
     """
-    builder = GraphBuilder()
-    operands = [builder.tensor(aval) for aval in avals]
     count, given = 0, list[int]()
 
     def both(*values: Array) -> list[Array]:
@@ -172,71 +144,92 @@ def from_rule(
         return [*results, *kept]
 
     def gradients_of(kept: Sequence[Array], received: Sequence[Array]) -> list[Array]:
-        cotangents = dict(zip(seeds, received, strict=True))
+        cotangents = dict(zip(tangents, received, strict=True))
         gradients = backward(kept, [cotangents.get(k) for k in range(count)])
-        given.extend(k for k in varied if gradients[k] is not None)
+        given.extend(k for k in wanted.varied if gradients[k] is not None)
         return [g for k in given if (g := gradients[k]) is not None]
 
-    plain = sharding_annotations.without_mesh if traced_in.explicit else (lambda aval: aval)
-    outputs = builder.read(_compat.trace_without_scope(both, *map(plain, avals)), operands)
-    results, residuals = outputs[:count], outputs[count:]
-    for t, width in zip(residuals, bits, strict=False):
-        builder.tensors[t] = replace(builder.tensors[t], bits=width)
-    tangents = {k: builder.tensors[results[k]].aval.to_tangent_aval() for k in useful}
-    seeds = {k: builder.tensor(aval) for k, aval in tangents.items() if is_differentiable(aval)}
-    kept, received = ([plain(builder.tensors[t].aval) for t in ts] for ts in (residuals, seeds.values()))
-    closed = _compat.trace_without_scope(gradients_of, kept, received)
-    start = len(builder.operators)
-    gradients = builder.read(closed, [*residuals, *seeds.values()])
-    # What the rule does in its backward pass is meant to be done there, with or without the cotangent; but constants.
-    late = [t for op in builder.operators[start:] if op.inputs for t in op.outputs]
-    return _split(builder, operands, results, seeds, list(zip(given, gradients, strict=True)), late)
+    first = _compat.trace_without_scope(both, *map(wanted.plain, avals))
+    results = _compat.open_jaxpr(first)[0].outvars
+    tangents = {k: results[k].aval.to_tangent_aval() for k in wanted.useful if is_differentiable(results[k].aval)}
+    received = list(map(wanted.plain, tangents.values()))
+    second = _compat.trace_without_scope(gradients_of, _residuals(first, count), received)
+    return _halves(first, second, avals, count, tangents, given, bits)
 
 
-def _split(
-    builder: GraphBuilder,
-    inputs: Sequence[TensorNumber],
-    outputs: Sequence[TensorNumber],
-    cotangents: dict[int, TensorNumber],
-    gradients: Sequence[tuple[int, TensorNumber]],
-    late: Sequence[TensorNumber] = (),
+def _halves(
+    first: ClosedJaxpr,
+    second: ClosedJaxpr,
+    avals: Sequence[AbstractArray],
+    count: int,
+    tangents: Mapping[int, AbstractArray],
+    given: Sequence[int],
+    bits: Sequence[int] = (),
+    *,
+    by_terms: bool = False,
     in_order: bool = False,
     ruled: Sequence[int] = (),
 ) -> Halves:
-    """Sort the operators of a traced VJP by whether they depend on a cotangent, or on one of the tensors ``late``.
+    """Sort the operators of a traced VJP by whether they depend on a cotangent, or run in the backward program.
 
-    ``gradients`` are pairs of an operand's position and a cotangent for it.
     JAX adds up cotangents in the order in which it makes them; those of a ``custom_vjp`` in the order of its operands.
+
+    Args:
+      first: ``operands -> (*results, *residuals)``, of which so many (``count``) are results.
+      second: ``(*residuals, *cotangents) -> gradients``.
+      avals: of the operands.
+      tangents: by position, types of the results that have a cotangent.
+      given: positions of the operands that the gradients are of.
+      bits: as ``from_rule`` has them.
+      by_terms: whether a gradient that is a sum is several cotangents, which JAX adds to others one by one.
+      in_order, ruled: as ``_nonzero_gradients`` has them.
     """
+    builder = GraphBuilder(inline_rules=True)
+    operands = [builder.tensor(aval) for aval in avals]
+    results = builder.read(first, operands)
+    for t, width in zip(results[count:], bits, strict=False):
+        builder.tensors[t] = replace(builder.tensors[t], bits=width)
+    start = len(builder.operators)
+    cotangents = {k: builder.tensor(aval) for k, aval in tangents.items()}
+    gradients = list(zip(given, builder.read(second, [*results[count:], *cotangents.values()]), strict=True))
+    if by_terms:
+        sums = {id(eqn) for eqn in _compat.open_jaxpr(second)[0].eqns if eqn.primitive.name == "add_any"}
+        terms = {t: op for op in builder.operators if id(op.equation) in sums for t in op.outputs}
+        gradients = [(k, t) for k, g in gradients for t in _summands(g, terms)]
+    # What a rule does in its backward pass is meant to be done there, with or without the cotangent; but constants.
+    late = [t for op in builder.operators[start:] if op.inputs for t in op.outputs]
     dependent = dependents(builder.operators, (*cotangents.values(), *late))
     summands = _nonzero_gradients(builder, gradients, in_order, ruled)
-    results = [g for _, g in summands]
-    forward = tuple(op for op in builder.operators if dependent.isdisjoint(op.outputs))
-    backward = tuple(op for op in live(builder.operators, results) if not dependent.isdisjoint(op.outputs))
-    read = ordered((*(t for op in backward for t in op.inputs), *results))
+    wanted = [g for _, g in summands]
+    backward = tuple(op for op in live(builder.operators, wanted) if not dependent.isdisjoint(op.outputs))
+    read = ordered((*(t for op in backward for t in op.inputs), *wanted))
     written = dependent.union(*(op.outputs for op in backward))
-    needs = tuple(t for t in read if t not in written and t not in builder.constants)
+    needs = [t for t in read if t not in written and t not in builder.constants]
     used = [(k, c) for k, c in cotangents.items() if c in read]
     if summands and not used:  # a derivative of the user's own that does not look at its cotangent
         used = list(cotangents.items())
-    program = Graph(
-        tensors=tuple(builder.tensors),
-        operators=backward,
-        inputs=(*needs, *(c for _, c in used)),
-        outputs=tuple(results),
-        constants={t: builder.constants[t] for t in read if t in builder.constants},
-    )
+    builder.operators = [op for op in builder.operators if dependent.isdisjoint(op.outputs)]
+    primal = builder.build(operands, [*results[:count], *needs])
     return Halves(
-        tensors=tuple(builder.tensors),
-        constants=dict(builder.constants),
-        inputs=tuple(inputs),
-        outputs=tuple(outputs),
-        primal=live(forward, [*outputs, *needs]),
-        needs=needs,
+        primal=primal,
         cotangents_in=tuple(k for k, _ in used),
         cotangents_out=tuple(k for k, _ in summands),
-        program=program,
+        program=replace(
+            primal,
+            operators=backward,
+            inputs=(*needs, *(c for _, c in used)),
+            outputs=tuple(wanted),
+            constants={t: builder.constants[t] for t in read if t in builder.constants},
+        ),
     )
+
+
+def _summands(gradient: TensorNumber, sums: Mapping[TensorNumber, Operator]) -> list[TensorNumber]:
+    """The terms of a gradient, which JAX adds one by one to whatever cotangent the operand has already."""
+    if gradient not in sums:
+        return [gradient]
+    total, last = sums[gradient].inputs
+    return [*_summands(total, sums), last]
 
 
 def _nonzero_gradients(

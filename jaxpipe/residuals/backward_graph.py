@@ -13,7 +13,7 @@ operators have a cheaper derivative than JAX's own (``jaxpipe/graph/rules``, and
 """
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jaxpipe import _compat
@@ -31,8 +31,8 @@ from jaxpipe.graph.graph import (
     operator_ends,
     ordered,
 )
-from jaxpipe.graph.operator_vjp import Halves, policy_within, writes_zeros
-from jaxpipe.graph.program_form import bits_of
+from jaxpipe.graph.operator_vjp import Halves, Wanted, policy_within, writes_zeros
+from jaxpipe.graph.program_form import bits_of, is_hashable
 from jaxpipe.graph.reverse_walk import needed
 from jaxpipe.targets.building import current
 
@@ -99,82 +99,70 @@ def build_backward_graph(
       seeds: the outputs that will be given a cotangent; all if left out.
     """
     wrt, seeds = tuple(wrt), tuple(graph.outputs if seeds is None else seeds)
-    matches = rules.find(graph, lambda op: "index" in (op.policy or policy).at(op.path))
+    operators = rules.matched(graph, lambda op: "index" in (op.policy or policy).at(op.path))
     builder = GraphBuilder(graph.tensors, graph.constants)
     stand_in: dict[TensorNumber, TensorNumber] = {}  # an output that is another tensor unchanged: that tensor
     backward: list[BackwardOp] = []
-    for op, match, varied, halves in _operator_vjps(graph, matches, wrt, seeds):
-        inputs, outputs = _operands_and_results(op, match)
-        operands = [stand_in.get(t, t) for t in inputs]
+    for op, halves in _operator_vjps(graph, operators, wrt, seeds):
+        operands, needs = [stand_in.get(t, t) for t in op.inputs], list[TensorNumber]()
         if op.equation is None:
-            stand_in.update(zip(outputs, operands, strict=True))
-            if varied:
-                backward.append(_pass_through(op, varied, graph))
+            stand_in.update(zip(op.outputs, operands, strict=True))
         elif halves is None:
-            for part in (op,) if match is None else match.covers:
+            for part in op.covers if isinstance(op, rules.Match) else (op,):
                 read = tuple(stand_in.get(t, t) for t in part.inputs)
                 builder.operators.append(part if read == part.inputs else replace(part, inputs=read))
         else:
-            name, label = (op.name, op.label) if match is None else (match.name, match.name)
-            needs = tuple(_place(halves, builder, op, label, operands, outputs, stand_in))
-            if halves.cotangents_in:
-                received = tuple(outputs[k] for k in halves.cotangents_in)
-                given = tuple(inputs[k] for k in halves.cotangents_out)
-                backward.append(BackwardOp(name, op.path, label, needs, received, given, halves.program))
+            needs = _place(halves, builder, op, operands, stand_in)
+        if halves is not None and halves.cotangents_in:
+            received = tuple(op.outputs[k] for k in halves.cotangents_in)
+            given = tuple(op.inputs[k] for k in halves.cotangents_out)
+            backward.append(BackwardOp(op.name, op.path, op.label, tuple(needs), received, given, halves.program))
 
     steps = _merge_masks(needed(backward, seeds, step_ends)[0], {*graph.outputs, *wrt}, builder)
     results = tuple(stand_in.get(t, t) for t in graph.outputs)
     forward = replace(
-        builder.build(graph.inputs, results),
+        graph,
+        tensors=tuple(builder.tensors),
         operators=live(builder.operators, [*results, *(t for step in steps for t in step.needs)]),
-        parameters=graph.parameters,
-        stage_shape=graph.stage_shape,
-        traced_in=graph.traced_in,
+        outputs=results,
+        constants=builder.constants,
     )
     return BackwardGraph(graph, forward, steps, wrt, policy)
 
 
 def _operator_vjps(
-    graph: Graph, matches: Mapping[Operator, rules.Match], wrt: Iterable[TensorNumber], seeds: Iterable[TensorNumber]
-) -> Iterator[tuple[Operator, rules.Match | None, tuple[int, ...], Halves | None]]:
+    graph: Graph, operators: Iterable[Operator], wrt: Iterable[TensorNumber], seeds: Iterable[TensorNumber]
+) -> Iterator[tuple[Operator, Halves | None]]:
     """Trace the VJP of every operator that lies between ``wrt`` and ``seeds``; equal operators are traced once.
 
     Yields:
-      The operator, or the first one of a match; the match; the positions of its varied operands, which depend on
-      ``wrt``; and its VJP, if it has varied operands and useful results, on which ``seeds`` depend.
+      The operator and its VJP, if it has varied operands, which depend on ``wrt``, and useful results, on which
+      ``seeds`` depend.
     """
-    covered = {op for match in matches.values() for op in match.covers}
     varied_tensors = set(wrt)
     useful_tensors = needed([*filter(_passes_cotangents, graph.operators)], seeds, operator_ends)[1]
     ruled = graph.ruled | behind_rules(graph.operators)
-    context = (
-        None if graph.stage_shape is None else tuple(graph.stage_shape.items()),
-        graph.traced_in,
-        current(),
-        registered(),
-    )
-    known: dict[Hashable, Halves] = graph.derived.setdefault(context, {})  # by operator, and by what operators compute
-    for op in [op for op in graph.operators if op in matches or op not in covered]:
-        match, halves = matches.get(op), None
-        inputs, outputs = _operands_and_results(op, match)
-        avals = [graph.tensors[t].aval for t in inputs]
-        varied = tuple(k for k, t in enumerate(inputs) if t in varied_tensors and is_differentiable(avals[k]))
-        useful = tuple(k for k, t in enumerate(outputs) if t in useful_tensors)
+    known: dict[Hashable, Halves]  # by operator, and by what operators compute
+    known = graph.derived.setdefault((current(), registered()), {})
+    for op in operators:
+        halves = None
+        avals = [graph.tensors[t].aval for t in op.inputs]
+        varied = tuple(k for k, t in enumerate(op.inputs) if t in varied_tensors and is_differentiable(avals[k]))
+        useful = tuple(k for k, t in enumerate(op.outputs) if t in useful_tensors)
         if op.equation is None:
-            varied_tensors.update(outputs[k] for k in varied)
+            halves = _pass_through(avals, varied)
         elif varied and useful:
-            behind = tuple(k for k in varied if inputs[k] in ruled)
-            here = op, None if match is None else match.name, varied, useful, behind
-            if here not in known:
-                key = equality_key(op, avals, varied, useful, match), behind, policy_within(op), rule_of(op)
+            behind = tuple(k for k in varied if op.inputs[k] in ruled)
+            wanted = Wanted(varied, useful, behind, graph.stage_shape, graph.traced_in)
+            if (op, wanted) not in known:
+                key = equality_key(op, avals), wanted, policy_within(op), rule_of(op)
                 if key not in known:
-                    derived = match is None
-                    axes = graph.stage_shape, graph.traced_in, behind
-                    known[key] = rules.derive(op, avals, varied, useful, *axes) if derived else match.halves(avals[0])
-                known[here] = known[key]
-            halves = known[here]
-            varied_tensors.update(outputs[k] for k in halves.cotangents_in)
-        yield op, match, varied, halves
+                    known[key] = rules.derive(op, avals, wanted)
+                known[op, wanted] = known[key]
+            halves = known[op, wanted]
+        if halves is not None:
+            varied_tensors.update(op.outputs[k] for k in halves.cotangents_in)
+        yield op, halves
 
 
 def _passes_cotangents(op: Operator) -> bool:
@@ -184,81 +172,47 @@ def _passes_cotangents(op: Operator) -> bool:
     return op.name != "stop_gradient" and any(is_differentiable(out.aval) for out in op.equation.outvars)
 
 
-def _operands_and_results(
-    op: Operator, match: rules.Match | None
-) -> tuple[tuple[TensorNumber, ...], tuple[TensorNumber, ...]]:
-    return (op.inputs, op.outputs) if match is None else ((match.operand,), (match.result,))
-
-
-def equality_key(
-    op: Operator,
-    avals: Sequence[AbstractArray],
-    varied: tuple[int, ...] = (),
-    useful: tuple[int, ...] = (),
-    match: rules.Match | None = None,
-) -> Hashable:
-    """Equal for operators that compute the same; unique where the operator's parameters cannot be hashed.
-
-    Args:
-      varied: positions of the operands that are differentiated.
-      useful: positions of the results that may have a cotangent.
-      match: the rule that stands for it, if there is one.
-    """
-    if match is not None:
-        return (match.name, match.key, tuple(avals))
+def equality_key(op: Operator, avals: Sequence[AbstractArray]) -> Hashable:
+    """Equal for operators that compute the same; unique where the operator's parameters cannot be hashed."""
     literals = tuple(
         (k, bits_of(atom.val), atom.aval) for k, atom in enumerate(op.equation.invars) if _compat.is_literal(atom)
     )
-    key = (op.name, tuple(sorted(op.params.items())), literals, tuple(avals), varied, useful, op.equation.ctx)
-    try:
-        hash(key)
-    except TypeError:
-        return op
-    return key
+    key = (op.name, tuple(sorted(op.params.items())), literals, tuple(avals), op.equation.ctx)
+    return key if is_hashable(key) else op
 
 
 def _place(
     halves: Halves,
     builder: GraphBuilder,
     op: Operator,
-    label: str,
     operands: Sequence[TensorNumber],
-    outputs: Sequence[TensorNumber],
     stand_in: dict[TensorNumber, TensorNumber],
 ) -> list[TensorNumber]:
     """Add the first half of a VJP to the forward graph; returns the numbers of its needs."""
-    number = dict(zip(halves.inputs, operands, strict=True))
-    produced = {t for part in halves.primal for t in part.outputs}
-    for local, out in zip(halves.outputs, outputs, strict=True):
-        if local in produced:
+    primal, count = halves.primal, len(op.outputs)
+    number = dict(zip(primal.inputs, operands, strict=True))
+    results = list(zip(primal.outputs[:count], op.outputs, strict=True))
+    for local, out in results:
+        if local in primal.producers:
             number.setdefault(local, out)
-    for local, value in halves.constants.items():
+    for local, value in primal.constants.items():
         number[local] = builder.constant(value)
-    for part in halves.primal:
+    for part in primal.operators:
         for t in part.outputs:
             if t not in number:
-                number[t] = builder.tensor(halves.tensors[t].aval, halves.tensors[t].bits)
+                number[t] = builder.tensor(primal.tensors[t].aval, primal.tensors[t].bits)
         read, written = tuple(number[t] for t in part.inputs), tuple(number[t] for t in part.outputs)
-        builder.operators.append(Operator(part.equation, read, written, op.path, label, op.policy))
-    stand_in.update(
-        (out, number[local]) for local, out in zip(halves.outputs, outputs, strict=True) if number[local] != out
-    )
-    return [number[t] for t in halves.needs]
+        builder.operators.append(Operator(part.equation, read, written, op.path, op.label, op.policy))
+    stand_in.update((out, number[local]) for local, out in results if number[local] != out)
+    return [number[t] for t in primal.outputs[count:]]
 
 
-def _pass_through(op: Operator, varied: Sequence[int], graph: Graph) -> BackwardOp:
-    """The backward program of a call boundary."""
+def _pass_through(avals: Sequence[AbstractArray], varied: tuple[int, ...]) -> Halves:
+    """The VJP of a call boundary."""
     builder = GraphBuilder()
-    numbers = [builder.tensor(graph.tensors[op.inputs[k]].aval, bits=0) for k in varied]
-    return BackwardOp(
-        name=op.name,
-        path=op.path,
-        label=op.label,
-        needs=(),
-        cotangents_in=tuple(op.outputs[k] for k in varied),
-        cotangents_out=tuple(op.inputs[k] for k in varied),
-        program=builder.build(numbers, numbers),
-    )
+    numbers = [builder.tensor(avals[k], bits=0) for k in varied]
+    program = builder.build(numbers, numbers)
+    return Halves(program, varied, varied, program)
 
 
 def _merge_masks(
@@ -313,6 +267,13 @@ def _mask(step: BackwardOp, zeros: Collection[TensorNumber]) -> tuple[TensorNumb
         return None
     zero_if = cases[0] == seed
     return (number[predicate], zero_if) if number.get(cases[zero_if]) in zeros else None
+
+
+def divided(step: BackwardOp, tensors: Container[TensorNumber]) -> tuple[BackwardOp | None, BackwardOp | None]:
+    """The parts of a step that make cotangents of some tensors, and of others; None for a part that makes nothing."""
+    within = [k for k, t in enumerate(step.cotangents_out) if t in tensors]
+    others = [k for k, t in enumerate(step.cotangents_out) if t not in tensors]
+    return restricted(step, within) if within else None, restricted(step, others) if others else None
 
 
 def restricted(step: BackwardOp, positions: Sequence[int]) -> BackwardOp:

@@ -12,7 +12,7 @@ each *output* element, "was the maximum positive", does the same.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,38 +66,30 @@ def position_bits(window: Sequence[int]) -> int:
     return next(bits for bits in (1, 2, 4, 8, 16) if math.prod(window) <= 2**bits)
 
 
-def rule(pool: Operator, relu: Operator | None) -> Callable[[AbstractArray], Halves]:
+def derive(pool: Operator, relu: Operator | None, aval: AbstractArray) -> Halves:
     """The halves of the VJP of a max-pool, or of a ReLU and the max-pool that alone reads it."""
-    windows = Windows(
-        tuple(pool.params["window_dimensions"]),
-        tuple(pool.params["window_strides"]),
-        tuple(pool.params["padding"]),
-        tuple(pool.params["window_dilation"]),
-        tuple(pool.params["base_dilation"]),
-    )
+    names = ("window_dimensions", "window_strides", "padding", "window_dilation", "base_dilation")
+    windows = Windows(*(tuple(pool.params[name]) for name in names))
 
-    def halves(aval: AbstractArray) -> Halves:
-        def forward(operand: Array) -> tuple[list[Array], list[Array]]:
-            (values,) = (operand,) if relu is None else relu.evaluate(operand)
-            result, position, selected = find_maxima(values, windows)
-            return [result], [position] if relu is None else [position, selected > 0]
+    def forward(operand: Array) -> tuple[list[Array], list[Array]]:
+        (values,) = (operand,) if relu is None else relu.evaluate(operand)
+        result, position, selected = find_maxima(values, windows)
+        return [result], [position] if relu is None else [position, selected > 0]
 
-        def backward(residuals: Sequence[Array], cotangents: Sequence[Any]) -> list[Array]:
-            position, *positive = residuals
-            (cotangent,) = cotangents
-            size = math.prod(windows.shape)
-            position = position.astype(jnp.uint8 if size < 255 else jnp.int32)
-            if positive:
-                position = lax.select(positive[0], position, lax.full_like(position, size + 1))
-            # Each position is read by every element of its window: decode it once.
-            position = _compat.materialize(position, cotangent)
-            # XLA would add a bias's cotangents up along the dimensions inside, and so in another order than JAX's.
-            return [lax.optimization_barrier(scatter_to_maxima(cotangent, position, aval.shape, windows))]
+    def backward(residuals: Sequence[Array], cotangents: Sequence[Any]) -> list[Array]:
+        position, *positive = residuals
+        (cotangent,) = cotangents
+        size = math.prod(windows.shape)
+        position = position.astype(jnp.uint8 if size < 255 else jnp.int32)
+        if positive:
+            position = lax.select(positive[0], position, lax.full_like(position, size + 1))
+        # Each position is read by every element of its window: decode it once.
+        position = _compat.materialize(position, cotangent)
+        # XLA would add a bias's cotangents up along the dimensions inside, and so in another order than JAX's.
+        return [lax.optimization_barrier(scatter_to_maxima(cotangent, position, aval.shape, windows))]
 
-        bits = [position_bits(windows.shape)] + ([] if relu is None else [1])
-        return from_rule(forward, backward, [aval], bits=bits)
-
-    return halves
+    bits = [position_bits(windows.shape)] + ([] if relu is None else [1])
+    return from_rule(forward, backward, [aval], bits=bits)
 
 
 def find_maxima(values: Array, windows: Windows) -> tuple[Array, Array, Array]:
@@ -172,6 +164,4 @@ def _interleave(arrays: Sequence[Array], dimension: int) -> Array:
     """Return an array with the elements of each in turn along a dimension."""
     if len(arrays) == 1:
         return arrays[0]
-    stacked = jnp.stack(arrays, dimension + 1)
-    shape = stacked.shape
-    return stacked.reshape(*shape[:dimension], -1, *shape[dimension + 2 :])
+    return lax.collapse(jnp.stack(arrays, dimension + 1), dimension, dimension + 2)

@@ -13,8 +13,8 @@ from jax import lax
 
 from jaxpipe.array_types import Array, Equation
 from jaxpipe.graph.derivative_rule import DerivativeRule
-from jaxpipe.graph.graph import GraphBuilder, Operator
-from jaxpipe.graph.operator_vjp import differentiate, writes_zeros
+from jaxpipe.graph.graph import Operator, read_graph
+from jaxpipe.graph.operator_vjp import Wanted, differentiate, writes_zeros
 
 
 #: Answers, which take a derivative to find.
@@ -34,13 +34,14 @@ def applies(op: Operator) -> bool:
 
 def _selects(op: Operator) -> bool:
     """Return whether the derivative of ``op`` is ``where(x > 0, dy, 0)``."""
-    halves = differentiate(op, [op.equation.invars[0].aval], (0,), (0,))
-    tests = [part for part in halves.primal if part.name == "gt" and part.inputs == halves.inputs and _is_zero(part)]
+    halves = differentiate(op, [op.equation.invars[0].aval], Wanted())
+    primal = halves.primal
+    tests = [part for part in primal.operators if part.name == "gt" and part.inputs == primal.inputs and _is_zero(part)]
     selects = halves.program.operators
     if len(tests) != 1 or [part.name for part in selects] != ["select_n"]:
         return False
     predicate, otherwise, chosen = selects[0].operands
-    zeros = {t for part in halves.primal if writes_zeros(part) for t in part.outputs}
+    zeros = {t for part in primal.operators if writes_zeros(part) for t in part.outputs}
     return (
         predicate == tests[0].outputs[0]
         and (_is_zero(selects[0]) if otherwise is None else otherwise in zeros)  # of a scalar, a literal
@@ -54,10 +55,9 @@ def rectifies(op: Operator) -> bool:
         return _is_zero(op)
     if op.name != "custom_jvp_call" or len(op.equation.invars) != 1:
         return False
-    builder = GraphBuilder()
-    outputs = builder.read(op.params["call_jaxpr"], [builder.tensor(op.equation.invars[0].aval)])
-    first, *others = builder.operators or [None]
-    return first is not None and not others and outputs == list(first.outputs) and rectifies(first)
+    graph = read_graph(op.params["call_jaxpr"], boundaries=False)
+    first, *others = graph.operators or [None]
+    return first is not None and not others and graph.outputs == first.outputs and rectifies(first)
 
 
 def _backward(equation: Equation, kept: Sequence[Array], cotangents: Sequence[Any]) -> list[Array]:

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, TensorNumber
-from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, restricted
+from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, divided
 from jaxpipe.residuals.rematerialize import Rematerializer, is_heavy
 
 
@@ -49,6 +49,9 @@ class Walk:
       keep: tensors whose cotangents stay.
       absorb: what takes the place of some inputs' cotangents.
       weights: tensors that follow from parameters alone.
+      waits: whether a step's values wait for its cotangents now; on a TPU they do once a product has run. Nothing is
+        before the first that could keep arrays alive, and a barrier there would have the given cotangent written, that
+        of the logits, say, which XLA computes within the product.
     """
 
     backward_graph: BackwardGraph
@@ -57,6 +60,7 @@ class Walk:
     keep: frozenset[TensorNumber]
     absorb: Absorb
     weights: frozenset[TensorNumber]
+    waits: bool = True
 
     def run(self, steps: Sequence[BackwardOp]) -> frozenset[TensorNumber]:
         """Run steps, in reverse order of the program; returns the inputs whose cotangents have been absorbed."""
@@ -69,11 +73,12 @@ class Walk:
     def results(self, step: BackwardOp) -> list[Array]:
         """Run a step."""
         needs = self.rematerializer.fetch(step, self.awaited_by(step))
+        self.waits |= is_heavy(step)
         return _evaluate(step, needs, self.take(step))
 
     def awaited_by(self, step: BackwardOp) -> Array | None:
         """Return what a step's values wait for: the first of the cotangents that it reads; None if they do not."""
-        return next(self.received[t] for t in step.cotangents_in if t in self.received)
+        return next(self.received[t] for t in step.cotangents_in if t in self.received) if self.waits else None
 
     def take(self, step: BackwardOp) -> list[Array]:
         """Return the cotangents that a step reads, zeros for missing ones; remove those that are not kept."""
@@ -86,30 +91,6 @@ class Walk:
     def receive(self, t: TensorNumber, value: Array) -> None:
         """Add a cotangent of a tensor to those from other readers."""
         self.received[t] = value if t not in self.received else jnp.add(self.received[t], value)
-
-
-@dataclass
-class StepwiseWalk(Walk):
-    """A backward pass on a TPU, as far as it has come.
-
-    Nothing is before the first product that could keep arrays alive. A barrier there would have the given cotangent
-    written, that of the logits, say, which XLA computes within the product.
-
-    Attributes:
-      has_begun: whether a product has run.
-    """
-
-    has_begun: bool = False
-
-    def results(self, step: BackwardOp) -> list[Array]:
-        """Run a step."""
-        results = super().results(step)
-        self.has_begun |= is_heavy(step)
-        return results
-
-    def awaited_by(self, step: BackwardOp) -> Array | None:
-        """Return what a step's values wait for; None up to the first product."""
-        return super().awaited_by(step) if self.has_begun else None
 
 
 @dataclass
@@ -173,7 +154,7 @@ class JoinedWalk(Walk):
                 else:
                     results.append((t, value))
             self._absorb_completed(step)
-            while pending and _leads_from(pending[0], self.weights) and not is_heavy(pending[0]):
+            while pending and self.weights.issuperset(pending[0].cotangents_in) and not is_heavy(pending[0]):
                 if not self.received.keys().isdisjoint(pending[0].cotangents_in):
                     self._run_light(pending[0])
                 pending.popleft()
@@ -199,19 +180,17 @@ class JoinedWalk(Walk):
         self, step: BackwardOp, values: Mapping[TensorNumber, Array], seeds: Mapping[TensorNumber, Array]
     ) -> list[BackwardOp]:
         """Return a product's parts in the order in which they run now; a part that comes last is put aside."""
-        weights = [k for k, t in enumerate(step.cotangents_out) if t in self.weights]
-        others = [k for k, t in enumerate(step.cotangents_out) if t not in self.weights]
-        if step.name not in _LATE or not weights:
+        gradient, others = divided(step, self.weights)
+        if step.name not in _LATE or gradient is None:
             return [step]
-        gradient = restricted(step, weights)
         operands = [values[t] for t in gradient.needs] + [seeds[t] for t in gradient.cotangents_in]
         written = sum(self.backward_graph.source.tensors[t].bytes for t in gradient.cotangents_out)
         alone = self._of_one_product.issuperset(gradient.cotangents_out) and not self.absorb
         if alone and written > _LATE[step.name] * sum(x.nbytes for x in operands):
             self.late.append((gradient, operands))
-            return [restricted(step, others)] if others else []
+            return [others] if others else []
         if step.name == "conv_general_dilated" and others:
-            return [gradient, restricted(step, others)]
+            return [gradient, others]
         return [step]
 
     def _join_operands(
@@ -274,17 +253,12 @@ def _weights_first(steps: Iterable[BackwardOp], weights: frozenset[TensorNumber]
     moved: list[BackwardOp] = []
     for step in steps:
         place = len(moved)
-        if _leads_from(step, weights) and not is_heavy(step):
+        if weights.issuperset(step.cotangents_in) and not is_heavy(step):
             touched = {*step.cotangents_in, *step.cotangents_out}
             while place and touched.isdisjoint(moved[place - 1].cotangents_out):
                 place -= 1
         moved.insert(place or len(moved), step)
     return moved
-
-
-def _leads_from(step: BackwardOp, tensors: frozenset[TensorNumber]) -> bool:
-    """Return whether a step reads cotangents of some tensors alone."""
-    return tensors.issuperset(step.cotangents_in)
 
 
 def _evaluate(step: BackwardOp, needs: Sequence[Array], seeds: Sequence[Array]) -> list[Array]:

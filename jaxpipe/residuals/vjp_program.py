@@ -23,10 +23,10 @@ from jaxpipe.graph.graph import Graph, Operator, live, ordered
 from jaxpipe.graph.primitives import PRODUCTS
 from jaxpipe.graph.reverse_walk import needed
 from jaxpipe.graph.row_slices import slice_rows
-from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, build_backward_graph, restricted, step_ends
+from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, build_backward_graph, divided, step_ends
 from jaxpipe.residuals.choose_formats import ResidualPlan, check_plan, default_plan, kept_by_policies, refitted
 from jaxpipe.residuals.rematerialize import Rematerializer, is_heavy
-from jaxpipe.residuals.run_steps import Absorb, JoinedWalk, StepwiseWalk, Walk
+from jaxpipe.residuals.run_steps import Absorb, JoinedWalk, Walk
 from jaxpipe.residuals.stored_formats import encode, has_overflowed, part_avals
 from jaxpipe.residuals.xla_cpu import run_behind_barriers
 from jaxpipe.targets.building import current
@@ -43,21 +43,11 @@ class VJPProgram:
     Attributes:
       backward_graph: what the forward program computes and what the backward pass needs.
       plan: the format of each tensor.
-      parameters: inputs (tensor numbers) that the backward pass is handed again, instead of storing them.
-      input_part, weight_part: inputs whose cotangent is ready after each part of the split backward pass.
-      input_steps, weight_steps: the backward steps of each part.
-      saved: tensors whose cotangent the input part hands to the weight part.
       weights: tensors that follow from parameters alone, whose gradients a GPU makes first, or last.
     """
 
     backward_graph: BackwardGraph
     plan: ResidualPlan
-    parameters: tuple[TensorNumber, ...]
-    input_part: tuple[TensorNumber, ...]
-    weight_part: tuple[TensorNumber, ...]
-    input_steps: tuple[BackwardOp, ...]
-    weight_steps: tuple[BackwardOp, ...]
-    saved: tuple[TensorNumber, ...]
     weights: frozenset[TensorNumber]
 
     @property
@@ -69,6 +59,57 @@ class VJPProgram:
     def stash_avals(self) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
         """Shape and dtype of the parts of each stored tensor."""
         return tuple(part_avals(self.graph.tensors[t], codec) for t, codec in self.plan.codecs.items())
+
+    @property
+    def parameters(self) -> tuple[TensorNumber, ...]:
+        """The inputs that the backward pass is handed again, instead of storing them."""
+        return tuple(t for t in self.graph.inputs if t in self.graph.parameters)
+
+    @property
+    def input_part(self) -> tuple[TensorNumber, ...]:
+        """The inputs whose cotangent is ready after the first part of the split backward pass."""
+        return tuple(t for t in self.backward_graph.wrt if t not in self._deferred)
+
+    @property
+    def weight_part(self) -> tuple[TensorNumber, ...]:
+        """The inputs whose cotangent the second part makes."""
+        return tuple(t for t in self.backward_graph.wrt if t in self._deferred)
+
+    @property
+    def input_steps(self) -> tuple[BackwardOp, ...]:
+        """The backward steps of the first part."""
+        return tuple(early for _, early in self._halves if early is not None)
+
+    @property
+    def weight_steps(self) -> tuple[BackwardOp, ...]:
+        """The backward steps of the second part."""
+        return tuple(late for late, _ in self._halves if late is not None)
+
+    @property
+    def saved(self) -> tuple[TensorNumber, ...]:
+        """The tensors whose cotangent the input part hands to the weight part."""
+        inner = self._deferred.intersection(t for step in self.weight_steps for t in step.cotangents_out)
+        return tuple(ordered(t for step in self.weight_steps for t in step.cotangents_in if t not in inner))
+
+    @functools.cached_property
+    def _deferred(self) -> set[TensorNumber]:
+        """The tensors whose cotangent the weight part makes.
+
+        Cotangents of weights of convolutions and matrix products, which cost as much as those of their inputs, are
+        delayed, and with them whatever leads from there to a parameter. All other cotangents (biases, scales) are cheap
+        and small, and come with the input part.
+        """
+        steps, available = self.backward_graph.steps, self.backward_graph.source.derived_from_parameters
+        deferred = {t for step in steps if step.name in PRODUCTS for t in step.cotangents_out if t in available}
+        for step in reversed(steps):
+            if not deferred.isdisjoint(step.cotangents_in):
+                deferred.update(step.cotangents_out)
+        return deferred
+
+    @functools.cached_property
+    def _halves(self) -> list[tuple[BackwardOp | None, BackwardOp | None]]:
+        """Each backward step, as far as it is in the weight part and in the input part."""
+        return [divided(step, self._deferred) for step in self.backward_graph.steps]
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,9 +141,8 @@ def build(
       plan: what is stored; codecs are set for the tensors of this graph.
     """
     backward_graph = build_backward_graph(graph, wrt, policy=policy, seeds=seeds)
-    if plan is None:
-        return assemble(backward_graph, default_plan(backward_graph, policy, held))
-    return assemble(backward_graph, refitted(plan, backward_graph.graph))
+    given = None if plan is None else refitted(plan, backward_graph.graph)
+    return assemble(backward_graph, given or default_plan(backward_graph, policy, held))
 
 
 def in_slices(
@@ -137,23 +177,7 @@ def assemble(backward_graph: BackwardGraph, plan: ResidualPlan) -> VJPProgram:
       ValueError: if the plan does not give the backward pass what it needs, or stores more.
     """
     check_plan(backward_graph, plan)
-    deferred, input_steps, weight_steps = _split(backward_graph)
-    written = {t for step in weight_steps for t in step.cotangents_out}
-    saved = tuple(
-        ordered(t for step in weight_steps for t in step.cotangents_in if t not in written or t not in deferred)
-    )
-    weight_part = tuple(t for t in backward_graph.wrt if t in deferred)
-    return VJPProgram(
-        backward_graph=backward_graph,
-        plan=plan,
-        parameters=tuple(t for t in backward_graph.graph.inputs if t in backward_graph.graph.parameters),
-        input_part=tuple(t for t in backward_graph.wrt if t not in deferred),
-        weight_part=weight_part,
-        input_steps=input_steps,
-        weight_steps=weight_steps,
-        saved=saved,
-        weights=backward_graph.source.derived_from_parameters,
-    )
+    return VJPProgram(backward_graph, plan, backward_graph.source.derived_from_parameters)
 
 
 def forward(vjp: VJPProgram, inputs: Sequence[Array]) -> tuple[list[Array], list[tuple[Array, ...]]]:
@@ -170,7 +194,8 @@ def forward(vjp: VJPProgram, inputs: Sequence[Array]) -> tuple[list[Array], list
     stash: dict[TensorNumber, tuple[Array, ...]] = {}
     packed: list[Array] = []
     available = graph.derived_from_parameters
-    convolved = _read_by_convolutions(graph) - available
+    convolutions = [op for op in graph.operators if op.name == "conv_general_dilated" and current().order == "joined"]
+    convolved = {t for op in convolutions for t in op.inputs} - available
     for op in live(graph.operators, [*graph.outputs, *stored]):
         late = {t: _compat.wait(env[t], packed) for t in op.inputs if t not in available} if is_heavy(op) else {}
         if late:
@@ -179,20 +204,13 @@ def forward(vjp: VJPProgram, inputs: Sequence[Array]) -> tuple[list[Array], list
             late = {t: _compat.barrier(env[t]) for t in op.inputs if t in convolved}
         env.update(zip(op.outputs, op.evaluate(*(late.get(t, env[t]) for t in op.inputs)), strict=True))
         for t in op.outputs:
-            if vjp.plan.is_stored(t):
+            if t in vjp.plan.codecs:
                 stash[t] = encode(env[t], vjp.plan.codecs[t])
                 packed += [part for part in stash[t] if part is not env[t]]
     for t in stored:
         if t not in stash:
             stash[t] = encode(env[t], vjp.plan.codecs[t])
     return [_compat.wait(env[t], packed) for t in graph.outputs], [stash[t] for t in stored]
-
-
-def _read_by_convolutions(graph: Graph) -> set[TensorNumber]:
-    """Return the tensors that convolutions on a GPU read; elsewhere none."""
-    if current().order != "joined":
-        return set()
-    return {t for op in graph.operators if op.name == "conv_general_dilated" for t in op.inputs}
 
 
 def overflows(vjp: VJPProgram, stash: Sequence[Sequence[Array]]) -> Array:
@@ -254,8 +272,8 @@ def run_backward(
     stored = dict(zip(vjp.plan.stored, stash, strict=True))
     values = dict(zip(vjp.parameters, parameters, strict=True))
     rematerializer = Rematerializer(vjp.graph, vjp.plan, values, stored, barriers)
-    kind = {"grouped": Walk, "joined": JoinedWalk, "stepwise": StepwiseWalk}[current().order]
-    walk = kind(graph, dict(received), rematerializer, frozenset((*keep, *graph.wrt)), absorb, vjp.weights)
+    kind, waits = (JoinedWalk if current().order == "joined" else Walk), current().order != "stepwise"
+    walk = kind(graph, dict(received), rematerializer, frozenset((*keep, *graph.wrt)), absorb, vjp.weights, waits)
     run = walk.run if rematerializer.zero is None else functools.partial(run_behind_barriers, walk)
     absorbed = run(steps[::-1])
     walk.received.update((t, absorb[t](walk.received[t])) for t in absorb if t in walk.received and t not in absorbed)
@@ -265,30 +283,3 @@ def run_backward(
 def reached(vjp: VJPProgram, seeds: Iterable[TensorNumber]) -> frozenset[TensorNumber]:
     """The tensors that receive a cotangent when those of the outputs ``seeds`` are given."""
     return frozenset(needed(vjp.backward_graph.steps, seeds, step_ends)[1])
-
-
-def _split(
-    backward_graph: BackwardGraph,
-) -> tuple[frozenset[TensorNumber], tuple[BackwardOp, ...], tuple[BackwardOp, ...]]:
-    """Part the backward steps; returns the tensors whose cotangent the weight part makes, and both lists.
-
-    Cotangents of weights of convolutions and matrix products, which cost as much as those of their inputs, are delayed,
-    and with them whatever leads from there to a parameter. All other cotangents (biases, scales) are cheap and small,
-    and come with the input part.
-    """
-    available = backward_graph.source.derived_from_parameters
-    deferred = {
-        t for step in backward_graph.steps if step.name in PRODUCTS for t in step.cotangents_out if t in available
-    }
-    for step in reversed(backward_graph.steps):
-        if not deferred.isdisjoint(step.cotangents_in):
-            deferred.update(step.cotangents_out)
-    input_steps, weight_steps = [], []
-    for step in backward_graph.steps:
-        early = [k for k, t in enumerate(step.cotangents_out) if t not in deferred]
-        late = [k for k, t in enumerate(step.cotangents_out) if t in deferred]
-        if early:
-            input_steps.append(restricted(step, early))
-        if late:
-            weight_steps.append(restricted(step, late))
-    return frozenset(deferred), tuple(input_steps), tuple(weight_steps)

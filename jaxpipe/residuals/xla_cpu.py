@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, PyTree, TensorNumber
 from jaxpipe.residuals.backward_graph import BackwardOp
-from jaxpipe.residuals.rematerialize import Rematerializer, is_heavy, parts
+from jaxpipe.residuals.rematerialize import is_heavy, parts
 from jaxpipe.residuals.run_steps import Walk
 
 
@@ -49,7 +49,7 @@ def run_behind_barriers(walk: Walk, steps: Sequence[BackwardOp]) -> frozenset[Te
     graph, received, rematerializer = walk.backward_graph, walk.received, walk.rematerializer
     tensors, zero = (graph.source.tensors, graph.graph.tensors), rematerializer.zero
     assert zero is not None
-    groups = _outline(steps, set(received), walk.keep, rematerializer)
+    groups = _outline(walk, steps)
     for k, group in enumerate(groups):
         shared = group.rematerialized & frozenset().union(*(later.read for later in groups[k + 1 :]))
         results = sorted(group.written), sorted(shared)
@@ -80,16 +80,12 @@ def _barrier(function: Callable[[], T], avals: PyTree, zero: Array) -> tuple[T, 
     return jax.lax.cond(zero == 0, lambda: (function(), zero), nothing)
 
 
-def _outline(
-    steps: Sequence[BackwardOp],
-    received: set[TensorNumber],
-    keep: frozenset[TensorNumber],
-    rematerializer: Rematerializer,
-) -> list[_Group]:
+def _outline(walk: Walk, steps: Sequence[BackwardOp]) -> list[_Group]:
     """Return the groups in which some step has a cotangent."""
+    rematerializer, received = walk.rematerializer, set(walk.received)
     grouped, known, groups = _grouped(steps), set(rematerializer.values), []
     for k, members in enumerate(grouped):
-        kept = keep.union(*(step.cotangents_in for later in grouped[k + 1 :] for step in later))
+        kept = walk.keep.union(*(step.cotangents_in for later in grouped[k + 1 :] for step in later))
         here, ran = set(known), False
         written, consumed, rematerialized, read = (set[TensorNumber]() for _ in range(4))
         for step in members:

@@ -22,7 +22,7 @@ from jaxpipe.graph.graph import Graph, is_differentiable, trace
 from jaxpipe.graph.primitives import VIEWS
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.backward_graph import BackwardGraph, build_backward_graph
-from jaxpipe.residuals.choose_formats import Derivations, ResidualPlan, check_plan, smallest_format
+from jaxpipe.residuals.choose_formats import ResidualPlan, check_plan, fallback, smallest_format
 from jaxpipe.residuals.codecs import CSR, Bitmap
 from jaxpipe.residuals.codecs.keep import KEEP
 from jaxpipe.residuals.stored_formats import Derived, Format
@@ -317,7 +317,7 @@ def with_sparse(graph: Graph, formats: dict[int, Format], t: int, chosen: Format
     """The formats with a sparse one for ``t`` and the inputs of its overflow path; unchanged without such a path."""
     trial = {**formats, t: chosen}
     known = always_known(graph)
-    program, leaves = Derivations(graph).fallback(t, ResidualPlan(trial), known)
+    program, leaves = fallback(graph, t, ResidualPlan(trial), known)
     written = {u for op in program for u in op.outputs}
     lost = {u for op in program for u in op.inputs} - written - known - set(leaves)
     if any(op.has_effects for op in program) or not lost <= set(graph.inputs):
@@ -371,7 +371,7 @@ def read_in_backward(backward_graph: BackwardGraph, plan: ResidualPlan) -> set[i
     def visit(t: int) -> None:
         if t not in read and t not in known:
             read.add(t)
-            exact = plan.is_stored(t) and t not in plan.uncertain
+            exact = t in plan.codecs and t not in plan.uncertain
             for source in () if exact else producers[t].inputs:
                 visit(source)
 

@@ -146,7 +146,7 @@ def test_recomputation_is_bounded():
     producers = {t: op for op in backward_graph.graph.operators for t in op.outputs}
 
     def work(t):
-        if plan.is_stored(t):
+        if t in plan.codecs:
             return 0
         return (weight(producers[t]) or 0) + max((work(u) for u in producers[t].inputs if u in plan.formats), default=0)
 
@@ -214,7 +214,7 @@ def test_a_narrow_convolution_counts_for_the_time_that_it_takes():
         backward_graph = backward_graph_of(net, *shapes, parameters=[1, 2], wrt=[1, 2])
         plan = choose_formats.default_plan(backward_graph, held=backward_graph.graph.inputs)
         first, *_ = [op for op in backward_graph.graph.operators if is_product(op)]
-        return plan.is_stored(first.outputs[0])
+        return first.outputs[0] in plan.codecs
 
     # Of 432 + 6 * 2304 multiplications for each pixel 3 %, but with as much time as 2000 of them 13 %.
     assert is_stored(16) and not is_stored(64)

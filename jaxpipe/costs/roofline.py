@@ -9,7 +9,7 @@ from jaxpipe.costs.equal_operators import averaged, equal_operators
 from jaxpipe.costs.kernels import Body, operator_work, owner_seconds
 from jaxpipe.costs.profile import Edge, Profile
 from jaxpipe.residuals.backward_graph import BackwardGraph
-from jaxpipe.residuals.choose_formats import Derivations, ResidualPlan, default_plan
+from jaxpipe.residuals.choose_formats import ResidualPlan, default_plan, recomputation
 from jaxpipe.residuals.codecs.keep import KEEP
 from jaxpipe.residuals.stored_formats import stored_bytes
 from jaxpipe.targets.rates import Rates
@@ -74,12 +74,12 @@ def forward_seconds(backward_graph: BackwardGraph, plan: ResidualPlan, rates: Ra
 
 def backward_seconds(backward_graph: BackwardGraph, plan: ResidualPlan, rates: Rates) -> list[float]:
     """Seconds of the backward pass for each operator of the source graph, what is computed again included."""
-    graph, source, derivations = backward_graph.graph, backward_graph.source, Derivations(backward_graph.graph)
+    graph, source = backward_graph.graph, backward_graph.source
     home = {t: k for k, op in enumerate(source.operators) for t in op.outputs}
     body, number, cotangents = Body(rates), dict[TensorNumber, int](), dict[TensorNumber, int]()
     for step in reversed(backward_graph.steps):
         owner, program = home[step.cotangents_in[0]], step.program
-        again, loads = derivations.of(step.needs, plan, number)
+        again, loads = recomputation(graph, step.needs, plan, number)
         for t in loads:
             stored = body.value(stored_bytes(graph.tensors[t], plan.codecs[t]))
             plain = plan.codecs[t] == KEEP

@@ -262,6 +262,4 @@ def _cut(value: Array, axis: int, count: int) -> Array:
 
 def _joined(stacked: Array, axis: int) -> Array:
     """Return the array whose slices along an axis are stacked."""
-    pieces = jnp.moveaxis(stacked, 0, axis)
-    shape = pieces.shape
-    return pieces.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
+    return lax.collapse(jnp.moveaxis(stacked, 0, axis), axis, axis + 2)

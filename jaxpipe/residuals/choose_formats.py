@@ -7,7 +7,7 @@ planner may set it otherwise, ``jaxpipe.residuals.vjp_program`` runs it.
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,10 +82,6 @@ class ResidualPlan:
         """The stored tensors that may not fit their codecs."""
         return tuple(t for t, codec in self.codecs.items() if codec.may_overflow)
 
-    def is_stored(self, t: TensorNumber) -> bool:
-        """Return whether a tensor is part of the stash."""
-        return t in self.codecs
-
     def without_uncertain(self) -> "ResidualPlan":
         """The stored tensors that are sure to be there."""
         uncertain = set(self.uncertain)
@@ -158,45 +154,35 @@ def saved_tensor(graph: Graph, t: TensorNumber, nonzeros: int | None = None) -> 
     return SavedTensor(tensor.shape, tensor.dtype, demand, path, operator, tensor.bits, nonzeros)
 
 
-class Derivations:
-    """The operators that give a tensor back, from what is stored."""
+def recomputation(
+    graph: Graph, missing: Iterable[TensorNumber], plan: ResidualPlan, known: Iterable[TensorNumber] = ()
+) -> tuple[list[Operator], list[TensorNumber]]:
+    """The operators that give tensors back, in order, and the stored tensors that they or the caller read.
 
-    def __init__(self, graph: Graph):
-        self._producers = graph.producers
-        self._order = {op: k for k, op in enumerate(graph.operators)}
+    Args:
+      missing: the tensors wanted; one that is stored is read.
+      plan: what is stored.
+      known: tensors that are there already.
+    """
+    known, stored, producers = set(known), plan.codecs, graph.producers
 
-    def of(
-        self, missing: Iterable[TensorNumber], plan: ResidualPlan, known: Iterable[TensorNumber] = ()
-    ) -> tuple[list[Operator], list[TensorNumber]]:
-        """The operators to run, in order, and the stored tensors that they or the caller read.
+    def sources(tensors: Iterable[TensorNumber]) -> list[TensorNumber | Operator]:
+        """The tensors that are stored, and the operators that make others."""
+        unknown = [t for t in tensors if t not in known]
+        return [t if t in stored else producers[t] for t in unknown if t in stored or t in producers]
 
-        Args:
-          missing: the tensors wanted; one that is stored is read.
-          plan: what is stored.
-          known: tensors that are there already.
-        """
-        known = set(known)
-        chain: dict[Operator, None] = {}
-        leaves: dict[TensorNumber, None] = {}
-        pending = list(missing)
-        while pending:
-            t = pending.pop()
-            if t in known:
-                continue
-            if plan.is_stored(t):
-                leaves[t] = None
-            elif t in self._producers and self._producers[t] not in chain:
-                chain[self._producers[t]] = None
-                pending.extend(self._producers[t].inputs)
-        return sorted(chain, key=self._order.__getitem__), list(leaves)
+    reached = closure(sources(missing), lambda x: sources(x.inputs) if isinstance(x, Operator) else [])
+    operators = [op for op in reached if isinstance(op, Operator)]
+    return sorted(operators, key=graph.places.__getitem__), [t for t in reached if not isinstance(t, Operator)]
 
-    def fallback(
-        self, t: TensorNumber, plan: ResidualPlan, known: Iterable[TensorNumber]
-    ) -> tuple[list[Operator], list[TensorNumber]]:
-        """Return the same for a stored tensor that does not fit: from tensors that always do."""
-        producer = self._producers[t]
-        program, leaves = self.of(producer.inputs, plan.without_uncertain(), known)
-        return [*program, producer], leaves
+
+def fallback(
+    graph: Graph, t: TensorNumber, plan: ResidualPlan, known: Iterable[TensorNumber]
+) -> tuple[list[Operator], list[TensorNumber]]:
+    """Return the same for a stored tensor that does not fit: from tensors that always do."""
+    producer = graph.producers[t]
+    program, leaves = recomputation(graph, producer.inputs, plan.without_uncertain(), known)
+    return [*program, producer], leaves
 
 
 def sums_of_branches(graph: Graph, given: Container[TensorNumber]) -> frozenset[TensorNumber]:
@@ -220,11 +206,12 @@ def sums_of_branches(graph: Graph, given: Container[TensorNumber]) -> frozenset[
     return frozenset(op.outputs[0] for op in sums if joins(op))
 
 
-def missing_inputs(program: Iterable[Operator], known: Iterable[TensorNumber]) -> set[TensorNumber]:
-    """Return the tensors that a program reads but does not make, and that are not known: inputs that nobody stored."""
-    operators = list(program)
-    written = {t for op in operators for t in op.outputs}
-    return {t for op in operators for t in op.inputs} - written - set(known)
+def in_the_way(program: Sequence[Operator], known: Iterable[TensorNumber]) -> list[TensorNumber] | str:
+    """Return why a program cannot run again: it reads inputs that are not known, or has side effects; else nothing."""
+    written = {t for op in program for t in op.outputs}
+    lost = {t for op in program for t in op.inputs} - written - set(known)
+    effects = "an operator with side effects" if any(op.has_effects for op in program) else ""
+    return sorted(lost) or effects
 
 
 def check_plan(backward_graph: BackwardGraph, plan: ResidualPlan) -> None:
@@ -242,20 +229,18 @@ def check_plan(backward_graph: BackwardGraph, plan: ResidualPlan) -> None:
         producer = producers.get(t)
         if producer is None or producer.has_effects:
             raise ValueError(
-                f"storage plan: tensor %{t} is to be {'' if plan.is_stored(t) else 're'}computed, but it is "
+                f"storage plan: tensor %{t} is to be {'' if t in plan.codecs else 're'}computed, but it is "
                 f"{'an input' if producer is None else 'the result of an operator with side effects'}; store it."
             )
-        return [] if plan.is_stored(t) else _sources(producer, available)
+        return [] if t in plan.codecs else _sources(producer, available)
 
     touched = set(closure((t for t in backward_graph.needs if t not in available), sources))
-    derivations = Derivations(graph)
     for t in plan.uncertain:
-        program, leaves = derivations.fallback(t, plan, available)
-        lost = missing_inputs(program, {*leaves, *available})
-        if lost or any(op.has_effects for op in program):
+        program, leaves = fallback(graph, t, plan, available)
+        if obstacle := in_the_way(program, {*leaves, *available}):
             raise ValueError(
                 f"storage plan: tensor %{t} is stored as {plan.codecs[t]}, but should it not fit, it cannot be "
-                f"computed again: {sorted(lost) or 'an operator with side effects'} is in the way."
+                f"computed again: {obstacle} is in the way."
             )
         touched.update(leaves)
     extra = set(plan.formats) - touched
@@ -284,12 +269,10 @@ def default_plan(
       held: inputs that cost nothing to store.
       rerun_share: the fraction of the time of all products that those which run again may take on a GPU.
     """
-    held = frozenset(held)
-    graph = backward_graph.graph
-    products = _products_run_again(graph, rerun_share)
-    capacities = room(graph)
+    graph, held = backward_graph.graph, frozenset(held)
     codecs = {t: (op.policy or policy).at(op.path) for op in graph.operators for t in op.outputs}
-    dense = set(held)
+    cuts = _Cuts(backward_graph, codecs, held, _products_run_again(graph, rerun_share))
+    capacities, dense = room(graph), set(held)
 
     def format_of(t: TensorNumber) -> Codec:
         usable = [c for c in codecs.get(t, policy.at("")) if t not in held or isinstance(c, str)]
@@ -297,7 +280,7 @@ def default_plan(
         return smallest_format(graph, t, usable, None if certain else capacities.get(t), certain=certain)
 
     while True:
-        plan = _smallest_plan(backward_graph, functools.cache(format_of), codecs, held, products)
+        plan = cuts.smallest(functools.cache(format_of))
         unfit = _trifles(graph, plan)
         if not unfit:
             plan, unfit = with_fallbacks(graph, plan, held)
@@ -306,58 +289,109 @@ def default_plan(
         dense |= unfit
 
 
-def _smallest_plan(
-    backward_graph: BackwardGraph,
-    format_of: Callable[[TensorNumber], Codec],
-    codecs: Mapping[TensorNumber, frozenset[str | Codec]],
-    held: frozenset[TensorNumber],
-    products: Container[Operator],
-) -> ResidualPlan:
-    """The minimum cut, each stored tensor in its given format.
+@dataclass(frozen=True)
+class _Cuts:
+    """The cuts between what cannot be recomputed cheaply and what a backward pass needs.
 
-    Whether a tensor can be recomputed cheaply depends on what is stored before it. The first cut supposes nothing
-    stored; the next ones suppose what the last one stored, as long as that saves bytes and its work stays bounded.
+    Attributes:
+      backward_graph: the program and what its backward pass needs.
+      codecs: that may be used, by tensor that an operator makes.
+      held: inputs that cost nothing to store.
+      products: those that may be run again.
     """
-    graph = backward_graph.graph
-    available = graph.derived_from_parameters
-    costs = _rerun_costs(graph, codecs)
-    best = None
-    fewest = math.inf
-    cheap = _cheap_derivations(graph, available, codecs, frozenset(), products, costs)
-    while True:
-        plan = _cut_plan(backward_graph, format_of, cheap, held)
-        price = sum(stored_bytes(graph.tensors[t], codec) for t, codec in plan.codecs.items() if t not in held)
-        if price >= fewest:
-            break
-        before, cheap = cheap, _cheap_derivations(graph, available, codecs, frozenset(plan.stored), products, costs)
-        if any(t not in cheap and not plan.is_stored(t) for t in plan.formats):
-            break
-        best, fewest = plan, price
-        if cheap == before:  # so would be the plan
-            break
-    assert best is not None  # the first cut is within bounds
-    return best
 
+    backward_graph: BackwardGraph
+    codecs: Mapping[TensorNumber, frozenset[str | Codec]]
+    held: frozenset[TensorNumber]
+    products: Container[Operator]
 
-def _cut_plan(
-    backward_graph: BackwardGraph,
-    format_of: Callable[[TensorNumber], Codec],
-    derivation: Mapping[TensorNumber, Operator],
-    held: frozenset[TensorNumber],
-) -> ResidualPlan:
-    """The cheapest plan in which the tensors that are not stored are derived as given."""
-    graph = backward_graph.graph
-    available = graph.derived_from_parameters
-    needs = [t for t in backward_graph.needs if t not in available]
-    price = {}
-    extra = frozenset() if current().runs_early else _behind_products(graph, available)
-    for t in closure(needs, lambda t: _sources(derivation.get(t), available)):
-        size = stored_bytes(graph.tensors[t], format_of(t))
-        price[t] = 0 if t in held else size + (size >> _ANOTHER_ARRAY if t in extra else 0)
-    cut = minimum_cut(price, {t: _sources(derivation.get(t), available) for t in price if t in derivation}, needs)
-    stored = {_input_seen(t, graph, derivation, price) for t in cut}
+    def smallest(self, format_of: Callable[[TensorNumber], Codec]) -> ResidualPlan:
+        """The minimum cut, each stored tensor in its given format.
 
-    return derived_from(backward_graph, {t: format_of(t) for t in stored}, derivation)
+        Whether a tensor can be recomputed cheaply depends on what is stored before it. The first cut supposes nothing
+        stored; the next ones suppose what the last one stored, as long as that saves bytes and its work stays bounded.
+        """
+        tensors, best, fewest = self.backward_graph.graph.tensors, None, math.inf
+        cheap = self._cheap_derivations(frozenset())
+        while True:
+            plan = self._plan(format_of, cheap)
+            price = sum(stored_bytes(tensors[t], codec) for t, codec in plan.codecs.items() if t not in self.held)
+            if price >= fewest:
+                break
+            before, cheap = cheap, self._cheap_derivations(frozenset(plan.stored))
+            if any(t not in cheap and t not in plan.codecs for t in plan.formats):
+                break
+            best, fewest = plan, price
+            if cheap == before:  # so would be the plan
+                break
+        assert best is not None  # the first cut is within bounds
+        return best
+
+    def _plan(
+        self, format_of: Callable[[TensorNumber], Codec], derivation: Mapping[TensorNumber, Operator]
+    ) -> ResidualPlan:
+        """The cheapest plan in which the tensors that are not stored are derived as given."""
+        graph = self.backward_graph.graph
+        available = graph.derived_from_parameters
+        needs = [t for t in self.backward_graph.needs if t not in available]
+        price = {}
+        extra = frozenset() if current().runs_early else _behind_products(graph, available)
+        for t in closure(needs, lambda t: _sources(derivation.get(t), available)):
+            size = stored_bytes(graph.tensors[t], format_of(t))
+            price[t] = 0 if t in self.held else size + (size >> _ANOTHER_ARRAY if t in extra else 0)
+        cut = minimum_cut(price, {t: _sources(derivation.get(t), available) for t in price if t in derivation}, needs)
+        stored = {_input_seen(t, graph, derivation, price) for t in cut}
+        return derived_from(self.backward_graph, {t: format_of(t) for t in stored}, derivation)
+
+    def _cheap_derivations(self, roots: frozenset[TensorNumber]) -> dict[TensorNumber, Operator]:
+        """The operator that gives each tensor back cheaply, for the tensors that have one.
+
+        The work of a derivation counts every operator in it once, down to ``roots``, to tensors that have no cheap
+        derivation and to products. A product may be run again if it is one of those given; on a CPU only if that by
+        itself is cheap, too, and if no other product has to be run before it.
+        """
+        graph, on_cpu = self.backward_graph.graph, current().runs_early
+        available = graph.derived_from_parameters
+        derivation: dict[TensorNumber, Operator] = {}
+        needed_work: dict[TensorNumber, dict[Operator, int]] = {}
+        behind_product: set[TensorNumber] = set()
+        for op, cost in self._costs.items():
+            if op.saved is not None:  # whatever it takes
+                derivation.update((t, op) for t in op.outputs if t not in available)
+                continue
+            sources = _sources(op, available)
+            after_product = not behind_product.isdisjoint(sources)
+            if is_product(op) and (op not in self.products or (on_cpu and after_product)):
+                continue
+            is_mask = graph.tensors[op.outputs[0]].bits == 1 and "mask" in self.codecs[op.outputs[0]]
+            if after_product and not on_cpu and is_mask:
+                continue  # else the product's result would stay until the mask is read
+            work = {op: cost}
+            for t in sources:
+                work |= needed_work.get(t, {})
+            for t in op.outputs:
+                if t not in available and sum(work.values()) <= RECOMPUTE_WORK_LIMIT * max(1, graph.tensors[t].size):
+                    derivation[t] = op
+                    if t not in roots:
+                        needed_work[t] = {} if is_product(op) else work
+                        if is_product(op) or after_product:
+                            behind_product.add(t)
+        return derivation
+
+    @functools.cached_property
+    def _costs(self) -> dict[Operator, int]:
+        """The work of the operators that may run again; by a save policy whatever it takes."""
+        graph = self.backward_graph.graph
+        on_cpu, kept = current().runs_early, kept_by_policies(graph)
+        allowed = (
+            op
+            for op in graph.operators
+            if not op.has_effects
+            and op not in kept
+            and (op.saved is not None or ("alias" if op.name in VIEWS else "recompute") in self.codecs[op.outputs[0]])
+        )
+        costs = ((op, _rerun_cost(graph, op, on_cpu) if op.saved is None else 0) for op in allowed)
+        return {op: cost for op, cost in costs if cost is not None}
 
 
 def _behind_products(graph: Graph, available: frozenset[TensorNumber]) -> frozenset[TensorNumber]:
@@ -385,13 +419,9 @@ def derived_from(
     """Return the formats given, and the rest by the operators given, as far as the backward pass needs them."""
     available = backward_graph.graph.derived_from_parameters
     needs = (t for t in backward_graph.needs if t not in available)
-    chosen: dict[TensorNumber, Format] = {}
-    for t in closure(needs, lambda t: [] if t in stored else _sources(derivation[t], available)):
-        if t in stored:
-            chosen[t] = stored[t]
-        else:
-            chosen[t] = Derived.ALIAS if derivation[t].name in VIEWS else Derived.RECOMPUTE
-    return ResidualPlan(dict(sorted(chosen.items())))
+    touched = closure(needs, lambda t: [] if t in stored else _sources(derivation[t], available))
+    ways = {t: Derived.ALIAS if derivation[t].name in VIEWS else Derived.RECOMPUTE for t in touched if t not in stored}
+    return ResidualPlan({t: ways[t] if t in ways else stored[t] for t in sorted(touched)})
 
 
 def _input_seen(
@@ -421,16 +451,14 @@ def with_fallbacks(
     the way of those behind it.
     """
     available = graph.derived_from_parameters
-    derivations = Derivations(graph)
     everything = ResidualPlan({**dict.fromkeys(held, KEEP), **plan.formats})
     used: set[TensorNumber] = set()
     hopeless: set[TensorNumber] = set()
     uncertain = frozenset(plan.uncertain)
     for t in [t for op in graph.operators for t in op.outputs if t in uncertain]:
-        program, leaves = derivations.fallback(t, everything, available)
-        lost = missing_inputs(program, {*leaves, *available})
+        program, leaves = fallback(graph, t, everything, available)
         expensive = sum(rerun_work(op) is None or is_product(op) for op in program)
-        if lost or any(op.has_effects for op in program) or expensive > FALLBACK_LIMIT:
+        if in_the_way(program, {*leaves, *available}) or expensive > FALLBACK_LIMIT:
             hopeless.add(t)
             everything = ResidualPlan({**everything.formats, t: KEEP})
         else:
@@ -441,61 +469,6 @@ def with_fallbacks(
 def _sources(op: Operator | None, available: frozenset[TensorNumber]) -> list[TensorNumber]:
     """The tensors that must be there for ``op`` to run in the backward pass."""
     return [] if op is None else [t for t in op.inputs if t not in available]
-
-
-def _cheap_derivations(
-    graph: Graph,
-    available: frozenset[TensorNumber],
-    codecs: Mapping[TensorNumber, frozenset[str | Codec]],
-    roots: frozenset[TensorNumber],
-    products: Container[Operator],
-    costs: Mapping[Operator, int],
-) -> dict[TensorNumber, Operator]:
-    """The operator that gives each tensor back cheaply, for the tensors that have one.
-
-    The work of a derivation counts every operator in it once, down to ``roots``, to tensors that have no cheap
-    derivation and to products. A product may be run again if it is one of those given; on a CPU only if that by itself
-    is cheap, too, and if no other product has to be run before it. ``costs`` has the work of the operators that may be.
-    """
-    derivation: dict[TensorNumber, Operator] = {}
-    needed_work: dict[TensorNumber, dict[Operator, int]] = {}
-    behind_product: set[TensorNumber] = set()
-    on_cpu = current().runs_early
-    for op, cost in costs.items():
-        if op.saved is not None:  # whatever it takes
-            derivation.update((t, op) for t in op.outputs if t not in available)
-            continue
-        sources = _sources(op, available)
-        after_product = not behind_product.isdisjoint(sources)
-        if is_product(op) and (op not in products or (on_cpu and after_product)):
-            continue
-        if after_product and not on_cpu and graph.tensors[op.outputs[0]].bits == 1 and "mask" in codecs[op.outputs[0]]:
-            continue  # else the product's result would stay until the mask is read
-        work = {op: cost}
-        for t in sources:
-            work |= needed_work.get(t, {})
-        for t in op.outputs:
-            if t not in available and sum(work.values()) <= RECOMPUTE_WORK_LIMIT * max(1, graph.tensors[t].size):
-                derivation[t] = op
-                if t not in roots:
-                    needed_work[t] = {} if is_product(op) else work
-                    if is_product(op) or after_product:
-                        behind_product.add(t)
-    return derivation
-
-
-def _rerun_costs(graph: Graph, codecs: Mapping[TensorNumber, frozenset[str | Codec]]) -> dict[Operator, int]:
-    """Return the work of the operators that may run again; by a save policy whatever it takes."""
-    on_cpu, kept = current().runs_early, kept_by_policies(graph)
-    allowed = (
-        op
-        for op in graph.operators
-        if not op.has_effects
-        and op not in kept
-        and (op.saved is not None or ("alias" if op.name in VIEWS else "recompute") in codecs[op.outputs[0]])
-    )
-    costs = ((op, _rerun_cost(graph, op, on_cpu) if op.saved is None else 0) for op in allowed)
-    return {op: cost for op, cost in costs if cost is not None}
 
 
 def kept_by_policies(graph: Graph) -> set[Operator]:

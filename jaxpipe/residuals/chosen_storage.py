@@ -6,7 +6,7 @@ A user context, so that JAX traces functions under ``jit`` again for other choic
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -131,16 +131,6 @@ class Choices:
         return self.storage.get(program.key, self.otherwise)(program)
 
 
-_choices = jax.make_user_context(default_value=None)
-
-
-@contextlib.contextmanager
-def choosing(choices: Choices | None) -> Iterator[None]:
-    """Run decorated programs that are traced meanwhile as some choices say, and note them there; None: by default."""
-    with _choices(choices):
-        yield
-
-
-def current_choices() -> Choices | None:
-    """Return the choices of the step that is being traced; None outside of such a step."""
-    return _choices.value
+#: A context in which decorated programs that are traced run as some choices say, and are noted there; None, as outside
+#: of such a step: by default.
+choosing = jax.make_user_context(default_value=None)

@@ -6,8 +6,8 @@ never exactness.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -99,16 +99,10 @@ def measure_density(function: Callable[..., PyTree], *args: PyTree, **kwargs: Py
 
     @jax.jit
     def fractions(*leaves: Array) -> list[Array]:
-        env = dict(graph.constants)
-        env.update(zip(graph.inputs, leaves, strict=True))
-        counted = []
-        for op in graph.operators:
-            env.update(zip(op.outputs, op.evaluate(*(env[t] for t in op.inputs)), strict=True))
-            counted += [jnp.mean(compaction.is_occupied(env[t])) for t in op.outputs if t in names]
-        return counted
+        tensors = replace(graph, outputs=tuple(names)).evaluate(leaves)
+        return [jnp.mean(compaction.is_occupied(x)) for x in tensors]
 
-    order = [names[t] for op in graph.operators for t in op.outputs if t in names]
-    return Density(dict(zip(order, map(float, fractions(*call.leaves)), strict=True)))
+    return Density(dict(zip(names.values(), map(float, fractions(*call.leaves)), strict=True)))
 
 
 def can_be_sparse(graph: Graph, t: TensorNumber) -> bool:
@@ -125,9 +119,7 @@ def can_be_sparse(graph: Graph, t: TensorNumber) -> bool:
 def room(graph: Graph) -> dict[TensorNumber, int]:
     """For each tensor that has, or is assumed to have, many zeros: how many values to make room for."""
     measured = _ambient.value
-    wanted = {}
-    for t, fraction in _assumed(graph).items():
-        wanted[t] = fraction * (1 + ASSUMED_MARGIN)
+    wanted = {t: fraction * (1 + ASSUMED_MARGIN) for t, fraction in _assumed(graph).items()}
     if measured is not None:
         for t, name in tensor_names(graph).items():
             if name in measured.fractions:
@@ -145,7 +137,7 @@ def tensor_names(graph: Graph) -> dict[TensorNumber, str]:
     names = {}
     for op in graph.operators:
         for k, t in enumerate(op.outputs):
-            name = "/".join(filter(None, (op.path, op.label))) + (f".{k}" if k else "")
+            name = op.place + (f".{k}" if k else "")
             seen[name] = seen.get(name, 0) + 1
             names[t] = f"{name}#{seen[name]}"
     return names
@@ -164,7 +156,6 @@ def _assumed(graph: Graph) -> dict[TensorNumber, float]:
 def _inherited(op: Operator, graph: Graph, densities: Mapping[TensorNumber, float]) -> float | None:
     if not op.inputs or op.name not in MOVES:
         return None
-    sizes: Sequence[int] = [graph.tensors[t].size for t in op.inputs]
-    known = [densities.get(t, 1.0) for t in op.inputs]
-    fraction = sum(f * n for f, n in zip(known, sizes, strict=True)) / max(1, sum(sizes))
+    sizes = {t: graph.tensors[t].size for t in op.inputs}
+    fraction = sum(densities.get(t, 1.0) * sizes[t] for t in op.inputs) / max(1, sum(sizes[t] for t in op.inputs))
     return fraction if fraction < 1 else None

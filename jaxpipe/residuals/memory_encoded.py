@@ -23,7 +23,7 @@ from jaxpipe.models import purify_linen
 from jaxpipe.models.decorated_class import twin_class
 from jaxpipe.models.purify_nnx import PureCall, purify, root_scope
 from jaxpipe.residuals.checkpointed_passes import CheckpointedPasses
-from jaxpipe.residuals.chosen_storage import DecoratedProgram, Passes, choosing, current_choices
+from jaxpipe.residuals.chosen_storage import DecoratedProgram, Passes, choosing
 from jaxpipe.residuals.encoded_scans import Held, has_scans, module_paths, run_around_scans
 from jaxpipe.residuals.stored_passes import StoredPasses
 from jaxpipe.residuals.undecorated import disabled, undecorated
@@ -159,7 +159,7 @@ def run_encoded(call: PureCall, *, policy: Policy) -> PyTree:
     """Run a pure call now; its derivative, if one is taken, goes through the stash."""
     if any(_compat.is_forward_mode(leaf) for leaf in call.leaves):
         raise DifferentiationError(_FORWARD_MODE)
-    choices = current_choices()
+    choices = choosing.value
     plain = None if choices is None or choices.plain is None or choices.plain.nested else choices.plain
     with choosing(None), undecorated(plain):  # decorated parts inside are parts of this program
         closed = jax.make_jaxpr(call.function)(*call.leaves)
@@ -216,7 +216,7 @@ def _encoded_function(
     # The name tells an enclosing `memory_encoded` or `partition` that it may look inside.
     body.__name__ = ENCODED_MARK + policy.name
 
-    choices = current_choices()
+    choices = choosing.value
 
     @functools.cache
     def passes_for(perturbed: tuple[bool, ...]) -> tuple[Passes, tuple[TensorNumber, ...]]:

@@ -33,7 +33,8 @@ def minimum_cut(
             flow.add(origin, k, unlimited)
     for t in set(needs):
         flow.add(node[t] + 1, sink, unlimited)
-    near = flow.maximize(origin, sink)
+    while (near := flow.distances(sink))[origin] >= 0:
+        flow.block(origin, sink, near)
     return {t for t, k in node.items() if near[k + 1] >= 0 > near[k]}
 
 
@@ -58,13 +59,7 @@ class _Flow:
             self.target.append(target)
             self.left.append(left)
 
-    def maximize(self, origin: int, sink: int) -> list[int]:
-        """Make the flow as large as can be; returns the distances then, -1 where no more could reach the sink."""
-        while (distance := self._distances(sink))[origin] >= 0:
-            self._block(origin, sink, distance)
-        return distance
-
-    def _distances(self, sink: int) -> list[int]:
+    def distances(self, sink: int) -> list[int]:
         """Count the edges with capacity left between each node and the sink; -1 for nodes that do not reach it."""
         distance, queue, target, left = [-1] * len(self.edges), [sink], self.target, self.left
         distance[sink] = 0
@@ -75,7 +70,7 @@ class _Flow:
                     queue.append(target[e])
         return distance
 
-    def _block(self, origin: int, sink: int, distance: list[int]) -> None:
+    def block(self, origin: int, sink: int, distance: list[int]) -> None:
         """Saturate an edge of every shortest path."""
         tried = [0] * len(self.edges)
         path: list[int] = []

@@ -19,7 +19,7 @@ from jaxpipe.graph.graph import Graph, Operator, run
 from jaxpipe.graph.op_cost import is_product, weight
 from jaxpipe.graph.primitives import COSTLY, ELEMENTWISE, LOOPS, PRODUCTS
 from jaxpipe.residuals.backward_graph import BackwardOp, restricted
-from jaxpipe.residuals.choose_formats import Derivations, ResidualPlan, sums_of_branches
+from jaxpipe.residuals.choose_formats import ResidualPlan, fallback, recomputation, sums_of_branches
 from jaxpipe.residuals.codecs.keep import KEEP
 from jaxpipe.residuals.stored_formats import decode, has_overflowed
 from jaxpipe.targets.building import current
@@ -51,7 +51,6 @@ class Rematerializer:
         barriers: bool,
     ):
         self._graph, self._plan, self._stash = graph, plan, stash
-        self._derivations = Derivations(graph)
         self._given: dict[TensorNumber, Array] = {**graph.constants, **parameters}
         self._loaded: dict[TensorNumber, Array] = {}
         self._rerun: set[TensorNumber] = set()
@@ -69,15 +68,14 @@ class Rematerializer:
 
     def sources(self, step: BackwardOp, known: Iterable[TensorNumber]) -> tuple[list[Operator], list[TensorNumber]]:
         """Return the operators to run and the tensors to load before a step."""
-        known = frozenset(known)
-        return self._derivations.of([t for t in step.needs if t not in known], self._plan, known)
+        return recomputation(self._graph, step.needs, self._plan, known)
 
     def is_kept(self, t: TensorNumber) -> bool:
         """Return whether a rematerialized tensor is passed to steps behind later barriers.
 
         A tensor that XLA would compute again for each reader is rematerialized again; a plain one needs no copy.
         """
-        if self._plan.is_stored(t):
+        if t in self._plan.codecs:
             return not self._plan.codecs[t].fuses
         producer = self._graph.producers.get(t)
         return producer is not None and (producer.name in COSTLY or producer.name not in ELEMENTWISE)
@@ -197,7 +195,7 @@ class Rematerializer:
             return decode(parts, form, codec)
 
         def again() -> Array:
-            program, leaves = self._derivations.fallback(t, self._plan, self._given)
+            program, leaves = fallback(self._graph, t, self._plan, self._given)
             values = dict(self._given)
             values.update((u, self._restore(u, self._stash[u])) for u in leaves)
             run(program, values)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import msgspec
 
 from jaxpipe.array_types import TensorNumber
-from jaxpipe.graph.graph import Operator
+from jaxpipe.graph.graph import Operator, join_paths
 from jaxpipe.graph.op_cost import contraction, is_product, rerun_work
 from jaxpipe.graph.words import word_for
-from jaxpipe.residuals.choose_formats import Derivations
+from jaxpipe.residuals.choose_formats import recomputation
 from jaxpipe.residuals.codecs.keep import KEEP
 from jaxpipe.residuals.vjp_program import VJPProgram
 
@@ -61,14 +61,13 @@ class Label:
 
 def labels(vjp: VJPProgram) -> Callable[[TensorNumber, int], str]:
     """Return a function that gives the label of one array of a stash, by tensor and part, as text."""
-    readers, producers = _readers(vjp), {t: op for op in vjp.graph.operators for t in op.outputs}
+    readers, producers = _readers(vjp), vjp.graph.producers
     available = vjp.graph.derived_from_parameters
 
     def label(number: TensorNumber, part: int) -> str:
         producer, tensor, codec = producers[number], vjp.graph.tensors[number], vjp.plan.codecs[number]
         otherwise, read = _otherwise(vjp, number, producer, available), tuple(readers.get(number, ()))
-        name, dtype = _name(producer), str(tensor.dtype)
-        stored = StoredTensor(name, tensor.shape, dtype, codec.name, 0, read, otherwise)
+        stored = StoredTensor(producer.place, tensor.shape, str(tensor.dtype), codec.name, 0, read, otherwise)
         known = Label(number, part, word_for(codec, repr(codec)), stored)
         return MARK + msgspec.json.encode(known).decode()
 
@@ -80,18 +79,13 @@ def parse_label(text: str) -> Label | None:
     return msgspec.json.decode(text.removeprefix(MARK), type=Label) if text.startswith(MARK) else None
 
 
-def _name(op: Operator) -> str:
-    return "/".join(filter(None, (op.path, op.label)))
-
-
 def _readers(vjp: VJPProgram) -> dict[TensorNumber, dict[str, None]]:
     """Return the names of the backward steps that read each stored tensor, in order."""
-    derivations = Derivations(vjp.graph)
     available = vjp.graph.derived_from_parameters
     readers: dict[TensorNumber, dict[str, None]] = defaultdict(dict)
     for step in vjp.backward_graph.steps:
-        for t in derivations.of(step.needs, vjp.plan, available)[1]:
-            readers[t]["/".join(filter(None, (step.path, step.label)))] = None
+        for t in recomputation(vjp.graph, step.needs, vjp.plan, available)[1]:
+            readers[t][join_paths(step.path, step.label)] = None
     return readers
 
 

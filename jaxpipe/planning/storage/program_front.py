@@ -241,5 +241,5 @@ def reruns_products(vjp: VJPProgram | None) -> bool:
 
 def rerun_products(vjp: VJPProgram, plan: ResidualPlan) -> list[Operator]:
     """Return the products that the backward pass runs again under a plan."""
-    again = {t for t in plan.formats if not plan.is_stored(t)}
+    again = {t for t in plan.formats if t not in plan.codecs}
     return [op for op in vjp.graph.operators if is_product(op) and not again.isdisjoint(op.outputs)]

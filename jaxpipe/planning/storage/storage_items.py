@@ -22,13 +22,13 @@ from jaxpipe.graph.op_cost import weight
 from jaxpipe.graph.reverse_walk import needed
 from jaxpipe.planning.storage.prices import Prices
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Option, Problem
-from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, restricted
+from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, divided
 from jaxpipe.residuals.choose_formats import (
-    Derivations,
     ResidualPlan,
     derived_from,
+    in_the_way,
     kept_by_policies,
-    missing_inputs,
+    recomputation,
     smallest_format,
     sums_of_branches,
     with_fallbacks,
@@ -99,9 +99,8 @@ def stage_items(
     tensors = tuple(sorted(chosen, key=order.__getitem__))
     position = {t: k for k, t in enumerate(tensors)}
     everything = ResidualPlan({**chosen, **dict.fromkeys(held, KEEP)})
-    derivations = Derivations(graph)
-    events, base = _events(backward_graph, derivations, everything, available, position, released)
-    items, formats, stuck = [], [], kept_by_policies(graph) | {op for op in graph.operators if op.has_effects}
+    events, base = _events(backward_graph, everything, available, position, released)
+    items, formats, stuck = [], [], kept_by_policies(graph)
     for t in tensors:
         options = [chosen[t]]
         if not chosen[t].fuses:
@@ -109,9 +108,9 @@ def stage_items(
         again, sources = None, ()
         producer = producers.get(t)
         if producer is not None:
-            program, leaves = derivations.of(producer.inputs, everything, available)
+            program, leaves = recomputation(graph, producer.inputs, everything, available)
             program = [*program, producer]
-            if not missing_inputs(program, {*leaves, *available}) and stuck.isdisjoint(program):
+            if not in_the_way(program, {*leaves, *available}) and stuck.isdisjoint(program):
                 again = sum(prices.seconds(vjp.graph, op) for op in program)
                 sources = tuple(sorted(position[u] for u in leaves if u in position))
         tensor = graph.tensors[t]
@@ -140,7 +139,7 @@ def stage_items(
         problem=Problem(tuple(items), base, float("inf")),
         tensors=tensors,
         formats=tuple(formats),
-        default=tuple(0 if plan.is_stored(t) else NOT_STORED for t in tensors),
+        default=tuple(0 if t in plan.codecs else NOT_STORED for t in tensors),
         held=held,
     )
 
@@ -161,7 +160,7 @@ def storage_plan(items: Items, choice: Sequence[int]) -> ResidualPlan:
 
 def tensor_text(tensor: Tensor, producer: Operator | None, otherwise: str) -> str:
     """Return a tensor's name: module path and operator, ``otherwise`` without one, then element type and shape."""
-    name = otherwise if producer is None else "/".join(filter(None, (producer.path, producer.label)))
+    name = otherwise if producer is None else producer.place
     return f"{name} {ShapedArray(tensor.shape, tensor.dtype).str_short(short_dtypes=True)}"
 
 
@@ -234,7 +233,6 @@ class _Event:
 
 def _events(
     backward_graph: BackwardGraph,
-    derivations: Derivations,
     everything: ResidualPlan,
     available: frozenset[TensorNumber],
     position: Mapping[TensorNumber, int],
@@ -250,7 +248,7 @@ def _events(
     for chain in _chains(steps):
         before, leaves, running = set(cotangents), set[TensorNumber](), 0
         for step in chain:
-            leaves.update(derivations.of(step.needs, everything, available)[1])
+            leaves.update(recomputation(backward_graph.graph, step.needs, everything, available)[1])
             cotangents.update(step.cotangents_in)
             given = sum(tensors[t].bytes for t in cotangents)
             cotangents.update(step.cotangents_out)
@@ -291,12 +289,8 @@ def _in_parts(steps: Sequence[BackwardOp], available: frozenset[int]) -> list[Ba
         return list(steps)
     run: list[BackwardOp] = []
     for step in steps:
-        weights = [k for k, t in enumerate(step.cotangents_out) if t in available]
-        others = [k for k, t in enumerate(step.cotangents_out) if t not in available]
-        if step.name == _CONVOLUTION and weights and others:
-            run += [restricted(step, weights), restricted(step, others)]
-        else:
-            run.append(step)
+        parts = divided(step, available) if step.name == _CONVOLUTION else (step,)
+        run += [part for part in parts if part is not None]
     return run
 
 

@@ -6,7 +6,6 @@ The smaller of the two sparse formats unless about 89 % of the elements or more 
 fixed when the program is traced; their count, stored beside them, tells whether they all fit.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,8 +31,7 @@ class Bitmap(compaction.SparseCodec):
     def decode(self, arrays: Sequence[Array], shape_and_type: jax.ShapeDtypeStruct) -> Array:
         """Return the tensor; if it does not fit, something else."""
         words, values, _ = arrays
-        shape = shape_and_type.shape
-        return lax.reshape(compaction.expand(values, words, math.prod(shape)), shape)
+        return lax.reshape(compaction.expand(values, words, shape_and_type.size), shape_and_type.shape)
 
     def nonzeros(self, arrays: Sequence[Array]) -> Array:
         """Return how many elements are not zero, ``int32[]``."""

@@ -8,7 +8,6 @@ matrix computations", 1994; one-byte columns after A. Jain et al., "Gist", ISCA 
     0 7 0 0 | 3 9 0 0  ->  values 7 3 9, columns 1 0 1, offsets 0 1 3        (rows of 4)
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,8 +43,7 @@ class CSR(compaction.SparseCodec):
     def decode(self, arrays: Sequence[Array], shape_and_type: jax.ShapeDtypeStruct) -> Array:
         """Return the tensor; if it does not fit, something else."""
         values, columns, offsets = arrays
-        shape = shape_and_type.shape
-        length, size = values.size, math.prod(shape)
+        length, size = values.size, shape_and_type.size
         # The row of the k-th value: how many rows end at or before k.
         ends = jnp.zeros(length, jnp.int32).at[offsets[1:]].add(1, mode="drop")
         place = jnp.cumsum(ends, dtype=jnp.int32) * COLUMNS + columns.astype(jnp.int32)
@@ -54,7 +52,7 @@ class CSR(compaction.SparseCodec):
         held = jnp.minimum(offsets[-1], length - compaction.BLOCK)
         place = jnp.where(number < held, place, size + number)
         flat = jnp.zeros(size, values.dtype).at[place].set(values, mode="drop", unique_indices=True)
-        return lax.reshape(flat, shape)
+        return lax.reshape(flat, shape_and_type.shape)
 
     def nonzeros(self, arrays: Sequence[Array]) -> Array:
         """Return how many elements are not zero, ``int32[]``."""

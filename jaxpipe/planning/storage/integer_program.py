@@ -51,7 +51,6 @@ class _Program:
       problem: the problem.
       unit: bytes that count as 1.
       options: those of all items, each behind its item.
-      readers: the items that are computed from each item.
       windows: for each item the events in which it may be computed again, up to the first one that reads it.
       entry: ``r[k, e]`` is ``r[entry[k, e]]``; before an item's window that is the last one, which is 0.
       x: which options are stored.
@@ -62,7 +61,6 @@ class _Program:
     problem: Problem
     unit: float
     options: tuple[tuple[int, Option], ...]
-    readers: tuple[list[int], ...]
     windows: tuple[range, ...]
     entry: np.ndarray
     x: cp.Variable
@@ -72,15 +70,10 @@ class _Program:
 
 def _program(problem: Problem) -> _Program:
     items, events = problem.items, len(problem.base)
-    readers: tuple[list[int], ...] = tuple([] for _ in items)
-    for k, item in enumerate(items):
-        for source in item.sources:
-            readers[source].append(k)
-    first, settled = [events] * len(items), [-1] * len(items)
-    for k in reversed(range(len(items))):
-        uses = items[k].uses[:1]
-        first[k] = min([*uses, *(first[j] for j in readers[k])], default=events)
-        settled[k] = max(uses or [settled[j] for j in readers[k]], default=-1)
+    first, settled = problem.first_uses.copy(), [-1] * len(items)
+    for k, readers in reversed([*enumerate(problem.dependents)]):
+        first[k] = min([first[k], *(first[j] for j in readers)])
+        settled[k] = max(items[k].uses[:1] or [settled[j] for j in readers], default=-1)
     windows = tuple(range(0 if item.seconds is None else settled[k] + 1)[first[k] :] for k, item in enumerate(items))
     entry, start = np.full((len(items), events + 1), sum(map(len, windows))), 0
     for k, window in enumerate(windows):
@@ -93,7 +86,6 @@ def _program(problem: Problem) -> _Program:
         problem=problem,
         unit=max(1.0, *map(float, problem.base), float(problem.capacity) if np.isfinite(problem.capacity) else 0.0),
         options=options,
-        readers=readers,
         windows=windows,
         entry=entry,
         x=x,
@@ -136,7 +128,8 @@ def _choices(program: _Program) -> list[cp.Constraint]:
 
     The last entry of ``r`` has no readers.
     """
-    items, readers, entry, s, r = program.problem.items, program.readers, program.entry, program.s, program.r
+    problem, entry, s, r = program.problem, program.entry, program.s, program.r
+    items, readers = problem.items, problem.dependents
     used = [k for k, item in enumerate(items) if item.uses]
     kept, needing = _columns(2, [(k, j) for k, item in enumerate(items) if item.seconds is None for j in readers[k]])
     window = [(k, e) for k, events in enumerate(program.windows) for e in events]
@@ -162,11 +155,11 @@ def _memory(program: _Program) -> tuple[cp.Expression, list[cp.Constraint]]:
                 + sum of unpacked[o] * x[o]            of items that have been read and are still to be read
                 + sum of bytes[k] * r[k, e + 1]        of items that are still to be read
 
-    Items are read by events, as counted here, and by others that are computed again, as in the functions below.
+    Items are read by events, as counted here, and by others that are computed again, as ``_alive_for_readers`` counts.
     """
     problem, items = program.problem, program.problem.items
     events = np.arange(len(problem.base))[:, None]
-    first, last = np.array([(min(item.uses, default=0), max(item.uses, default=-1)) for item in items]).T
+    first, last = np.array([problem.first_uses, problem.last_uses])
     size, unpacked, held, k = np.array(
         [
             (option.bytes, option.unpacked_bytes, problem.held if option.held is None else option.held, k)
@@ -177,100 +170,73 @@ def _memory(program: _Program) -> tuple[cp.Expression, list[cp.Constraint]]:
     event, k = np.nonzero(events <= last)
     again = np.array([item.bytes for item in items])[k]
     computed = _sparse(again / program.unit, event, program.entry[k, event + 1], (len(events), program.r.size))
-    parts = [_until_read(program), _unpacked_before_use(program), _unpacked_between_readers(program)]
+    live, constraints = _alive_for_readers(program)
     memory = np.array(problem.base) / program.unit + (stored / program.unit) @ program.x + computed @ program.r
-    return memory + sum(part for part, _ in parts), [constraint for _, least in parts for constraint in least]
+    return memory + live, constraints
 
 
-def _until_read(program: _Program) -> tuple[cp.Expression, list[cp.Constraint]]:
-    """Count items that no event is still to read, for readers ``j`` that are still to be computed again.
+def _alive_for_readers(program: _Program) -> tuple[cp.Expression, list[cp.Constraint]]:
+    """Count what is in memory for readers that are computed again, where it is not for an event.
 
-        all[o, e] >= x[o]        + (r[j, E] - r[j, e]) - 1      of bytes[o], if ``frees``, and unpacked[o]
-        all[k, e] >= r[k, e + 1] + (r[j, E] - r[j, e]) - 1      of bytes[k]
+    By the end of an event a reader ``i`` has begun, or at its beginning a reader ``j`` is left:
 
-    What is unpacked for readers alone is counted below.
+        begun[i, e] = r[i, e + 1]        left[j, e] = r[j, E] - r[j, e]
+
+        all[o, e] >= x[o]        + left[j, e] - 1                  behind the last use; bytes[o], unpacked[o]
+        all[k, e] >= r[k, e + 1] + left[j, e] - 1                  behind the last use; bytes[k]
+        all[o, e] >= x[o] + begun[i, e] - 1                        before the first use; unpacked[o]
+        all[o, e] >= x[o] + begun[i, e] + left[j, e] - 2           without a use; unpacked[o]
     """
     problem, items, entry, r = program.problem, program.problem.items, program.entry, program.r
-    after = [range(max(item.uses, default=-1) + 1, len(problem.base)) for item in items]
-    terms = [
-        (o, k, e, option.bytes * problem.frees + option.unpacked_bytes * bool(items[k].uses))
+    events = range(len(problem.base))
+    behind = [events[last + 1 :] for last in problem.last_uses]
+    # Of each term the place of its variable, item, event, bytes, and whether a reader must have begun or be left.
+    stored = [
+        (o, k, e, option.bytes * problem.frees + option.unpacked_bytes * bool(items[k].uses), False, True)
         for o, (k, option) in enumerate(program.options)
-        for e in after[k]
+        for e in behind[k]
     ]
-    terms += [
-        (program.x.size + int(entry[k, e + 1]), k, e, item.bytes)
+    again = [
+        (program.x.size + int(entry[k, e + 1]), k, e, item.bytes, False, True)
         for k, item in enumerate(items)
-        for e in after[k]
+        for e in behind[k]
         if entry[k, e + 1] < r.size - 1
     ]
-    terms = [(n, k, e, size) for n, k, e, size in terms if size and _later(program, k, e)]
-    present, _, event, size = _columns(4, terms)
-    row, j = _columns(2, [(n, j) for n, (_, k, e, _) in enumerate(terms) for j in _later(program, k, e)])
-    conditions = cp.hstack([program.x, r])[present[row]] + r[entry[j, -1]] - r[entry[j, event[row]]]
-    return _all(program, event, size, row, conditions - 1)
-
-
-def _unpacked_before_use(program: _Program) -> tuple[cp.Expression, list[cp.Constraint]]:
-    """Count what is unpacked for a reader ``i`` before an event reads it.
-
-    all[o, e] >= x[o] + r[i, e + 1] - 1      of unpacked[o]
-    """
-    terms = [
-        (o, k, e, option.unpacked_bytes)
+    terms = [term for term in (*stored, *again) if term[3] and _later(program, *term[1:3])]
+    terms += [
+        (o, k, e, option.unpacked_bytes, True, unused)
+        for unused in (False, True)
         for o, (k, option) in enumerate(program.options)
-        if option.unpacked_bytes
-        for e in range(min(program.problem.items[k].uses, default=0))
+        if option.unpacked_bytes and unused == (not items[k].uses)
+        for e in events[: problem.first_uses[k]]
     ]
-    o, _, event, size = _columns(4, terms)
-    row, i = _columns(2, [(n, i) for n, (_, k, e, _) in enumerate(terms) for i in _begun(program, k, e)])
-    conditions = program.x[o[row]] + program.r[program.entry[i, event[row] + 1]]
-    return _all(program, event, size, row, conditions - 1)
-
-
-def _unpacked_between_readers(program: _Program) -> tuple[cp.Expression, list[cp.Constraint]]:
-    """Count what is unpacked for readers alone: from the first, ``i``, until the last, ``j``, is computed again.
-
-    all[o, e] >= x[o] + r[i, e + 1] + (r[j, E] - r[j, e]) - 2      of unpacked[o]
-    """
-    entry, r = program.entry, program.r
-    terms = [
-        (o, k, e, option.unpacked_bytes)
-        for o, (k, option) in enumerate(program.options)
-        if option.unpacked_bytes and not program.problem.items[k].uses
-        for e in range(len(program.problem.base))
+    present, _, event, size, begins, ends = _columns(6, terms)
+    readers = [
+        (n, i, j)
+        for n, (_, k, e, _, begun, left) in enumerate(terms)
+        for i in (_begun(program, k, e) if begun else [0])
+        for j in (_later(program, k, e) if left else [0])
     ]
-    o, _, event, size = _columns(4, terms)
-    row, i, j = _columns(
-        3,
-        [
-            (n, i, j)
-            for n, (_, k, e, _) in enumerate(terms)
-            for i in _begun(program, k, e)
-            for j in _later(program, k, e)
-        ],
-    )
-    e = event[row]
-    conditions = program.x[o[row]] + r[entry[i, e + 1]] + r[entry[j, -1]] - r[entry[j, e]]
-    return _all(program, event, size, row, conditions - 2)
+    live = cp.Variable(max(1, len(terms)), bounds=[0, 1])
+    by_event = _sparse(size / program.unit, event, range(len(terms)), (len(events), live.size))
+    if not readers:
+        return by_event @ live, []
+    n, i, j = _columns(3, readers)
+    e = event[n]
+    begun = cp.multiply(begins[n], r[entry[i, e + 1]])
+    left = cp.multiply(ends[n], r[entry[j, -1]] - r[entry[j, e]])
+    conditions = cp.hstack([program.x, r])[present[n]] + begun + left
+    return by_event @ live, [live[n] >= conditions - begins[n] - ends[n]]
 
 
 def _begun(program: _Program, k: int, e: int) -> list[int]:
     """Return the readers of an item that may have been computed again by the end of an event."""
-    return [j for j in program.readers[k] if program.windows[j] and e >= program.windows[j].start]
+    return [j for j in program.problem.dependents[k] if program.windows[j] and e >= program.windows[j].start]
 
 
 def _later(program: _Program, k: int, e: int) -> list[int]:
     """Return the readers of an item that may be computed again in an event or after it."""
-    return [j for j in program.readers[k] if program.windows[j] and e < program.windows[j].stop]
-
-
-def _all(
-    program: _Program, event: np.ndarray, size: np.ndarray, row: np.ndarray, least: cp.Expression
-) -> tuple[cp.Expression, list[cp.Constraint]]:
-    """Return the bytes by event of new variables, one for each size, and that each is no less than its rows."""
-    live = cp.Variable(max(1, len(event)), bounds=[0, 1])
-    by_event = _sparse(size / program.unit, event, range(len(event)), (len(program.problem.base), live.size))
-    return by_event @ live, _no_less(live[row], least)
+    return [j for j in program.problem.dependents[k] if program.windows[j] and e < program.windows[j].stop]
 
 
 def _no_less(left: Any, right: Any) -> list[cp.Constraint]:

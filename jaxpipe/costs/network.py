@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -26,6 +26,8 @@ from jaxpipe.text.units import bytes_text, whole_number
 from jaxpipe.text.value_text import shown
 
 
+Numbers = TypeVar("Numbers", float, np.ndarray)
+
 #: A link of fewer bytes a second, or a device with fewer bytes of memory, is a number in another unit.
 SLOWEST, SMALLEST = 1e6, 1e6
 
@@ -34,6 +36,19 @@ MOST_GIGABYTES = 5e3
 
 #: A matrix of more devices does not fit into 120 columns.
 MOST_COLUMNS = 16
+
+
+class Link(NamedTuple):
+    """The slowest link within a group of devices: bytes per second, and seconds."""
+
+    bandwidth: float
+    latency: float
+
+    def all_reduce_seconds(self, count: Numbers, devices: int) -> Numbers:
+        """Return the seconds of an all-reduce of so many bytes on each device, around a ring."""
+        if not self.bandwidth:
+            return math.inf + 0 * count
+        return 2 * (devices - 1) * (count / devices / self.bandwidth + self.latency)
 
 
 @dataclass(frozen=True)
@@ -126,6 +141,11 @@ class Network(Printed):
         """Return whether all links are alike."""
         off = ~np.eye(self.num_devices, dtype=bool)
         return all(len(np.unique(matrix[off])) <= 1 for matrix in (self.bandwidth, self.latency))
+
+    def slowest_link(self, devices: Sequence[int]) -> Link:
+        """Return the least bandwidth and the largest latency between any two of some devices."""
+        inside = np.ix_(devices, devices)
+        return Link(float(self.bandwidth[inside].min()), float(self.latency[inside].max()))
 
     def seconds(self, source: int, target: int, count: float) -> float:
         """Time to send ``count`` bytes from one device to another; infinite where there is no link."""

@@ -1,35 +1,20 @@
 """Costs of a stage whose work a group of devices shares: a profile of one device, divided, with what they exchange."""
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.array_types import TensorNumber
-from jaxpipe.costs.network import Network
+from jaxpipe.costs.network import Link, Network
 from jaxpipe.costs.profile import Profile
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.sharding_propagation import Propagated
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.sharding.submesh import Submesh, axes_by_dimension
-
-
-@dataclass(frozen=True)
-class Link:
-    """The slowest link within a group of devices: bytes per second, and seconds."""
-
-    bandwidth: float
-    latency: float
-
-    def all_reduce_seconds(self, count: float, devices: int) -> float:
-        """Return the seconds of an all-reduce of so many bytes on each device, around a ring."""
-        if devices == 1 or not count:
-            return 0.0
-        return 2 * (devices - 1) * (count / devices / self.bandwidth + self.latency)
 
 
 def groups_of(network: Network, mesh: Mesh, outer: Mesh, submesh: Submesh) -> tuple[Network, Link]:
@@ -40,11 +25,7 @@ def groups_of(network: Network, mesh: Mesh, outer: Mesh, submesh: Submesh) -> tu
     position = {d: k for k, d in enumerate(mesh.devices.flat)}
     groups = np.array([[position[d] for d in submesh.group(first)] for first in outer.devices.flat])
     between = groups[:, None, :], groups[None, :, :]
-    within = [pair for group in groups for pair in itertools.combinations(group, 2)]
-    link = Link(
-        float(min((network.bandwidth[pair] for pair in within), default=math.inf)),
-        float(max((network.latency[pair] for pair in within), default=0.0)),
-    )
+    rates, delays = zip(*map(network.slowest_link, groups), strict=True)
     bandwidth, latency = network.bandwidth[between].min(-1), network.latency[between].max(-1)
     np.fill_diagonal(bandwidth, 0.0)
     np.fill_diagonal(latency, 0.0)
@@ -52,7 +33,7 @@ def groups_of(network: Network, mesh: Mesh, outer: Mesh, submesh: Submesh) -> tu
     slowest = {field: np.array(getattr(network, field))[groups].min(1) for field in fields}
     slowest["host_latency_seconds"] = np.array(network.host_latency_seconds)[groups].max(1)
     names = tuple(network.names[group[0]] for group in groups)
-    return Network(bandwidth, latency, names=names, **slowest), link  # type: ignore[arg-type]
+    return Network(bandwidth, latency, names=names, **slowest), Link(min(rates), max(delays))  # type: ignore[arg-type]
 
 
 def divided(profile: Profile, objective: MicrobatchProgram, split: Propagated, submesh: Submesh, link: Link) -> Profile:
@@ -67,7 +48,7 @@ def divided(profile: Profile, objective: MicrobatchProgram, split: Propagated, s
     for k, op in enumerate(graph.operators):
         parts = math.prod(shape[axis] for axis in split.products.get(k, ()))
         sums = _sums(op, graph, split.specs, shape)
-        seconds = [link.all_reduce_seconds(size / shards(t), parts) for t, size, parts in sums]
+        seconds = [link.all_reduce_seconds(size / shards(t), parts) if size else 0.0 for t, size, parts in sums]
         ahead = sum(s for s, (t, _, _) in zip(seconds, sums, strict=True) if t in op.outputs)
         forward.append(profile.forward_seconds[k] / parts + ahead)
         backward.append(profile.backward_seconds[k] / parts + sum(seconds) - ahead)

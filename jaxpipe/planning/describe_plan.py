@@ -20,7 +20,6 @@ from jaxpipe.models import check_batch
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.plan import FrozenPlan, Plan, StagePlan, StashPiece
 from jaxpipe.planning.check_request import Request
-from jaxpipe.planning.cuts.cost_models import Synchronous
 from jaxpipe.planning.cuts.placed_stages import Partition, plan_bound, stage_speeds, stage_work
 from jaxpipe.planning.dispatch_timeline import Dispatching, dispatched_timeline, search_arguments
 from jaxpipe.planning.exchange_costs import are_linked, planned_exchanges
@@ -101,10 +100,10 @@ def step_seconds(program: Program, partition: Partition, timeline: Timeline) -> 
     """A step with what devices that share a stage need to add up their gradients."""
     if program.stage_replicas.is_single:
         return timeline.makespan
-    model = Synchronous(partition.network, program.num_microbatches)
-    sizes = [np.array([program.sum_bytes(program.trained(d))], np.float64) for d in program.device_numbers]
+    sizes = [program.sum_bytes(program.trained(d)) for d in program.device_numbers]
     return timeline.makespan + max(
-        float(model.all_reduce_seconds(size, s.devices)[0]) for size, s in zip(sizes, partition.stages, strict=True)
+        partition.network.slowest_link(stage.devices).all_reduce_seconds(size, len(stage.devices))
+        for size, stage in zip(sizes, partition.stages, strict=True)
     )
 
 

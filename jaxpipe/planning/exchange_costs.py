@@ -64,10 +64,9 @@ class Turns:
 
 def _ring_seconds(network: Network, ring: Sequence[int], gathered: int, reduced: int) -> float:
     """Return the seconds of a gather and an all-reduce, of so many bytes on each device."""
-    count, inside = len(ring), np.ix_(ring, ring)
-    bandwidth, latency = network.bandwidth[inside].min(), network.latency[inside].max()
-    gather = (count - 1) * (latency + gathered / bandwidth) if gathered else 0.0
-    return gather + (2 * (count - 1) * (latency + reduced / count / bandwidth) if reduced else 0.0)
+    link = network.slowest_link(ring)
+    gather = (len(ring) - 1) * (link.latency + gathered / link.bandwidth) if gathered else 0.0
+    return gather + (link.all_reduce_seconds(reduced, len(ring)) if reduced else 0.0)
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ def compare_exchanges(
 
 def are_linked(network: Network, rings: Sequence[Sequence[int]]) -> bool:
     """Return whether there is a link between any two devices of each ring."""
-    return all(network.bandwidth[np.ix_(ring, ring)].all() for ring in rings)
+    return all(network.slowest_link(ring).bandwidth for ring in rings)
 
 
 def _turns(params: PyTree, exchange: object) -> Turns:

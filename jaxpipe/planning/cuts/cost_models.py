@@ -9,17 +9,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
 import numpy as np
 
-from jaxpipe.costs.network import Network
+from jaxpipe.costs.network import Network, Numbers
 from jaxpipe.planning.cuts.cut_space import CutSpace
 from jaxpipe.planning.cuts.free_pipeline import Timelines, shortest
 from jaxpipe.planning.dispatch_timeline import CALL_SECONDS, SEND_SECONDS
 
-
-Numbers = TypeVar("Numbers", float, np.ndarray)
 
 #: The devices of each stage, first to last.
 Layout = tuple[tuple[int, ...], ...]
@@ -169,7 +166,9 @@ class Synchronous(CostModel):
         besides = np.zeros(len(cuts))
         parameters = between(space.parameters)
         for k, devices in enumerate(layout):
-            besides = np.maximum(besides, self.all_reduce_seconds(parameters[:, k], devices))
+            if len(devices) > 1:
+                link = self.network.slowest_link(devices)
+                besides = np.maximum(besides, link.all_reduce_seconds(parameters[:, k], len(devices)))
         besides = np.where(self.fits(space, cuts, layout), besides, np.inf)
         ways = np.maximum(each[:-1], each[1:]) * (self.message_seconds(space, cuts, layout) + SEND_SECONDS)
         forward += CALL_SECONDS * each
@@ -182,17 +181,6 @@ class Synchronous(CostModel):
         for k, (before, behind) in enumerate(itertools.pairwise(layout)):
             seconds[:, k] = self.transfer_seconds(space.crossing[cuts[:, k + 1]], before, behind)
         return seconds
-
-    def all_reduce_seconds(self, parameters: np.ndarray, devices: Sequence[int]) -> np.ndarray:
-        """A ring all-reduce over the slowest link between some devices, once in a step."""
-        size = len(devices)
-        if size == 1:
-            return np.zeros_like(parameters)
-        inside = np.ix_(devices, devices)
-        bandwidth, latency = self.network.bandwidth[inside].min(), self.network.latency[inside].max()
-        if not bandwidth:
-            return np.full_like(parameters, np.inf)
-        return 2 * (size - 1) * (parameters / size / bandwidth + latency)
 
     def in_flight(self, size: int, followers: int) -> int:
         return min(super().in_flight(size, followers), math.ceil(self.m / size))

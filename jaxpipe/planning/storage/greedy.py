@@ -78,7 +78,7 @@ def _taken_back(problem: Problem, choice: list[int], order: Callable[[Item], flo
         before, seconds = now.choice, now.total_seconds
         for k in sorted(now.outcome.computed, key=lambda k: -order(problem.items[k])):
             for option in range(len(problem.items[k].options)):
-                other = now.changed((k,), option)
+                other = now.changed({k: option})
                 if other is not None and other.total_seconds < seconds and other.fits():
                     now, seconds = other, other.total_seconds
     return now.total_seconds, now.choice
@@ -131,7 +131,7 @@ def _best_step(
         if now is None:
             other = simulated(problem, [position if k in group else chosen for k, chosen in enumerate(choice)])
         else:
-            other = now.changed(group, position)
+            other = now.changed(dict.fromkeys(group, position))
         if other is None:
             continue
         after = other.excess()

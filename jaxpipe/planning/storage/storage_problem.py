@@ -10,7 +10,7 @@ again from other items when it is first needed, and then kept until it is last r
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -235,22 +235,22 @@ class Simulated:
     link_seconds: np.ndarray
     stored: list[int]
 
-    def changed(self, group: Sequence[int], option: int) -> "Simulated | None":
-        """Return the walk after some items have another option; None if an item that is needed can not be had.
+    def changed(self, options: Mapping[int, int]) -> "Simulated | None":
+        """Return the walk after some items have other options; None if an item that is needed can not be had.
 
         Only those items are looked at, and others that are there for longer or shorter because of them.
         """
         problem, choice, first, last = self.problem, self.choice.copy(), self.first.copy(), self.last.copy()
-        for k in group:
+        for k, option in options.items():
             choice[k] = option
-        affected, later = list[int](), sorted({-k for k in group})
+        affected, later = list[int](), sorted(-k for k in options)
         while later:  # who is computed from an item comes before it
             k = -heapq.heappop(later)
             if affected and affected[-1] == k:
                 continue
             read = [first[d] for d in problem.dependents[k] if choice[d] == NOT_STORED and last[d] >= 0]
             begin, end = min([problem.first_uses[k], *read]), max([problem.last_uses[k], *read])
-            if k not in group and (begin, end) == (first[k], last[k]):
+            if k not in options and (begin, end) == (first[k], last[k]):
                 continue
             affected.append(k)
             first[k], last[k] = begin, end
@@ -330,22 +330,11 @@ class Simulated:
 
 def simulated(problem: Problem, choice: Sequence[int]) -> Simulated | None:
     """Walk through the events with a choice; None if an item that is needed can not be had."""
-    first, last, items = problem.first_uses.copy(), problem.last_uses.copy(), problem.items
-    for k in range(len(items) - 1, -1, -1):  # who is computed from an item comes behind it
-        if choice[k] == NOT_STORED and last[k] >= 0:
-            if items[k].seconds is None:
-                return None
-            begin = first[k]
-            for source in items[k].sources:
-                if begin < first[source]:
-                    first[source] = begin
-                if begin > last[source]:
-                    last[source] = begin
-    count, events = len(items), len(problem.base)
-    change = np.zeros(events + 1, np.int64)
-    walk = Simulated(problem, list(choice), first, last, change, np.zeros(count), np.zeros(count), [0, 0, 0])
-    walk._add(range(count))
-    return walk
+    count, events = len(problem.items), len(problem.base)
+    change, seconds, link_seconds = np.zeros(events + 1, np.int64), np.zeros(count), np.zeros(count)
+    unread = [events] * count, [-1] * count
+    nothing = Simulated(problem, [NOT_STORED] * count, *unread, change, seconds, link_seconds, [0, 0, 0])
+    return nothing.changed(dict(enumerate(choice)))
 
 
 def _in_turn(seconds: np.ndarray) -> float:

@@ -4,6 +4,7 @@ Large models repeat layers, so all items that are alike are given up at once: in
 only when all of them have given up the same item. Where that is not enough, items are given up one by one, too.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -20,13 +21,13 @@ Groups = Sequence[Sequence[int]]
 
 def give_up(problem: Problem) -> tuple[int, ...] | None:
     """Return a fast choice within the limits; None if none is found."""
-    choice = _descended(problem, [item.fastest[1] for item in problem.items], _alike(problem))
-    if not _fits(problem, choice):
-        choice = _smallest(problem)
-    if not _fits(problem, choice):
+    walk = simulated(problem, _descended(problem, [item.fastest[1] for item in problem.items], _alike(problem)))
+    if walk is None or not walk.fits():
+        walk = simulated(problem, _smallest(problem))
+    if walk is None or not walk.fits():
         return None
-    ends = [_taken_back(problem, choice, order) for order in (_by_rate, _by_seconds)]
-    return tuple(min(ends, key=lambda end: end[0])[1])
+    ends = [_taken_back(walk, order) for order in (_by_rate, _by_seconds)]
+    return tuple(min(ends, key=lambda end: end.total_seconds).choice)
 
 
 def give_up_all(problem: Problem) -> tuple[int, ...] | None:
@@ -44,7 +45,8 @@ def _smallest(problem: Problem) -> list[int]:
     for first, second in ((single, alike), (alike, single)):
         ends.append(_descended(unlimited, _descended(unlimited, fastest, *first), *second))
     outcomes = [outcome_of(problem, choice) for choice in ends]
-    return min(zip(ends, outcomes, strict=True), key=lambda end: (end[1] is None, end[1] and end[1].peak_bytes))[0]
+    peaks = [math.inf if outcome is None else outcome.peak_bytes for outcome in outcomes]
+    return ends[peaks.index(min(peaks))]
 
 
 def _descended(problem: Problem, choice: Sequence[int], groups: Groups, most_trials: int | None = None) -> list[int]:
@@ -69,19 +71,17 @@ def _by_rate(item: Item) -> float:
     return (item.seconds or 0.0) / max(1, item.bytes)
 
 
-def _taken_back(problem: Problem, choice: list[int], order: Callable[[Item], float]) -> tuple[float, list[int]]:
-    """Store what is computed again as far as it fits, in descending order; returns the seconds and the choice."""
-    now = simulated(problem, choice)
-    assert now is not None
-    before = None
+def _taken_back(now: Simulated, order: Callable[[Item], float]) -> Simulated:
+    """Store what is computed again as far as it fits, in descending order."""
+    items, before = now.problem.items, None
     while before != now.choice:
         before, seconds = now.choice, now.total_seconds
-        for k in sorted(now.outcome.computed, key=lambda k: -order(problem.items[k])):
-            for option in range(len(problem.items[k].options)):
+        for k in sorted(now.outcome.computed, key=lambda k: -order(items[k])):
+            for option in range(len(items[k].options)):
                 other = now.changed({k: option})
                 if other is not None and other.total_seconds < seconds and other.fits():
                     now, seconds = other, other.total_seconds
-    return now.total_seconds, now.choice
+    return now
 
 
 def _alike(problem: Problem) -> Groups:
@@ -95,11 +95,6 @@ def _alike(problem: Problem) -> Groups:
 
 def _cost(item: Item) -> tuple:
     return item.options, item.bytes, item.seconds, len(item.uses)
-
-
-def _fits(problem: Problem, choice: Sequence[int]) -> bool:
-    outcome = outcome_of(problem, choice)
-    return outcome is not None and outcome.fits(problem)
 
 
 def _moves(

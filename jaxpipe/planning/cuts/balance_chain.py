@@ -32,12 +32,8 @@ class Chain:
         self.work: list[float] = space.seconds.tolist()
         self.wanted: list[int] = np.flatnonzero(space.wanted).tolist()
         self.rates: list[float] = model.rates(layout).tolist()
-        self.holds: list[np.ndarray] = []
-        followers = sum(map(len, layout))
-        for group in layout:
-            followers -= len(group)
-            self.holds.append(model.memory_bytes(space.residuals, space.parameters, len(group), followers))
-        self.memory = [min(model.memory[d] for d in group) if model.memory else math.inf for group in layout]
+        self.holds = [model.memory_bytes(space.residuals, space.parameters, n) for n in model.in_flight(layout)]
+        self.memory = model.room(layout)
 
     def within(self, limit: float, memory: Sequence[float] | None = None) -> list[int] | None:
         """Return cuts whose stages take no longer than a limit, each as long as can be; None if there are none."""

@@ -26,10 +26,7 @@ Stages = tuple[tuple[int, int, tuple[int, ...]], ...]
 
 @dataclass(frozen=True)
 class CostModel(ABC):
-    """Prices stages on groups of devices, each of which has a copy of the parameters and a share of the micro-batches.
-
-    ``followers`` are the devices of all stages behind one.
-    """
+    """Prices stages on groups of devices; each has a copy of the parameters and a share of the micro-batches."""
 
     network: Network
     num_microbatches: int | None = None
@@ -70,33 +67,31 @@ class CostModel(ABC):
         """A cache of the bandwidth and latency of each kind of link between two groups."""
         return {}
 
-    def memory_bytes(self, residuals: Numbers, parameters: Numbers, size: int, followers: int) -> Numbers:
-        """Return the bytes that a stage holds on each of its devices."""
-        return residuals * self.in_flight(size, followers) + self.parameter_copies * parameters
+    def memory_bytes(self, residuals: Numbers, parameters: Numbers, in_flight: int | Sequence[int]) -> Numbers:
+        """Return the bytes that a stage, or each of some, holds on each of its devices."""
+        return residuals * in_flight + self.parameter_copies * parameters
 
     def stage_bytes(self, space: CutSpace, cuts: np.ndarray, layout: Layout) -> np.ndarray:
         """Return the bytes on each device of each stage, for each row of cuts ``[plans, stages + 1]``."""
-        held, followers = np.zeros((len(cuts), len(layout))), sum(map(len, layout))
-        for k, devices in enumerate(layout):
-            followers -= len(devices)
-            residuals, parameters = (s[cuts[:, k + 1]] - s[cuts[:, k]] for s in (space.residuals, space.parameters))
-            held[:, k] = self.memory_bytes(residuals, parameters, len(devices), followers)
-        return held
+        residuals, parameters = (np.diff(sums[cuts], axis=1) for sums in (space.residuals, space.parameters))
+        return self.memory_bytes(residuals, parameters, self.in_flight(layout))
 
     def fits(self, space: CutSpace, cuts: np.ndarray, layout: Layout) -> np.ndarray:
         """Return whether all stages of each row of cuts have the memory they need."""
-        if not self.memory:
-            return np.ones(len(cuts), bool)
-        least = [min(self.memory[d] for d in devices) for devices in layout]
-        return np.all(self.stage_bytes(space, cuts, layout) <= least, axis=1)
+        return np.all(self.stage_bytes(space, cuts, layout) <= self.room(layout), axis=1)
+
+    def room(self, layout: Layout) -> list[float]:
+        """Return the bytes that every device of each stage has."""
+        return [min(self.memory[d] for d in devices) if self.memory else math.inf for devices in layout]
 
     def rates(self, layout: Layout) -> np.ndarray:
         """Return how fast the devices of each stage are together, as the slowest of them is."""
         return np.array([len(devices) * self.slowest(devices) for devices in layout])
 
-    def in_flight(self, size: int, followers: int) -> int:
-        """Micro-batches that one of ``size`` replicas holds at a time, in a pipeline that is kept full."""
-        return math.ceil((size + followers) / size)
+    def in_flight(self, layout: Sequence[Sequence[int]]) -> list[int]:
+        """Micro-batches that each replica of a stage holds at a time, in a pipeline that is kept full."""
+        sizes = [len(devices) for devices in layout][::-1]
+        return [math.ceil(left / size) for left, size in zip(itertools.accumulate(sizes), sizes, strict=True)][::-1]
 
     def slowest(self, devices: Sequence[int]) -> float:
         """Speed of the slowest of some devices."""
@@ -182,5 +177,6 @@ class Synchronous(CostModel):
             seconds[:, k] = self.transfer_seconds(space.crossing[cuts[:, k + 1]], before, behind)
         return seconds
 
-    def in_flight(self, size: int, followers: int) -> int:
-        return min(super().in_flight(size, followers), math.ceil(self.m / size))
+    def in_flight(self, layout: Sequence[Sequence[int]]) -> list[int]:
+        pairs = zip(super().in_flight(layout), layout, strict=True)
+        return [min(count, math.ceil(self.m / len(devices))) for count, devices in pairs]

@@ -238,13 +238,11 @@ def in_order_of_stages(space: CutSpace, stages: Stages) -> tuple[int, ...]:
 
 def cost_stages(model: CostModel, space: CutSpace, stages: Stages) -> tuple[StageCost, ...]:
     """Return the cost of each of some stages."""
-    followers, rows = sum(len(devices) for *_, devices in stages), []
-    boundaries = [0.0]
+    rows, boundaries, in_flight = [], [0.0], model.in_flight([devices for *_, devices in stages])
     for (_, cut, before), (*_, behind) in itertools.pairwise(stages):
         boundaries.append(2 * float(model.transfer_seconds(space.crossing[[cut]], before, behind)[0]))
-    for (first, last, devices), around in zip(stages, itertools.pairwise([*boundaries, 0.0]), strict=True):
-        size = len(devices)
-        followers -= size
+    pairs = itertools.pairwise([*boundaries, 0.0])
+    for (first, last, devices), around, count in zip(stages, pairs, in_flight, strict=True):
         parameters, residuals, work = (
             max(float(sums[last] - sums[first]), 0.0) for sums in (space.parameters, space.residuals, space.seconds)
         )
@@ -252,13 +250,13 @@ def cost_stages(model: CostModel, space: CutSpace, stages: Stages) -> tuple[Stag
             StageCost(
                 operators=range(int(space.holds(first).sum()), int(space.holds(last).sum())),
                 devices=tuple(sorted(devices)),
-                compute_seconds=work / (size * model.slowest(devices)),
+                compute_seconds=work / (len(devices) * model.slowest(devices)),
                 communication_seconds=max(around),
                 sent_bytes=float(space.crossing[last]),
                 parameter_bytes=parameters,
                 residual_bytes=residuals,
-                in_flight=model.in_flight(size, followers),
-                memory_bytes=model.memory_bytes(residuals, parameters, size, followers),
+                in_flight=count,
+                memory_bytes=model.memory_bytes(residuals, parameters, count),
             )
         )
     return tuple(rows)

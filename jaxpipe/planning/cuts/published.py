@@ -46,13 +46,14 @@ class Bottleneck(CostModel):
         """Return the seconds to send ``crossing`` bytes forward and back, between devices and those behind."""
         return np.zeros_like(crossing)
 
-    def possible_seconds(self, space: CutSpace, devices: Sequence[int], followers: int) -> np.ndarray:
-        """Return the seconds of all stages, infinite where they do not fit the memory, or there is none."""
+    def possible_seconds(self, space: CutSpace, devices: Sequence[int], behind: Sequence[int]) -> np.ndarray:
+        """Return the seconds of all stages with devices behind, infinite for those that do not fit or do not exist."""
         possible = space.nested
         if self.memory:
             residuals, parameters = space.between(space.residuals), space.between(space.parameters)
-            held = self.memory_bytes(residuals, parameters, len(devices), followers)
-            possible = possible & (held <= min(self.memory[d] for d in devices))
+            in_flight, *_ = self.in_flight([devices, *([d] for d in behind)])
+            held = self.memory_bytes(residuals, parameters, in_flight)
+            possible = possible & (held <= self.room((devices,))[0])
         return np.where(possible, self.stage_seconds(space, devices), np.inf)
 
     def prices(
@@ -186,7 +187,7 @@ def along_order(
             if not best.get(rest):
                 continue
             group = order[first : first + taken]
-            cost = model.possible_seconds(space, group, rest)
+            cost = model.possible_seconds(space, group, order[first + taken :])
             ways = []
             for following, (values, *_) in best[rest].items():
                 after = order[first + taken : first + taken + following]

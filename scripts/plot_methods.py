@@ -19,8 +19,8 @@ from jaxpipe import Network, Node, Profile, partition, topology
 from jaxpipe.planning import partition_layers
 from jaxpipe.schedules import Kind, Schedule, gpipe, interleaved, one_f_one_b, zero_bubble
 from jaxpipe.schedules.swap_points import swap_points
+from jaxpipe.schedules.table import KIND_NAMES
 from jaxpipe.visualize.pictures import BLUE, GREEN, GREY, KIND_COLORS, ORANGE, SKY, draw_stages, draw_timeline
-from jaxpipe.visualize.traces import KIND_NAMES
 
 
 OUT = Path(__file__).parents[1] / "docs" / "pictures"

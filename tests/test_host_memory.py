@@ -14,8 +14,9 @@ import pytest
 import jaxpipe
 from jaxpipe import MemoryBudgetError, Network, PartitionError, Plan
 from jaxpipe.plan import HostPlan
-from jaxpipe.planning.describe_plan import stage_links
+from jaxpipe.planning.storage.choose_swaps import Links, SwapLink
 from jaxpipe.planning.storage.host_memory import check_host_memory
+from jaxpipe.schedules.swap_points import HOST
 from tests.support.texts import one_line
 
 
@@ -73,10 +74,10 @@ def test_a_link_is_that_of_the_slowest_replica():
     between = np.full((4, 4), 4096.0)
     between[0, 3] = between[3, 0] = 512.0
     network = Network(between, host_bandwidth_bytes_per_second=rates, host_latency_seconds=delays)
-    stages = [SimpleNamespace(devices=(0, 1)), SimpleNamespace(devices=(2, 3))]
-    links = stage_links(SimpleNamespace(network=network, stages=stages), 4097)
-    assert links.host_bytes == 4097 and links.bandwidth[0][1] == links.bandwidth[1][0] == 512.0
-    assert links.host_bandwidth == (2e9, 4e9) and links.host_latency == (2e-6, 5e-6)
+    links = Links(network, ((0, 1), (2, 3)), host_bytes=4097)
+    assert links.reach(0, {1: 10}) == {1: SwapLink(512.0, 0.0, 10), HOST: SwapLink(2e9, 2e-6, 4097)}
+    assert links.reach(1, {0: 10}) == {0: SwapLink(512.0, 0.0, 10), HOST: SwapLink(4e9, 5e-6, 4097)}
+    assert Links(network, ((0, 1), (2, 3)), has_peers=False).reach(0, {1: 10}) == {}
 
 
 def plan_with(memory, host_memory, network=None) -> Plan:

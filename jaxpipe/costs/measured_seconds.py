@@ -101,22 +101,14 @@ def cut_groups(graph: Graph, estimates: Sequence[float]) -> list[range]:
 
 def group_vjp(backward_graph: BackwardGraph, operators: range, held: Sequence[TensorNumber] = ()) -> VJPProgram:
     """Return the forward and the backward program of a group; ``held`` inputs are kept alive anyway."""
-    graph = backward_graph.source
-    section = graph.section(operators.start, operators.stop)
-    written = {t for op in section.operators for t in op.outputs}
-    read = {t for op in section.operators for t in op.inputs}
-    section = dataclasses.replace(
-        section,
-        inputs=tuple(t for t in section.inputs if t in read),
-        outputs=tuple(t for t in section.outputs if t in written),
-    )
+    part = backward_graph.source.section(operators.start, operators.stop, passing=False)
     with_cotangent = {t for step in backward_graph.steps for t in (*step.cotangents_in, *step.cotangents_out)}
     # An input of the group is stored once, whoever needs it; often it is the result of the product before it.
     return vjp_program.build(
-        section,
-        [t for t in section.inputs if t in with_cotangent],
-        held=[*held, *section.inputs],
-        seeds=[t for t in section.outputs if t in with_cotangent],
+        part,
+        [t for t in part.inputs if t in with_cotangent],
+        held=[*held, *part.inputs],
+        seeds=[t for t in part.outputs if t in with_cotangent],
     )
 
 

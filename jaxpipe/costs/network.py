@@ -142,10 +142,10 @@ class Network(Printed):
         off = ~np.eye(self.num_devices, dtype=bool)
         return all(len(np.unique(matrix[off])) <= 1 for matrix in (self.bandwidth, self.latency))
 
-    def slowest_link(self, devices: Sequence[int]) -> Link:
-        """Return the least bandwidth and the largest latency between any two of some devices."""
-        inside = np.ix_(devices, devices)
-        return Link(float(self.bandwidth[inside].min()), float(self.latency[inside].max()))
+    def slowest_link(self, devices: Sequence[int], others: Sequence[int] | None = None) -> Link:
+        """Return the least bandwidth and the largest latency between some devices and others, or any two of them."""
+        between = np.ix_(devices, devices if others is None else others)
+        return Link(float(self.bandwidth[between].min()), float(self.latency[between].max()))
 
     def seconds(self, source: int, target: int, count: float) -> float:
         """Time to send ``count`` bytes from one device to another; infinite where there is no link."""

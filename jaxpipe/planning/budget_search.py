@@ -22,7 +22,7 @@ from jaxpipe.planning.balance_stages import balanced, round_of
 from jaxpipe.planning.candidate import Candidate, PlannedStep
 from jaxpipe.planning.level_search import INEXACT, LevelSearch
 from jaxpipe.planning.list_candidates import cut_again, leanest, list_candidates, price
-from jaxpipe.planning.price_storage import longest_microbatch, price_storage
+from jaxpipe.planning.price_storage import price_storage, swap_links
 from jaxpipe.planning.step_bytes import needs, with_step
 from jaxpipe.planning.storage.program_front import reruns_products
 from jaxpipe.planning.storage.solving import Solving
@@ -168,9 +168,9 @@ class BudgetSearch:
         """
         if candidate not in self._levels:
             program, partition, request = candidate.program, candidate.partition, candidate.traced.request
-            prices, period = price_storage(request, program, partition), longest_microbatch(program, partition)
+            prices, links = price_storage(program, partition), swap_links(request, partition)
             self._levels[candidate] = stage_levels(
-                program, candidate.held_bytes, prices, self._solving, period, request.policy
+                program, candidate.held_bytes, prices, links, self._solving, request.policy
             )
         levels = self._levels[candidate]
         if self._wrong is None or len(self._wrong) != candidate.program.num_devices:

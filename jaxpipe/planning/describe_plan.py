@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxpipe.array_types import TensorNumber
@@ -24,7 +23,6 @@ from jaxpipe.planning.cuts.placed_stages import Partition, plan_bound, stage_spe
 from jaxpipe.planning.dispatch_timeline import Dispatching, dispatched_timeline, search_arguments
 from jaxpipe.planning.exchange_costs import are_linked, planned_exchanges
 from jaxpipe.planning.plan_timeline import StageSeconds, seconds_on_devices
-from jaxpipe.planning.storage.choose_swaps import Links
 from jaxpipe.planning.storage.stage_levels import Fitted
 from jaxpipe.planning.trace_request import Traced, rates_in
 from jaxpipe.residuals.stored_formats import Derived, stored_bytes
@@ -210,10 +208,7 @@ def _describe_stage(
         device_ids=_device_ids(request, placed.devices),
         modules=_modules(op.path for op in program.objective.graph.operators[slice(*operators)]),
         **vars(seconds),
-        added_seconds=fit.added_seconds,
-        storage=fit.status,
-        storage_gap=fit.gap,
-        solve_seconds=fit.solve_seconds,
+        **vars(fit),
         **_stored_bytes(stage),
         recomputed=_recomputed(stage),
         slices=stage.slices,
@@ -338,22 +333,6 @@ def _away(program: Program, partition: Partition, s: StageNumber) -> dict[str, A
     )
     gone = max(len(points.elsewhere(j)) for j in points.leaves)
     return {"away": points.away, "away_ticks": gone, "pieces": pieces}
-
-
-def stage_links(partition: Partition, host_bytes: int = 0) -> Links:
-    """The direct links between the devices of two stages, and to their host's memory; of all replicas the slowest."""
-    network = partition.network
-    places = [np.ix_(source.devices, target.devices) for source in partition.stages for target in partition.stages]
-    shape = len(partition.stages), len(partition.stages)
-    bandwidth = np.array([network.bandwidth[place].min() for place in places]).reshape(shape)
-    latency = np.array([network.latency[place].max() for place in places]).reshape(shape)
-    return Links(
-        tuple(map(tuple, bandwidth.tolist())),
-        tuple(map(tuple, latency.tolist())),
-        host_bytes,
-        tuple(min(network.host_bandwidth_bytes_per_second[d] for d in stage.devices) for stage in partition.stages),
-        tuple(max(network.host_latency_seconds[d] for d in stage.devices) for stage in partition.stages),
-    )
 
 
 def _slowest_message(partition: Partition, size: int) -> float:

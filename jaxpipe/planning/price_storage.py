@@ -1,19 +1,18 @@
 """Prices of storage for a program on its devices, from its profile."""
 
-from dataclasses import replace
-
 from jaxpipe.costs.kernels import program_cost
 from jaxpipe.graph.op_cost import weight
 from jaxpipe.planning.check_request import Request
 from jaxpipe.planning.cuts.placed_stages import Partition, stage_speeds
-from jaxpipe.planning.describe_plan import stage_links, stage_seconds
+from jaxpipe.planning.describe_plan import stage_seconds
+from jaxpipe.planning.storage.choose_swaps import Links
 from jaxpipe.planning.storage.prices import Prices
 from jaxpipe.planning.trace_request import rates_in
 from jaxpipe.runtime.program import Program
 
 
-def price_storage(request: Request, program: Program, partition: Partition) -> Prices:
-    """Return the prices of computing an operator again, of encoding and of swaps."""
+def price_storage(program: Program, partition: Partition) -> Prices:
+    """Return the prices of computing an operator again and of encoding."""
     graph, profile = program.objective.graph, partition.profile
     _, estimated = program_cost(graph, rates_in(profile))
     profiled = {
@@ -22,11 +21,17 @@ def price_storage(request: Request, program: Program, partition: Partition) -> P
         for t in op.outputs
         if weight(op) is None
     }
-    links = stage_links(partition, 0 if request.host is None or request.host.refused else request.host.budget)
-    if request.network is None:  # nobody has said that devices exchange more than messages
-        links = replace(links, bandwidth=tuple((0.0,) * len(row) for row in links.bandwidth))
     scale = sum(profile.forward_seconds) / estimated if estimated else 1.0
-    return Prices(rates_in(profile), profiled, scale, _slowness(program, partition), links)
+    return Prices(
+        rates_in(profile), profiled, scale, _slowness(program, partition), longest_microbatch(program, partition)
+    )
+
+
+def swap_links(request: Request, partition: Partition) -> Links:
+    """Return the links for swaps. Without a network nobody has said that devices exchange more than messages."""
+    host_bytes = 0 if request.host is None or request.host.refused else request.host.budget
+    devices = tuple(stage.devices for stage in partition.stages)
+    return Links(partition.network, devices, request.network is not None, host_bytes)
 
 
 def longest_microbatch(program: Program, partition: Partition) -> float:

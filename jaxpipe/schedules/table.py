@@ -40,6 +40,14 @@ class Kind(enum.Enum):
 #: The order of actions within a tick.
 KINDS = tuple(Kind)
 
+#: What the work of each kind is called.
+KIND_NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward, inputs",
+    Kind.BACKWARD_WEIGHT: "backward, weights",
+}
+
 #: Cells of a table, devices times ticks: 256 devices take 8,192 ticks.
 MOST_CELLS = 2**21
 

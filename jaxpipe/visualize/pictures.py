@@ -10,9 +10,9 @@ from jaxpipe.planning.memory_report import MemoryReport
 from jaxpipe.planning.plan_timeline import check_size, plan_timeline
 from jaxpipe.schedules import Kind, Schedule, Timeline
 from jaxpipe.schedules.swap_points import swap_points
+from jaxpipe.schedules.table import KIND_NAMES
 from jaxpipe.text.short_names import number_ranges, shorten
 from jaxpipe.text.units import byte_unit, bytes_text, seconds_text
-from jaxpipe.visualize.traces import KIND_NAMES
 
 
 if TYPE_CHECKING:

@@ -6,17 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedules import Kind, Timeline
+from jaxpipe.schedules import Timeline
+from jaxpipe.schedules.table import KIND_NAMES
 from jaxpipe.text.value_text import shown
 
-
-#: What each kind of work is called, here and in pictures.
-KIND_NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "backward, inputs",
-    Kind.BACKWARD_WEIGHT: "backward, weights",
-}
 
 #: Shorter gaps between two actions are rounding, as a share of the step.
 _SHORTEST_WAIT = 1e-9

@@ -134,7 +134,7 @@ def balanced(partition: Partition) -> Partition:
     space = cut_space(partition.profile, reorder=False, starts=partition.starts)
     layout = tuple(stage.devices for stage in partition.stages)
     chain = Chain(space, model, layout)
-    cuts = chain.lightest(max(chain.least() * LOOSER, 1e-300)) if chain.least() < math.inf else None
+    cuts = chain.lightest(max(chain.least() * LOOSER, 1e-300))
     if cuts is None:
         return partition
     stages = tuple(zip(cuts, cuts[1:], layout, strict=False))

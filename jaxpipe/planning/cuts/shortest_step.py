@@ -120,10 +120,9 @@ def _fastest(space: CutSpace, model: Synchronous, plans: Sequence[Plans], most: 
 def _searched(space: CutSpace, model: Synchronous, cuts: np.ndarray, layout: Layout) -> Iterator[Plans]:
     """Yield cuts within limits that make less to send, and the best of all with its cuts shifted."""
     chain = Chain(space, model, layout)
-    least = chain.least()
-    if least < math.inf:
-        rows = [chain.lightest(max(least, 1e-300) * looser) for looser in LOOSER]
-        cuts = np.concatenate([cuts, *(np.array([row]) for row in rows if row is not None)])
+    least = max(chain.least(), 1e-300)
+    rows = [chain.lightest(least * looser) for looser in LOOSER]
+    cuts = np.concatenate([cuts, *(np.array([row]) for row in rows if row is not None)])
     yield cuts, layout
     rows = np.unique(cuts, axis=0)
     order = model.prices(space, [(rows, layout)])[0].argsort(kind="stable")

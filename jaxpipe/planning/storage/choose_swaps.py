@@ -5,31 +5,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from jaxpipe.costs.network import Network
 from jaxpipe.runtime.stages import SwapTarget
+from jaxpipe.schedules.swap_points import HOST
 from jaxpipe.schedules.table import StageNumber
 
 
 #: Most targets of a stage's swaps, the host among them.
 MOST_TARGETS = 4
-
-
-@dataclass(frozen=True)
-class Links:
-    """Direct links between the devices of stages, and to their host's memory; of several replicas the slowest.
-
-    Attributes:
-      bandwidth: ``[stages][stages]``, bytes per second in each direction; 0 where there is no link.
-      latency: the same, in seconds.
-      host_bytes: that each device may use of its host's memory; 0 if stashes must not go there.
-      host_bandwidth: by stage, to the host's memory.
-      host_latency: the same, in seconds.
-    """
-
-    bandwidth: tuple[tuple[float, ...], ...] = ()
-    latency: tuple[tuple[float, ...], ...] = ()
-    host_bytes: int = 0
-    host_bandwidth: tuple[float, ...] = ()
-    host_latency: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -45,6 +28,33 @@ class SwapLink:
     bandwidth: float
     latency: float
     room: float
+
+
+@dataclass(frozen=True)
+class Links:
+    """Direct links between the devices of stages, and to their host's memory; of several replicas the slowest.
+
+    Attributes:
+      network: of all devices.
+      devices: those of each stage.
+      has_peers: whether stashes may go to other stages' devices.
+      host_bytes: that each device may use of its host's memory; 0 if stashes must not go there.
+    """
+
+    network: Network
+    devices: tuple[tuple[int, ...], ...]
+    has_peers: bool = True
+    host_bytes: int = 0
+
+    def reach(self, s: StageNumber, rooms: Mapping[StageNumber, float]) -> dict[StageNumber, SwapLink]:
+        """Return the links of a stage to the peers that have room, and to its host's memory."""
+        network, here = self.network, self.devices[s]
+        peers = rooms if self.has_peers else {}
+        links = {t: SwapLink(*network.slowest_link(here, self.devices[t]), room) for t, room in peers.items()}
+        if self.host_bytes:
+            rate = min(network.host_bandwidth_bytes_per_second[d] for d in here)
+            links[HOST] = SwapLink(rate, max(network.host_latency_seconds[d] for d in here), self.host_bytes)
+        return links
 
 
 @dataclass(frozen=True)

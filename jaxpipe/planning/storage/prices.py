@@ -1,12 +1,12 @@
 """The seconds that storage costs a stage: operators that are computed again, codecs, swaps."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jaxpipe.array_types import TensorNumber
 from jaxpipe.costs.kernels import operator_seconds
 from jaxpipe.graph.graph import Graph, Operator
-from jaxpipe.planning.storage.choose_swaps import Links
 from jaxpipe.targets.rates import Rates
 
 
@@ -19,14 +19,14 @@ class Prices:
       profiled: by the first result and the name of an operator, its seconds as profiled.
       scale: profiled seconds for each estimated one.
       slow: by stage, how many times slower than the profiled device the stage's own is, or are together.
-      links: between the devices of stages, and to their host's memory if stashes may go there.
+      period: seconds of a micro-batch on the slowest stage, with which swaps overlap.
     """
 
     rates: Rates
     profiled: Mapping[tuple[TensorNumber, str], float] = field(default_factory=dict)
     scale: float = 1.0
     slow: tuple[float, ...] = ()
-    links: Links = field(default_factory=Links)
+    period: float = math.inf
 
     @property
     def bytes_per_second(self) -> float:

@@ -18,7 +18,7 @@ from functools import cached_property
 
 from jaxpipe.graph.allowed_codecs import Policy
 from jaxpipe.graph.sharding_propagation import of_one_device, propagate
-from jaxpipe.planning.storage.choose_swaps import Links, SwapLink, Targets, choose_targets
+from jaxpipe.planning.storage.choose_swaps import Links, Targets, choose_targets
 from jaxpipe.planning.storage.prices import Prices
 from jaxpipe.planning.storage.program_front import RERUN_LEVELS, Front, Point
 from jaxpipe.planning.storage.solving import GAP, Solving
@@ -49,18 +49,11 @@ INEXACT = 0.2
 
 @dataclass(frozen=True)
 class Fitted:
-    """The way in which a stage's storage was chosen.
+    """The way in which a stage's storage was chosen, as ``StagePlan`` has it."""
 
-    Attributes:
-      status: ``"default"``, or that of an ``Answer``.
-      added_seconds: of a micro-batch, over the default plan.
-      gap: by what share of the time for codecs and recomputation a better choice may be faster.
-      solve_seconds: that all solutions for this stage took.
-    """
-
-    status: str = "default"
+    storage: str = "default"
     added_seconds: float = 0.0
-    gap: float = 0.0
+    storage_gap: float = 0.0
     solve_seconds: float = 0.0
 
 
@@ -188,14 +181,14 @@ class StageLevels:
     def _has_links(self) -> bool:
         """True if there is memory elsewhere, for stashes that leave their device."""
         program, links = self.program, self.links
-        linked = links.host_bytes or any(map(any, links.bandwidth))
-        return bool(linked) and program.stage_replicas.is_single and program.schedule.has_backward
+        linked = links.has_peers or links.host_bytes > 0
+        return linked and program.stage_replicas.is_single and program.schedule.has_backward
 
     def _swap_targets(self, room: float) -> dict[StageNumber, Targets]:
         """Find memory elsewhere for the stages of devices that need more than a room by default, the fullest first."""
         if not self._has_links:
             return {}
-        program, links = self.program, self.links
+        program = self.program
         needs = [a + b for a, b in zip(self.besides, self._bytes(self._default), strict=True)]
         over = [d for d in program.device_numbers if needs[d] > room]
         apart = [d for d in program.device_numbers if d not in over]
@@ -206,10 +199,9 @@ class StageLevels:
                 points, held = swap_points(program.schedule, s), self.fronts[s].held
                 if held is None or held <= points.home:
                     continue
-                reach = {t: SwapLink(links.bandwidth[s][t], links.latency[s][t], n) for t, n in rooms.items()}
-                if links.host_bytes:
-                    reach[HOST] = SwapLink(links.host_bandwidth[s], links.host_latency[s], links.host_bytes)
-                targets = choose_targets(reach, points.away, (needs[d] - room) / (held - points.home))
+                targets = choose_targets(
+                    self.links.reach(s, rooms), points.away, (needs[d] - room) / (held - points.home)
+                )
                 if targets is None:
                     continue
                 chosen[s] = targets
@@ -245,7 +237,7 @@ class StageLevels:
 
 
 def stage_levels(
-    program: Program, besides: Sequence[int], prices: Prices, solving: Solving, period: float, policy: Policy
+    program: Program, besides: Sequence[int], prices: Prices, links: Links, solving: Solving, policy: Policy
 ) -> StageLevels:
     """Return the levels of a program with default storage; nothing is chosen yet.
 
@@ -253,8 +245,8 @@ def stage_levels(
       program: with default storage.
       besides: what each device needs besides points.
       prices: what choices cost.
+      links: between the devices of stages, and to their host's memory if stashes may go there.
       solving: by whom, and how long.
-      period: seconds of a micro-batch on the slowest stage, with which swaps overlap.
       policy: the codecs that stages may use.
     """
     fronts = []
@@ -269,12 +261,12 @@ def stage_levels(
             policy=policy,
             held=program.in_flight(s) if stays_apart else None,
             home=swap_points(program.schedule, s).home if stays_apart else 0,
-            period=period,
-            slack=GAP * period / prices.slow[s],
+            period=prices.period,
+            slack=GAP * prices.period / prices.slow[s],
             solving=solving,
         )
         fronts.append(front)
-    return StageLevels(program, tuple(besides), tuple(fronts), prices.links, solving)
+    return StageLevels(program, tuple(besides), tuple(fronts), links, solving)
 
 
 def _in_slices(program: Program, stage: Stage, policy: Policy) -> SlicedProgram | None:

@@ -19,11 +19,11 @@ from jaxpipe.runtime.mpmd.instructions import Place
 from jaxpipe.runtime.mpmd.passes import apply_passes
 from jaxpipe.runtime.mpmd.report_tasks import batch_results
 from jaxpipe.runtime.mpmd.stage_layout import StageLayout
-from jaxpipe.runtime.mpmd.stage_tasks import LABELS, first_sums, leaves_used, run_kinds
+from jaxpipe.runtime.mpmd.stage_tasks import first_sums, leaves_used, run_kinds
 from jaxpipe.runtime.mpmd.step_graph import Port, StepGraph
 from jaxpipe.runtime.mpmd.trace_task import Arrays
 from jaxpipe.schedules.joined_work import Kinds, program_kinds
-from jaxpipe.schedules.table import Kind, StageNumber
+from jaxpipe.schedules.table import KIND_NAMES, Kind, StageNumber
 
 
 #: Groups of results that stand for what a member had before.
@@ -124,7 +124,7 @@ class MicrobatchWriter(GraphWriter):
         }
         operands |= {"parameters": self.weights_for(s, j, kinds)[max(place.replica, 0)] | member["lent"]}
         operands |= {"index": self.given(place, "index", j=j), "arriving": {}, "cotangents": {}} | kept
-        label = f"stage {s}: " + " and ".join(LABELS[kind] for kind in kinds)
+        label = f"stage {s}: " + " and ".join(KIND_NAMES[kind] for kind in kinds)
         work = functools.partial(run_kinds, layout, s, kinds)
         results = self.run(place, label, work, operands, (kinds, layout.collects), microbatch=j, action=action)
         put(member, {name: x for name, x in results.items() if name in _OF_MEMBERS})

@@ -39,15 +39,6 @@ def run_kinds(layout: StageLayout, s: StageNumber, kinds: Kinds, arrays: Arrays)
     return results
 
 
-#: What the work of each kind is called.
-LABELS = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "backward, inputs",
-    Kind.BACKWARD_WEIGHT: "backward, weights",
-}
-
-
 def leaves_used(layout: StageLayout, stage: Stage) -> list[int]:
     """Return which leaves of the batch a stage reads."""
     return [k for k, t in enumerate(layout.objective.batch) if t in stage.used]

@@ -41,8 +41,7 @@ class Found:
 
 def all_plans(space: CutSpace, classes: Sequence[Sequence[int]], limits: Limits) -> list[Plans] | None:
     """Return every plan; None if there are more than ``MOST_PLANS``."""
-    longest = (limits.num_devices or sum(map(len, classes))) // min(limits.group_sizes)
-    if min(longest, len(space.crossing) - 1) > MOST_STAGES:
+    if min(limits.totals[-1] // min(limits.group_sizes), len(space.crossing) - 1) > MOST_STAGES:
         return None
     layouts = list(itertools.islice(all_layouts(classes, limits, len(space.crossing) - 1), MOST_PLANS))
     if len(layouts) == MOST_PLANS:

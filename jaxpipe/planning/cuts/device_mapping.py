@@ -173,7 +173,7 @@ def _mappings(partition: Partition) -> Iterator[Layout]:
     used = {d for stage in partition.stages for d in stage.devices}
     classes = [[d for d in group if d in used] for group in device_classes(partition.network, memory)]
     sizes = tuple(len(stage.devices) for stage in partition.stages)
-    return all_layouts([group for group in classes if group], Limits(sizes, sum(sizes), sizes), len(sizes))
+    return all_layouts([group for group in classes if group], Limits(sizes, (sum(sizes),), sizes), len(sizes))
 
 
 def _exchanges(mapping: np.ndarray) -> np.ndarray:

@@ -17,13 +17,13 @@ MOST_IN_TWO_PARTS = 128
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a search: sizes of groups, and the number of devices in all.
+    """The limits of a search: sizes of groups, and the numbers of devices in all.
 
     ``widths`` are the numbers of devices of the stages, first to last, if they are given.
     """
 
     group_sizes: tuple[int, ...]
-    num_devices: int | None
+    totals: Sequence[int]
     widths: tuple[int, ...] | None = None
 
     def sizes(self, count: int) -> tuple[int, ...]:
@@ -54,17 +54,16 @@ def device_classes(network: Network, memory: Sequence[float]) -> tuple[tuple[int
 
 def all_layouts(classes: Sequence[Sequence[int]], limits: Limits, most_stages: int) -> Iterator[Layout]:
     """Yield every layout of so many stages at most, those that differ in exchanges of like devices once."""
-    most = limits.num_devices or sum(map(len, classes))
 
     def extend(layout: Layout, taken: tuple[int, ...]) -> Iterator[Layout]:
         used, widths = sum(taken), limits.widths
-        if layout and limits.num_devices in (None, used):
+        if used in limits.totals:
             yield layout
         if len(layout) == (most_stages if widths is None else len(widths)):
             return
         left = [len(group) - n for group, n in zip(classes, taken, strict=True)]
         for size in limits.group_sizes if widths is None else widths[len(layout) : len(layout) + 1]:
-            for counts in _parts(left, size) if used + size <= most else ():
+            for counts in _parts(left, size) if used + size <= limits.totals[-1] else ():
                 after = tuple(n + k for n, k in zip(taken, counts, strict=True))
                 parts = (group[n:k] for group, n, k in zip(classes, taken, after, strict=True))
                 yield from extend((*layout, tuple(sorted(d for part in parts for d in part))), after)
@@ -83,7 +82,7 @@ def _parts(left: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-def numbers_of_devices(limits: Limits, count: int) -> Iterator[tuple[int, ...]]:
+def numbers_of_devices(limits: Limits) -> Iterator[tuple[int, ...]]:
     """Yield the numbers of devices of the stages: equal ones, some in two equal parts, and all where few are possible.
 
     Unequal ones have rounds of as many micro-batches as the largest.
@@ -91,9 +90,9 @@ def numbers_of_devices(limits: Limits, count: int) -> Iterator[tuple[int, ...]]:
     if limits.widths is not None:
         yield limits.widths
         return
-    used = range(1, count + 1) if limits.num_devices is None else (limits.num_devices,)
+    count = limits.totals[-1]
     for size in limits.group_sizes:
-        yield from ((size,) * (number // size) for number in used if number % size == 0)
+        yield from ((size,) * (number // size) for number in limits.totals if number % size == 0)
     if len(limits.group_sizes) == 1:
         return
     if count <= MOST_UNEQUAL:
@@ -102,9 +101,9 @@ def numbers_of_devices(limits: Limits, count: int) -> Iterator[tuple[int, ...]]:
     elif count <= MOST_IN_TWO_PARTS:
         for small in limits.group_sizes:
             for large in range(2 * small, count, small):
-                for number in range(1, (used[-1] - 1) // large + 1):
-                    parts = (large,) * number, (small,) * ((used[-1] - number * large) // small)
-                    if sum(map(sum, parts)) == used[-1]:
+                for number in range(1, (count - 1) // large + 1):
+                    parts = (large,) * number, (small,) * ((count - number * large) // small)
+                    if sum(map(sum, parts)) == count:
                         yield from (parts[0] + parts[1], parts[1] + parts[0])
 
 

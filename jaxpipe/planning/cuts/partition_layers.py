@@ -99,9 +99,9 @@ def partition_layers(
         raise _nothing_fits(profile, space, model, limits, plans, num_stages)
     seconds, stages = best.seconds, best.stages
     if isinstance(model, Synchronous):
-        bound = step_bound(profile, network, model.m, limits.num_devices, max(limits.group_sizes))
+        bound = step_bound(profile, network, model.m, limits.totals[-1], max(limits.group_sizes))
     else:
-        bound = sum(profile.seconds) / sum(sorted(network.speed)[::-1][: limits.num_devices])
+        bound = sum(profile.seconds) / sum(sorted(network.speed)[::-1][: limits.totals[-1]])
     if space.complete or not reorder:
         bound = max(bound, best.bound)
     else:
@@ -167,31 +167,31 @@ def _limits(network: Network, replicate: bool | int | tuple[int, ...], num_stage
                 f"num_stages={num_stages} needs to know how many devices each stage has: pass replicate=False for one, "
                 "or a number."
             )
-        return Limits(tuple(range(1, count + 1)), None)
+        return Limits(tuple(range(1, count + 1)), range(1, count + 1))
     if isinstance(replicate, tuple):
         if not replicate or min(replicate) < 1 or sum(replicate) > count or num_stages not in (None, len(replicate)):
             raise PartitionError(
                 f"replicate={replicate}: each of {num_stages or len(replicate)} stage(s) needs one device at least, "
                 f"{sum(replicate)} in all, and the network has {count}."
             )
-        return Limits(tuple(sorted(set(replicate))), sum(replicate), replicate)
+        return Limits(tuple(sorted(set(replicate))), (sum(replicate),), replicate)
     size = int(replicate) or 1
     if size < 1 or (num_stages is not None and num_stages < 1) or size * (num_stages or 1) > count:
         raise PartitionError(
             f"num_stages and replicate need {num_stages or 1} stage(s) of {size} device(s) each, but the network has "
             f"{count} devices."
         )
-    return Limits((size,), None if num_stages is None else num_stages * size)
+    return Limits((size,), range(1, count + 1) if num_stages is None else (num_stages * size,))
 
 
 def _without_idle(count: int, limits: Limits) -> Limits:
     """Return the limits of stages that use all devices, if they can."""
-    if limits.num_devices not in (None, count) or (len(limits.group_sizes) == 1 and count % limits.group_sizes[0]):
+    if count not in limits.totals or (len(limits.group_sizes) == 1 and count % limits.group_sizes[0]):
         raise PartitionError(
             f"Stages as replicate and num_stages demand cannot use all {count} devices of the network. "
             "Pass other values, or let devices be idle (idle=True)."
         )
-    return replace(limits, num_devices=count)
+    return replace(limits, totals=(count,))
 
 
 def _nothing_fits(

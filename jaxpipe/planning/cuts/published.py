@@ -175,7 +175,7 @@ def along_order(
 
     With the stages, if there are any.
     """
-    count, most = len(space.crossing), limits.num_devices or len(order)
+    count, most = len(space.crossing), limits.totals[-1]
     end = np.full(count, np.inf)
     end[-1] = 0.0
     # By devices that are used, and those of the first stage: values, ends of that stage, numbers of the next one's.
@@ -201,8 +201,7 @@ def along_order(
             total = np.where(cost <= limit, behind, np.inf) if limit else np.maximum(cost, behind)
             ended = count - 1 - total[:, ::-1].argmin(1)  # of equals the last: the earlier stage is then the fuller one
             best[used][taken] = total[np.arange(count), ended], ended, np.array(list(best[rest]))[chosen]
-    numbers = range(1, most + 1) if limits.num_devices is None else (most,)
-    answers = [(float(values[0]), used, taken) for used in numbers for taken, (values, *_) in best[used].items()]
+    answers = [(float(values[0]), used, taken) for used in limits.totals for taken, (values, *_) in best[used].items()]
     value, used, taken = min(answers, default=(math.inf, 0, 0))
     stages, cut = [], 0
     while used and value < math.inf:

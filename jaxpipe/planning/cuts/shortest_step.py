@@ -74,7 +74,7 @@ def _likely(space: CutSpace, model: CostModel, order: tuple[int, ...], limits: L
     longest, parameters = float(np.diff(space.seconds).max()), float(space.parameters[-1])
     speeds = np.array(network.speed)[list(order)]
     estimates = []
-    for widths in dict.fromkeys(numbers_of_devices(limits, len(order))):
+    for widths in dict.fromkeys(numbers_of_devices(limits)):
         count, sizes = len(widths), np.array(widths)
         if count > places:
             continue

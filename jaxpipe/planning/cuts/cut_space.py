@@ -186,6 +186,4 @@ def _down_sets(profile: Profile) -> np.ndarray | None:
                     if len(down_sets) + len(following) > MOST_DOWN_SETS:
                         return None
         level = following
-    return np.array([[held >> k & 1 for k in range(count)] for held in down_sets], dtype=bool).reshape(
-        len(down_sets), count
-    )
+    return np.array([[held >> k & 1 for k in range(count)] for held in down_sets], dtype=bool)

@@ -7,9 +7,8 @@ masks. All between them is cheap and fuses with what reads it.
 
 # More than 15 of our modules: what a backward pass reads, frees and may store comes together here.
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jax.core import ShapedArray
 
@@ -214,23 +213,6 @@ def _followers(graph: Graph, needs: Container[TensorNumber]) -> dict[TensorNumbe
     return follower
 
 
-@dataclass(frozen=True)
-class _Event:
-    """Backward steps that run as one: on a GPU a matrix product and what follows it element by element.
-
-    Attributes:
-      reads: the tensors of the items that they need.
-      running: bytes of cotangents and workspace while the product runs.
-      left: bytes of the cotangents behind them.
-      fresh: shape and type of those that elementwise steps wrote.
-    """
-
-    reads: frozenset[TensorNumber]
-    running: int
-    left: int
-    fresh: tuple[Any, ...]
-
-
 def _events(
     backward_graph: BackwardGraph,
     everything: ResidualPlan,
@@ -239,38 +221,19 @@ def _events(
     released: Container[TensorNumber],
 ) -> tuple[dict[TensorNumber, tuple[int, ...]], tuple[int, ...]]:
     """Return the events that read each item, and the bytes in each of cotangents and of what a step needs besides."""
-    events: list[_Event] = []
-    tensors, readable = backward_graph.source.tensors, {*everything.formats, *available}
-    cotangents: set[TensorNumber] = set()
-    steps = _in_parts(backward_graph.steps[::-1], available)
-    unread = Counter(t for step in steps for t in step.cotangents_in)
-    last = ""
-    for chain in _chains(steps):
-        before, leaves, running = set(cotangents), set[TensorNumber](), 0
-        for step in chain:
-            leaves.update(recomputation(backward_graph.graph, step.needs, everything, available)[1])
-            cotangents.update(step.cotangents_in)
-            given = sum(tensors[t].bytes for t in cotangents)
-            cotangents.update(step.cotangents_out)
-            if len(chain) == 1 or is_heavy(step):
-                after = sum(tensors[t].bytes for t in cotangents)
-                running = max(running, after, given + _while_running(backward_graph.graph, step, readable))
-                before = set(cotangents)
-            unread.subtract(step.cotangents_in)
-            cotangents -= {t for t in step.cotangents_in if t not in backward_graph.wrt and not unread[t]}
-            cotangents = {t for t in cotangents if t not in released}
-        left = sum(tensors[t].bytes for t in cotangents)
-        if not is_heavy(chain[0]) and last == _CONVOLUTION:
-            running = max(running, sum(tensors[t].bytes for t in before | cotangents))
-        last = chain[-1].name
-        fresh = tuple((tensors[t].shape, tensors[t].dtype) for t in cotangents - before)
-        events.append(_Event(frozenset(leaves & position.keys()), running, left, fresh))
+    chains = _chains(_in_parts(backward_graph.steps[::-1], available))
+    graph = backward_graph.graph
+    leaves = (
+        {t for step in chain for t in recomputation(graph, step.needs, everything, available)[1]} for chain in chains
+    )
+    items = [frozenset(position.keys() & each) for each in leaves]
+    readable = {*everything.formats, *available}
     reads, base = list[frozenset[TensorNumber]](), list[int]()
-    for event, size in zip(events, _base_bytes(events, backward_graph.graph), strict=True):
-        if reads and ((not event.reads and size <= base[-1]) or event.reads == reads[-1]):
+    for here, size in zip(items, _base_bytes(backward_graph, chains, items, readable, released), strict=True):
+        if reads and ((not here and size <= base[-1]) or here == reads[-1]):
             base[-1] = max(base[-1], size)
         else:
-            reads.append(event.reads)
+            reads.append(here)
             base.append(size)
     most = MOST_EVENTS if current().runs_early else MOST_GPU_EVENTS
     per_event = max(1, -(-len(reads) // most))
@@ -307,16 +270,44 @@ def _chains(steps: Sequence[BackwardOp]) -> list[list[BackwardOp]]:
     return chains
 
 
-def _base_bytes(events: Sequence[_Event], graph: Graph) -> list[int]:
-    """Return the bytes of each event. What elementwise steps make of an item that is read last is written over it."""
-    last = {t: e for e, event in enumerate(events) for t in event.reads}
-    base = []
-    for e, event in enumerate(events):
-        ending = [graph.tensors[t] for t in event.reads if last[t] == e]
-        over = Counter(event.fresh) & Counter((tensor.shape, tensor.dtype) for tensor in ending)
+def _base_bytes(
+    backward_graph: BackwardGraph,
+    chains: Sequence[Sequence[BackwardOp]],
+    reads: Sequence[frozenset[TensorNumber]],
+    readable: Container[TensorNumber],
+    released: Container[TensorNumber],
+) -> Iterator[int]:
+    """Yield the bytes of cotangents and workspace of each chain of steps, of which ``reads`` are the items.
+
+    On a GPU a matrix product is followed by steps element by element: their cotangents are there behind it. What they
+    make of an item that is read last is written over it.
+    """
+    tensors, kept = backward_graph.source.tensors, backward_graph.graph.tensors
+    last_read = {t: e for e, items in enumerate(reads) for t in items}
+    unread = Counter(t for chain in chains for step in chain for t in step.cotangents_in)
+    cotangents, last = set[TensorNumber](), ""
+    for e, chain in enumerate(chains):
+        before, running = set(cotangents), 0
+        for step in chain:
+            cotangents.update(step.cotangents_in)
+            given = sum(tensors[t].bytes for t in cotangents)
+            cotangents.update(step.cotangents_out)
+            if len(chain) == 1 or is_heavy(step):
+                after = sum(tensors[t].bytes for t in cotangents)
+                running = max(running, after, given + _while_running(backward_graph.graph, step, readable))
+                before = set(cotangents)
+            unread.subtract(step.cotangents_in)
+            cotangents -= {t for t in step.cotangents_in if t not in backward_graph.wrt and not unread[t]}
+            cotangents = {t for t in cotangents if t not in released}
+        left = sum(tensors[t].bytes for t in cotangents)
+        if not is_heavy(chain[0]) and last == _CONVOLUTION:
+            running = max(running, sum(tensors[t].bytes for t in before | cotangents))
+        last = chain[-1].name
+        fresh = Counter((tensors[t].shape, tensors[t].dtype) for t in cotangents - before)
+        ending = [kept[t] for t in reads[e] if last_read[t] == e]
+        over = fresh & Counter((tensor.shape, tensor.dtype) for tensor in ending)
         sizes = {(tensor.shape, tensor.dtype): tensor.bytes for tensor in ending}
-        base.append(max(event.running, event.left - sum(sizes[kind] * n for kind, n in over.items())))
-    return base
+        yield max(running, left - sum(sizes[kind] * n for kind, n in over.items()))
 
 
 def _while_running(graph: Graph, step: BackwardOp, there: Container[int]) -> int:

@@ -28,7 +28,7 @@ class CutSpace:
       members: ``[cuts, operators]``; the operators before a cut. None if every cut holds the one before.
       crossing: bytes that pass each cut, what is made before it and read behind it, each result once.
       forward, backward, parameters, residuals: sums over the operators before each cut.
-      wanted: whether a stage must begin at each cut.
+      wanted: whether a stage must begin at each cut; at none unless each holds the one before.
       complete: whether these are all cuts of the graph, rather than those of one order of its operators.
     """
 
@@ -52,11 +52,9 @@ class CutSpace:
         return self.first <= cut if self.members is None else self.members[cut]
 
     def is_stage(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Return whether the operators between cuts make a stage: there are some, and no wanted cut is among them."""
-        if self.members is None:
-            wanted = self.wanted.cumsum()
-            return (first < last) & (wanted[last - 1] == wanted[first])
-        return self.nested[first, last]
+        """Return whether the operators between cuts of a chain make a stage: some, and no wanted cut is among them."""
+        wanted = self.wanted.cumsum()
+        return (first < last) & (wanted[last - 1] == wanted[first])
 
     @property
     def is_chain(self) -> bool:
@@ -65,16 +63,13 @@ class CutSpace:
 
     @cached_property
     def nested(self) -> np.ndarray:
-        """``[cuts, cuts]``: ``is_stage`` of all pairs."""
+        """``[cuts, cuts]``: whether the operators between two cuts make a stage."""
         if self.members is None:
             numbers = np.arange(len(self.crossing))
             return self.is_stage(numbers[:, None], numbers)
         # Cut i lies in cut j if no operator before i is behind j.
         within = self.members.astype(np.float32) @ (~self.members).T.astype(np.float32) == 0
-        nested = within & ~np.eye(len(within), dtype=bool)
-        for k in np.flatnonzero(self.wanted):
-            nested &= within[k][:, None] | within[:, k]
-        return nested
+        return within & ~np.eye(len(within), dtype=bool)
 
     def between(self, sums: np.ndarray) -> np.ndarray:
         """``[first cuts, last cuts]``: a sum over the operators between two cuts; only of use where ``nested``."""

@@ -1,7 +1,6 @@
 """The memory that a stage's stash may use elsewhere: peers with room, and the host's, over several links at once."""
 
 import itertools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -86,7 +85,7 @@ def choose_targets(links: Mapping[StageNumber, SwapLink], away: int, needed: flo
 
     Example:
       >>> from jaxpipe.schedules.swap_points import HOST
-      >>> links = {2: SwapLink(2e9, 0.0, 100), 3: SwapLink(1e9, 0.0, 100), HOST: SwapLink(5e8, 0.0, math.inf)}
+      >>> links = {2: SwapLink(2e9, 0.0, 100), 3: SwapLink(1e9, 0.0, 100), HOST: SwapLink(5e8, 0.0, float("inf"))}
       >>> [target.stage for target in choose_targets(links, 2, 60).targets]
       [2, 3, -1]
       >>> [target.stage for target in choose_targets(links, 2, 1000).targets]
@@ -107,10 +106,7 @@ def choose_targets(links: Mapping[StageNumber, SwapLink], away: int, needed: flo
 
 def _together(links: Mapping[StageNumber, SwapLink], away: int) -> Targets:
     """Slices in proportion to bandwidth, so that all links take as long."""
-    finite = all(math.isfinite(link.bandwidth) for link in links.values())
-    total = sum(link.bandwidth for link in links.values()) if finite else len(links)
-    shares = {t: (link.bandwidth if finite else 1.0) / total for t, link in links.items()}
-    most = min(links[t].room / (max(1, away) * share) for t, share in shares.items())
-    bandwidth = total if finite else math.inf
-    targets = tuple(SwapTarget(t, share) for t, share in shares.items())
-    return Targets(targets, bandwidth, max(link.latency for link in links.values()), most)
+    total = sum(link.bandwidth for link in links.values())
+    targets = tuple(SwapTarget(t, link.bandwidth / total) for t, link in links.items())
+    most = min(links[target.stage].room / (max(1, away) * target.share) for target in targets)
+    return Targets(targets, total, max(link.latency for link in links.values()), most)

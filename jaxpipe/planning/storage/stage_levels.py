@@ -190,9 +190,8 @@ class StageLevels:
             return {}
         program = self.program
         needs = [a + b for a, b in zip(self.besides, self._bytes(self._default), strict=True)]
+        rooms = {program.schedule.stage(d, 0): room - needs[d] for d in program.device_numbers if needs[d] <= room}
         over = [d for d in program.device_numbers if needs[d] > room]
-        apart = [d for d in program.device_numbers if d not in over]
-        rooms = {program.schedule.stage(d, 0): room - needs[d] for d in apart}
         chosen: dict[StageNumber, Targets] = {}
         for d in sorted(over, key=lambda d: -needs[d]):
             for s in self._stages_of(d):

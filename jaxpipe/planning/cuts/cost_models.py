@@ -67,20 +67,20 @@ class CostModel(ABC):
         """A cache of the bandwidth and latency of each kind of link between two groups."""
         return {}
 
-    def memory_bytes(self, residuals: Numbers, parameters: Numbers, in_flight: int | Sequence[int]) -> Numbers:
-        """Return the bytes that a stage, or each of some, holds on each of its devices."""
+    def memory_bytes(self, residuals: Numbers, parameters: Numbers, in_flight: int) -> Numbers:
+        """Return the bytes that a stage holds on each of its devices."""
         return residuals * in_flight + self.parameter_copies * parameters
 
     def stage_bytes(self, space: CutSpace, cuts: np.ndarray, layout: Layout) -> np.ndarray:
         """Return the bytes on each device of each stage, for each row of cuts ``[plans, stages + 1]``."""
         residuals, parameters = (np.diff(sums[cuts], axis=1) for sums in (space.residuals, space.parameters))
-        return self.memory_bytes(residuals, parameters, self.in_flight(layout))
+        return residuals * self.in_flight(layout) + self.parameter_copies * parameters
 
     def fits(self, space: CutSpace, cuts: np.ndarray, layout: Layout) -> np.ndarray:
         """Return whether all stages of each row of cuts have the memory they need."""
         return np.all(self.stage_bytes(space, cuts, layout) <= self.room(layout), axis=1)
 
-    def room(self, layout: Layout) -> list[float]:
+    def room(self, layout: Sequence[Sequence[int]]) -> list[float]:
         """Return the bytes that every device of each stage has."""
         return [min(self.memory[d] for d in devices) if self.memory else math.inf for devices in layout]
 

@@ -310,7 +310,7 @@ def _base_bytes(
         yield max(running, left - sum(sizes[kind] * n for kind, n in over.items()))
 
 
-def _while_running(graph: Graph, step: BackwardOp, there: Container[int]) -> int:
+def _while_running(graph: Graph, step: BackwardOp, there: Container[TensorNumber]) -> int:
     """Bytes that a product's step needs besides what it is given: operands recalled or turned around, its results."""
     if not is_heavy(step):
         return 0

@@ -116,9 +116,8 @@ class Front:
     slack: float = 0.0
     solving: Solving | None = None
     spent: list[float] = field(default_factory=list)  # seconds of solvers
-    _points: dict[tuple[Items, tuple[int, ...], Targets | None], Point] = field(default_factory=dict)
+    _points: dict[tuple[VJPProgram, tuple[int, ...], Targets | None], Point] = field(default_factory=dict)
     _levels: dict[int, Point] = field(default_factory=dict)
-    _swapping: dict[tuple[Items, Targets], Items] = field(default_factory=dict)
 
     @cached_property
     def ways(self) -> tuple[Items, ...]:
@@ -211,7 +210,7 @@ class Front:
 
     def _point(self, way: Items, answer: Answer, targets: Targets | None = None) -> Point:
         """Return the point of an answer; of equal choices the same, whose programs are built once."""
-        return self._points.setdefault((way, answer.choice, targets), Point(way, answer, self.held or 0, targets))
+        return self._points.setdefault((way.vjp, answer.choice, targets), Point(way, answer, self.held or 0, targets))
 
     def _problem(self, way: Items, capacity: float) -> Problem:
         return replace(way.problem, capacity=capacity, held=self.held or 0, frees=self.held is None)
@@ -223,15 +222,10 @@ class Front:
             seconds = option.bytes / targets.bandwidth
             return replace(option, name=f"swap {option.name}", held=self.home, link_seconds=seconds)
 
-        if (way, targets) not in self._swapping:
-            overlap = max(0.0, self.period - targets.latency)
-            widened = [
-                replace(item, options=(*item.options, *map(swapped, item.options))) for item in way.problem.items
-            ]
-            problem = replace(way.problem, items=tuple(widened), most_swapped=targets.most_bytes, overlap=overlap)
-            formats = tuple((*formats, *formats) for formats in way.formats)
-            self._swapping[way, targets] = replace(way, problem=problem, formats=formats)
-        return self._swapping[way, targets]
+        overlap = max(0.0, self.period - targets.latency)
+        widened = [replace(item, options=(*item.options, *map(swapped, item.options))) for item in way.problem.items]
+        problem = replace(way.problem, items=tuple(widened), most_swapped=targets.most_bytes, overlap=overlap)
+        return replace(way, problem=problem, formats=tuple((*formats, *formats) for formats in way.formats))
 
 
 def reruns_products(vjp: VJPProgram | None) -> bool:

@@ -74,7 +74,6 @@ class StageLevels:
     fronts: tuple[Front, ...]
     links: Links
     solving: Solving
-    _points: dict[int, tuple[Point, ...]] = field(default_factory=dict, init=False)
     _stages: dict[Point, Stage] = field(default_factory=dict, init=False)
     _programs: dict[tuple[Point, ...], Program] = field(default_factory=dict, init=False)
 
@@ -111,14 +110,12 @@ class StageLevels:
 
     def program_at(self, place: int) -> tuple[Program, tuple[Fitted, ...]]:
         """Return the program of a level, and how the storage of each stage was chosen."""
-        if place not in self._points:
-            room, solving = self.rooms[place], self.solving
-            tell(
-                f"{self.program.schedule.name}: choosing what {len(self.program.stages)} stage(s) store within "
-                f"{bytes_text(room)}; solvers took {solving.spent:.1f} of {solving.limit:.1f} s"
-            )
-            self._points[place] = self._within(room)
-        points = self._points[place]
+        room, solving = self.rooms[place], self.solving
+        tell(
+            f"{self.program.schedule.name}: choosing what {len(self.program.stages)} stage(s) store within "
+            f"{bytes_text(room)}; solvers took {solving.spent:.1f} of {solving.limit:.1f} s"
+        )
+        points = self._within(room)
         if points not in self._programs:
             stages = tuple(map(self._stage_with, self.program.stages, points))
             unchanged = all(stage is other for stage, other in zip(stages, self.program.stages, strict=True))

@@ -157,28 +157,13 @@ def _results(profile: Profile) -> list[tuple[int, list[int], float]]:
 def _down_sets(profile: Profile) -> np.ndarray | None:
     """All down-sets, smallest first; None if there are more than ``MOST_DOWN_SETS``."""
     count = len(profile.names)
-    reads: list[set[int]] = [set() for _ in range(count)]
-    readers: list[set[int]] = [set() for _ in range(count)]
+    reads = [0] * count
     for source, target, *_ in profile.edges:
-        reads[target].add(source)
-        readers[source].add(target)
-    needs = [sum(1 << v for v in reads[k]) for k in range(count)]
-    start = frozenset(k for k in range(count) if not reads[k])
-    # A down-set, and the operators that may be added to it.
-    level: dict[int, frozenset[int]] = {0: start}
-    down_sets: list[int] = []
-    while level:
-        down_sets += level
+        reads[target] |= 1 << source
+    down_sets = [0]
+    for k in range(count):  # without an operator and all behind it a down-set is still one
+        down_sets += [held | 1 << k for held in down_sets if reads[k] & ~held == 0]
         if len(down_sets) > MOST_DOWN_SETS:
             return None
-        following: dict[int, frozenset[int]] = {}
-        for held, ready in level.items():
-            for v in ready:
-                larger = held | 1 << v
-                if larger not in following:
-                    new = {w for w in readers[v] if needs[w] & ~larger == 0}
-                    following[larger] = (ready - {v}) | new
-                    if len(down_sets) + len(following) > MOST_DOWN_SETS:
-                        return None
-        level = following
-    return np.array([[held >> k & 1 for k in range(count)] for held in down_sets], dtype=bool)
+    members = np.array([[held >> k & 1 for k in range(count)] for held in down_sets], dtype=bool)
+    return members[np.lexsort([*~members.T[::-1], members.sum(1)])]

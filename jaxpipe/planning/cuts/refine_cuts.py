@@ -27,25 +27,18 @@ def move_operators(
     sets = np.array([space.holds(cut) for cut in cuts])
     best = space_of(profile, sets)
     chosen: Stages = tuple((k, k + 1, devices) for k, (*_, devices) in enumerate(stages))
-    fixed = {v for group in profile.together for v in group}
-    reads: list[list[int]] = [[] for _ in profile.names]
-    readers: list[list[int]] = [[] for _ in profile.names]
-    for source, target, *_ in profile.edges:
-        reads[target].append(source)
-        readers[source].append(target)
+    count, free = len(profile.names), np.ones(len(profile.names), bool)
+    free[[v for group in profile.together for v in group]] = False
+    sources, targets = np.array([edge[:2] for edge in profile.edges], int).reshape(-1, 2).T
 
     def moves(sets: np.ndarray) -> Iterator[np.ndarray]:
-        for k in range(1, len(sets) - 1):
-            for v in range(sets.shape[1]):
-                if v in fixed:
-                    continue
+        for k, inside in enumerate(sets[1:-1], 1):
+            needed = np.bincount(sources, inside[targets], count) > 0
+            lacks = np.bincount(targets, ~inside[sources], count) > 0
+            movable = np.where(inside, ~sets[k - 1] & ~needed, sets[k + 1] & ~lacks)
+            for v in np.flatnonzero(free & movable):
                 moved = sets.copy()
-                if sets[k, v] and not sets[k - 1, v] and not any(sets[k, w] for w in readers[v]):
-                    moved[k, v] = False
-                elif sets[k + 1, v] and not sets[k, v] and all(sets[k, w] for w in reads[v]):
-                    moved[k, v] = True
-                else:
-                    continue
+                moved[k, v] = not inside[v]
                 if moved[k].sum() > moved[k - 1].sum() and moved[k + 1].sum() > moved[k].sum():
                     yield moved
 

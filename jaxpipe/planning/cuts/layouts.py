@@ -42,14 +42,11 @@ def device_classes(network: Network, memory: Sequence[float]) -> tuple[tuple[int
         differs[[a, b]] = False
         return network.speed[a] == network.speed[b] and memory[a] == memory[b] and not differs.any()
 
-    classes: list[list[int]] = []
+    classes: dict[int, list[int]] = {}
     for device in range(network.num_devices):
-        home = next((group for group in classes if alike(group[0], device)), None)
-        if home is None:
-            classes.append([device])
-        else:
-            home.append(device)
-    return tuple(map(tuple, classes))
+        first = next((other for other in classes if alike(other, device)), device)
+        classes.setdefault(first, []).append(device)
+    return tuple(map(tuple, classes.values()))
 
 
 def all_layouts(classes: Sequence[Sequence[int]], limits: Limits, most_stages: int) -> Iterator[Layout]:

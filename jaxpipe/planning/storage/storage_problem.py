@@ -272,30 +272,21 @@ class Simulated:
         stash = held = swapped = 0
         for k in items:
             item, begin, end, chosen = problem.items[k], first[k], last[k], choice[k]
-            self.seconds[k] = self.link_seconds[k] = 0.0
             if chosen == NOT_STORED:
-                if end >= 0:
-                    assert item.seconds is not None
-                    self.seconds[k] = item.seconds
-                    change[begin] += sign * item.bytes
-                    change[end + 1] -= sign * item.bytes
-                continue
-            option = item.options[chosen]
-            size = option.bytes
-            self.seconds[k] = option.seconds
-            stash += size
-            if option.held is not None:
-                held += size * option.held
-                swapped += size
-                self.link_seconds[k] = option.link_seconds
+                again = item.seconds or 0.0 if end >= 0 else 0.0
+                self.seconds[k], self.link_seconds[k] = again, 0.0
+                alive = [(begin, item.bytes)]
             else:
-                held += size * problem.held
-            if problem.frees:
-                change[0] += sign * size
-                change[end + 1] -= sign * size
-            if option.unpacked_bytes and end >= 0:
-                change[begin] += sign * option.unpacked_bytes
-                change[end + 1] -= sign * option.unpacked_bytes
+                option = item.options[chosen]
+                self.seconds[k], self.link_seconds[k] = option.seconds, option.link_seconds
+                stash += option.bytes
+                held += option.bytes * (problem.held if option.held is None else option.held)
+                swapped += option.bytes * (option.held is not None)
+                alive = [(0, option.bytes * problem.frees), (begin, option.unpacked_bytes)]
+            for start, size in alive:
+                if size and end >= 0:
+                    change[start] += sign * size
+                    change[end + 1] -= sign * size
         self.stored = [x + sign * y for x, y in zip(self.stored, (stash, held, swapped), strict=True)]
 
     @property

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from jaxpipe.planning.cuts.cost_models import CostModel, Layout, Synchronous
-from jaxpipe.planning.cuts.cut_space import CutSpace, cut_space
+from jaxpipe.planning.cuts.cut_space import CutSpace, cut_space, least_crossed
 from jaxpipe.planning.cuts.placed_stages import Partition, cost_stages
 
 
@@ -121,10 +121,8 @@ class Chain:
             return every
         work, crossing = self.space.seconds[every], self.space.crossing[every]
         parts = np.searchsorted(np.linspace(work[0], work[-1], MOST_PLACES), work)
-        order = np.lexsort((crossing, parts))
-        least = order[np.unique(parts[order], return_index=True)[1]]
         wanted = [k for k in self.wanted if first <= k <= last]
-        return np.unique(np.concatenate([every[least], [first, last], wanted])).astype(int)
+        return np.unique(np.concatenate([every[least_crossed(parts, crossing)], [first, last], wanted])).astype(int)
 
 
 def balanced(partition: Partition) -> Partition:

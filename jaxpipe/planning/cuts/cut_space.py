@@ -79,16 +79,18 @@ class CutSpace:
         """About ``count`` of the cuts, evenly over the work, of neighbors those that least crosses."""
         share = self.seconds / max(float(self.seconds[-1]), np.finfo(float).tiny)
         bins = np.minimum((share * count).astype(int), count - 1)
-        kept = {0, len(bins) - 1, *np.flatnonzero(self.wanted).tolist()}
-        for k in np.unique(bins):
-            inside = np.flatnonzero(bins == k)
-            kept.add(int(inside[self.crossing[inside].argmin()]))
-        rows = sorted(kept)
+        rows = sorted({0, len(bins) - 1, *np.flatnonzero(self.wanted).tolist(), *least_crossed(bins, self.crossing)})
         columns = {name: getattr(self, name)[rows] for name in (*_SUMS, "crossing", "wanted")}
         if self.members is None:
             return replace(self, first=np.searchsorted(rows, self.first), **columns, complete=False)
         members = self.members[rows]
         return replace(self, first=members.argmax(0), members=members, **columns, complete=False)
+
+
+def least_crossed(parts: np.ndarray, crossing: np.ndarray) -> list[int]:
+    """Return the cut of each part that fewest bytes cross; of equals the first."""
+    order = np.lexsort((crossing, parts))
+    return order[np.unique(parts[order], return_index=True)[1]].tolist()
 
 
 #: Fields of ``CutSpace`` that are sums of a field of ``Profile``.

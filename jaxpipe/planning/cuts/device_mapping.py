@@ -124,11 +124,8 @@ def best_mapping(
 def _pricing(partition: Partition) -> tuple[Synchronous, CutSpace]:
     """Return the partitioner's own price, and the cuts of a partition alone."""
     model = Synchronous(partition.network, partition.num_microbatches, frozen=bool(partition.profile.frozen))
-    stops = [0, *(stage.operators.stop for stage in partition.stages)]
-    sets = np.zeros((len(stops), len(partition.order)), bool)
-    for k, stop in enumerate(stops):
-        sets[k, list(partition.order[:stop])] = True
-    return model, space_of(partition.profile, sets)
+    stops = np.array([0, *(stage.operators.stop for stage in partition.stages)])
+    return model, space_of(partition.profile, np.argsort(partition.order) < stops[:, None])
 
 
 def _stages(mapping: np.ndarray) -> Stages:

@@ -60,9 +60,10 @@ def test_one_array_is_replaced_and_nothing_else(stages, data):
     values = filled(stages[s], 0)
     buffers = layout.write(s, numbered(values))
     for n, new in enumerate(filled(stages[s], 1)):
-        buffers = layout.put(s, n, buffers, new)
+        place = layout.places[s][n]
+        buffers = place.put(buffers, new)
         values[n] = new
-        assert_same_bits(layout.get(s, n, buffers), new)
+        assert_same_bits(place.get(buffers), new)
         assert_same_bits(buffers, layout.write(s, numbered(values)))
 
 
@@ -142,23 +143,11 @@ def test_missing_arrays_are_zero(stages):
         )
 
 
-def test_joined_arrays_are_behind():
-    a, b, c = (jax.ShapeDtypeStruct((n,), np.float32) for n in (2, 3, 4))
-    own, lent = lay_out([{0: a, 1: b}, {2: c}]), lay_out([{1: b}, {1: b}])
-    layout = own.joined(lent)
-    assert layout.bytes == own.bytes + 12
-    values = {2: jnp.arange(4.0), 1: jnp.arange(3.0)}
-    assert_same_bits(layout.read(1, layout.write(1, values)), values)
-    assert_same_bits(layout.write(1, values), own.write(1, values) + lent.write(1, values))
-    # The device that has an array itself writes it there, and nothing behind.
-    values = {0: jnp.ones(2), 1: jnp.arange(3.0)}
-    assert_same_bits(layout.write(0, values), own.write(0, values) + lent.write(0, {}))
-
-
-def test_other_numbers():
-    a, b = (jax.ShapeDtypeStruct((n,), np.float32) for n in (2, 3))
+def test_other_types_in_the_same_places():
+    a, b = jax.ShapeDtypeStruct((2,), jnp.bfloat16), jax.ShapeDtypeStruct((3,), np.int8)
     layout = lay_out([{0: a, 1: b}, {2: b}])
-    values = [jnp.ones(2), jnp.arange(3.0)]
-    renamed = layout.numbered([[5, 6], [5]])
-    assert_same_bits(renamed.write(0, dict(zip([5, 6], values, strict=True))), layout.write(0, numbered(values)))
-    assert_same_bits(renamed.write(1, {5: values[1]}), layout.write(1, {2: values[1]}))
+    wide = layout.with_dtypes(lambda dtype: jnp.promote_types(dtype, np.float32))
+    assert wide.places == layout.places and wide.bytes == 20
+    values = {0: jnp.ones(2), 1: jnp.arange(3.0)}
+    assert_same_bits(wide.read(0, wide.write(0, values)), values)
+    assert_same_bits(wide.write(1, {}), [jnp.zeros(x.shape) for x in wide.buffers])

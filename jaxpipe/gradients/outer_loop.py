@@ -10,7 +10,7 @@ own parameters are its error feedback: what was not sent is still between them a
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -86,6 +86,20 @@ class OuterSettings:
         apart = self.inner_steps // self.fragments
         number = (step % self.inner_steps // apart - 1) % self.fragments + 1
         return jnp.where((step % apart == 0) & (step > 0), number, 0)
+
+    def after(
+        self, step: Array, held: PyTree, exchanged: Callable[..., PyTree], moved: Callable[..., PyTree]
+    ) -> PyTree:
+        """Return what is held, parameters first and what is pending last, after what is due at a step.
+
+        ``exchanged(fragment, *held)`` is all of it after an exchange, ``moved(fragment, parameters, pending)`` are the
+        parameters after what was pending.
+        """
+        turns, moves = ([functools.partial(f, k) for k in range(self.fragments)] for f in (exchanged, moved))
+        now, *others = lax.switch(self.due(step), [lambda *held: list(held), *turns], *held)
+        if self.delay:
+            now = lax.switch(self.due(step - self.delay), [lambda now, _: now, *moves], now, others[-1])
+        return [now, *others]
 
     def difference(self, outer: Array, now: Array) -> Array:
         """Return the pseudo-gradient of a parameter: what it has moved by, downward."""
@@ -212,7 +226,7 @@ def outer_loop(
         held = [now, *(tree.flatten_up_to(part) for part in (state.outer, state.optimizer, state.pending))]
         parts, plans, step = settings.leaves(now), settings.plans(params), state.step + 1
 
-        def exchanged(fragment: int, held: list[list[PyTree]]) -> list[list[PyTree]]:
+        def exchanged(fragment: int, *held: list[PyTree]) -> list[list[PyTree]]:
             now, outer, slots, pending = map(list, held)
             gone = [settings.difference(outer[k], now[k]) for k in parts[fragment]]
             averaged = exchange_one(plans[fragment], chosen.rule, axis_name, gone)
@@ -221,15 +235,11 @@ def outer_loop(
                 (pending if delay else now)[k] = settings.restart(outer[k], left, now[k])
             return [now, outer, slots, pending]
 
-        def moved(fragment: int, now: list[Array]) -> list[Array]:
+        def moved(fragment: int, now: list[Array], pending: list[Array]) -> list[Array]:
             turn = parts[fragment]
             return [settings.move(x, pending[k]) if k in turn else x for k, x in enumerate(now)]
 
-        turns = [functools.partial(exchanged, f) for f in range(fragments)]
-        now, outer, slots, pending = lax.switch(settings.due(step), [lambda held: held, *turns], held)
-        if delay:
-            moves = [functools.partial(moved, f) for f in range(fragments)]
-            now = lax.switch(settings.due(step - delay), [lambda now: now, *moves], now)
+        now, outer, slots, pending = settings.after(step, held, exchanged, moved)
         new = (jax.tree.unflatten(tree, part) for part in (outer, slots, pending))
         changes = [x - y for x, y in zip(now, before, strict=True)]
         return jax.tree.unflatten(tree, changes), OuterLoopState(step, *new)

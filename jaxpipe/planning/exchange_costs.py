@@ -155,7 +155,7 @@ def planned_exchanges(
     """Return what a pipeline's exchange costs beside a dense one; no program of a pipeline overlaps it with steps."""
     choices = {"dense": Turns(1, ((0, dense_bytes),))}
     if update.exchange is not None:
-        choices["block_sparse"] = Turns(1, (wire_bytes(update.exchange.plans[-1], update.exchange.settings.rule.mode),))
+        choices["block_sparse"] = Turns(1, (update.exchange.traffic[-1],))
     steps = update.outer.settings.inner_steps if update.outer is not None else 16
     choices[f"outer_loop({steps})"] = Turns(steps, ((0, dense_bytes),))
     if update.outer is not None:

@@ -24,10 +24,10 @@ def check_asynchronous(program: Program, by_stage: PartitionedUpdate, exchanged:
             f"{name}, so the total weight of a batch is not known when the first gradient of it is applied. Return "
             "a mean, (mean, metrics), instead of (sum, weight, metrics)."
         )
-    if program.shared:
+    if program.lent:
         raise PartitionError(
-            f"{name}, but {len(program.shared)} parameter(s), the largest of "
-            f"{max(a.size for a in program.avals(program.shared))} numbers, are used in several stages, each of which "
+            f"{name}, but {len(program.lent)} parameter(s), the largest of "
+            f"{max(a.size for a in program.avals([*program.lent]))} numbers, are used in several stages, each of which "
             "would update them at another time. Untie them, or use a schedule that updates at the end of a step."
         )
     if zero:

@@ -11,9 +11,10 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxpipe.array_types import TensorNumber
+from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.errors import PartitionError
-from jaxpipe.graph.graph import Graph, Operator
+from jaxpipe.graph.graph import Graph, Operator, operator_ends, run
+from jaxpipe.graph.reverse_walk import needed
 from jaxpipe.graph.stacked_layers import Stacks
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.traced_update import TracedUpdate, transformation_of
@@ -160,3 +161,11 @@ def held_by(update: PartitionedUpdate, stage: int) -> tuple[list[TensorNumber], 
         [t for t in update.gradients if update.stage_of[t] == stage],
         [t for t, owner in zip(update.state, update.state_stage, strict=True) if owner == stage],
     )
+
+
+def compute(
+    update: PartitionedUpdate, s: int, wanted: Sequence[TensorNumber], known: dict[TensorNumber, Array]
+) -> None:
+    """Run what some tensors follow from: operators of a stage, and those that every stage runs."""
+    allowed = [op for op in update.graph.operators if {update.stage_of.get(t) for t in op.outputs} & {s, None}]
+    run(needed(allowed, wanted, operator_ends, known=known)[0], known)

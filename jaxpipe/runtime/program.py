@@ -11,7 +11,7 @@ from jaxpipe.runtime.gradient_precision import sum_dtype
 from jaxpipe.runtime.stages import Placement, Stage
 from jaxpipe.runtime.uint32_words import word_count
 from jaxpipe.schedules.replicas import StageReplicas
-from jaxpipe.schedules.table import DeviceNumber, Schedule, StageNumber
+from jaxpipe.schedules.table import DeviceNumber, Kind, Schedule, StageNumber
 from jaxpipe.sharding.partition_specs import Specs
 
 
@@ -80,13 +80,16 @@ class Program:
         return [t for t in self.held(device)[0] if t not in self.objective.frozen]
 
     @cached_property
-    def shared(self) -> tuple[TensorNumber, ...]:
-        """Parameters that a device uses and does not hold."""
-        borrowed: dict[TensorNumber, None] = {}
-        for s in self.stage_numbers:
-            local_parameters = self.held(self.device(s))[0]
-            borrowed.update((t, None) for t in self.stages[s].borrowed if t not in local_parameters)
-        return tuple(borrowed)
+    def lent(self) -> dict[TensorNumber, DeviceNumber]:
+        """The device of each parameter that others use and do not hold."""
+        home = self.on_devices.home(self.objective)
+        return {t: home[t] for s in self.stage_numbers for t in self.stages[s].borrowed if home[t] != self.device(s)}
+
+    def received(self, s: StageNumber, kind: Kind) -> tuple[TensorNumber, ...]:
+        """The tensors whose cotangents backward work of a kind is given, by its input part or by the next stage."""
+        if kind is Kind.BACKWARD_WEIGHT:
+            return self.stages[s].saved
+        return self.stages[s + 1].returning if s + 1 < len(self.stages) else ()
 
     def sum_bytes(self, numbers: Sequence[TensorNumber]) -> int:
         """Bytes of the sums of gradients of some parameters."""

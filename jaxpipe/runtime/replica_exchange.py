@@ -40,9 +40,14 @@ class StageExchange:
     replicas: int
 
     @property
+    def traffic(self) -> list[tuple[int, int]]:
+        """Return by phase of the warm-up the bytes that a device hands to gathers and to reductions in a step."""
+        return [wire_bytes(stages, self.settings.rule.mode) for stages in self.plans]
+
+    @property
     def sent_bytes(self) -> int:
         """Return the bytes that a device passes to the collectives in a step after the warm-up."""
-        return sum(wire_bytes(self.plans[-1], self.settings.rule.mode))
+        return sum(self.traffic[-1])
 
     def messages(self, s: int) -> Messages:
         """Return the shapes of what arrives in a stage: as long as the longest phase of the warm-up needs."""

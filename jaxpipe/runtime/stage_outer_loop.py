@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxpipe.array_types import Array, PyTree, Shaped
+from jaxpipe.array_types import Array, ArrayLike, Shaped
 from jaxpipe.errors import PartitionError
 from jaxpipe.gradients.block_exchange import wire_bytes
 from jaxpipe.gradients.blocks import Blocks
@@ -42,15 +43,20 @@ class StageOuterLoop:
         """Return the bytes that a device hands to the collectives in a step, on average over a round, rounded up."""
         return -(-sum(map(sum, self.traffic)) // self.settings.inner_steps)
 
-    def slots(self, outer: Array | jax.ShapeDtypeStruct) -> PyTree:
-        """Return the first state of the outer optimizer for a parameter, or its shapes."""
-        init = self.settings.optimizer.init
-        return jax.eval_shape(init, outer) if isinstance(outer, jax.ShapeDtypeStruct) else init(outer)
+    def first(self, parameter: ArrayLike) -> list[Array]:
+        """Return the first outer parameter that stands for a parameter, and the first state of its optimizer."""
+        outer = jnp.asarray(parameter).astype(wide_dtype(parameter))
+        return [outer, *jax.tree.leaves(self.settings.optimizer.init(outer))]
 
     def avals(self, parameter: Shaped) -> list[jax.ShapeDtypeStruct]:
-        """Return the shapes of an outer parameter and of the state of its optimizer."""
-        outer = jax.ShapeDtypeStruct(parameter.shape, wide_dtype(parameter))
-        return [outer, *jax.tree.leaves(self.slots(outer))]
+        """Return the shapes of these."""
+        return jax.eval_shape(self.first, jax.ShapeDtypeStruct(parameter.shape, parameter.dtype))
+
+    def advance(self, average: Array, held: Sequence[Array]) -> list[Array]:
+        """Return an outer parameter and the state of its optimizer after an update with an average."""
+        outer, *leaves = held
+        tree = jax.tree.structure(jax.eval_shape(self.settings.optimizer.init, outer))
+        return jax.tree.leaves(self.settings.advance(average, outer, jax.tree.unflatten(tree, leaves)))
 
 
 def stage_outer_loop(

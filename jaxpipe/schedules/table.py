@@ -229,7 +229,7 @@ class Schedule:
         """
         if not self.has_backward:
             return 0
-        last = Kind.BACKWARD_WEIGHT if self.splits_backward else Kind.BACKWARD
+        last = self.kinds[-1]
         kinds = [a.kind for a in self.order(stage) if chunk in (None, a.chunk) and self.is_trained(stage, a.chunk)]
         return max(itertools.accumulate(((kind is since) - (kind is last) for kind in kinds), initial=0))
 
@@ -308,6 +308,12 @@ class Schedule:
         """Return whether backward work comes in two parts."""
         return any(kind is Kind.BACKWARD_INPUT for _, kind, _ in self._ticks_of)
 
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of work on a micro-batch, in their order."""
+        backward = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if self.splits_backward else (Kind.BACKWARD,)
+        return (Kind.FORWARD, *(backward if self.has_backward else ()))
+
     def simulate(
         self,
         *,
@@ -371,19 +377,17 @@ class Schedule:
         Raises:
           ScheduleError: naming the stage, the micro-batch and the ticks.
         """
-        kinds = [Kind.FORWARD]
-        if self.has_backward:
-            kinds += [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT] if self.splits_backward else [Kind.BACKWARD]
-        self._check_ticks(kinds)
-        self._check_work(kinds)
-        for stage, kind in itertools.product(range(self.total_stages), kinds):
+        self._check_ticks()
+        self._check_work()
+        for stage, kind in itertools.product(range(self.total_stages), self.kinds):
             for needed, source in needed_work(kind, stage, self.total_stages):
                 self._check_order(kind, stage, needed, source)
         if self.versions is not None:
             self._check_versions(self.versions)
 
-    def _check_ticks(self, kinds: Sequence[Kind]) -> None:
+    def _check_ticks(self) -> None:
         """Check that a tick holds at most one action of each kind for a device, in the order of the kinds."""
+        kinds = self.kinds
         for tick in self.ticks:
             if len(tick) != self.num_devices:
                 raise ScheduleError(f"{self.name}: a tick has {len(tick)} devices, expected {self.num_devices}.")
@@ -395,7 +399,7 @@ class Schedule:
                         f"one each of {', '.join(k.value for k in kinds)}, in this order."
                     )
 
-    def _check_work(self, kinds: Sequence[Kind]) -> None:
+    def _check_work(self) -> None:
         """Check that each device does each micro-batch of its stages once, in all kinds of work that these have."""
         if not 0 <= self.frozen < self.total_stages:
             raise ScheduleError(
@@ -404,7 +408,7 @@ class Schedule:
         work: dict[tuple[int, Kind], list[tuple[int, int]]] = defaultdict(list)
         for s, action in ((s, action) for tick in self.ticks for s, actions in enumerate(tick) for action in actions):
             work[s, action.kind].append((action.chunk, action.microbatch))
-        for s, kind in itertools.product(range(self.num_devices), kinds):
+        for s, kind in itertools.product(range(self.num_devices), self.kinds):
             done = work[s, kind]
             working = [c for c in range(self.num_chunks) if kind is Kind.FORWARD or self.is_trained(s, c)]
             inside = all(c in working and 0 <= j < self.num_microbatches for c, j in done)

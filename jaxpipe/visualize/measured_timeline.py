@@ -7,8 +7,8 @@ from jaxpipe.array_types import PyTree
 from jaxpipe.costs.timing import TimedProgram, time_programs
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.stage_passes import Stash, Values, stage_backward, stage_forward
-from jaxpipe.runtime.stages import Stage
 from jaxpipe.schedules import Kind, Timeline
+from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.mesh_axes import stage_devices
 
 
@@ -19,17 +19,14 @@ def measure_timeline(program: Program, mesh: Mesh, lockstep: bool) -> Timeline:
     repeated runs, less what it takes to start any program. Not measured: sending, the sum of gradients, the optimizer,
     what devices that work at the same time take from each other, and in one program for all devices what moves a stash.
     """
-    schedule = program.schedule
-    kinds = [Kind.FORWARD, schedule.backward_kind, *([Kind.BACKWARD_WEIGHT] if schedule.splits_backward else [])]
+    schedule, kinds = program.schedule, program.schedule.kinds
     seconds: dict[Kind, list[float]] = {kind: [0.0] * len(program.stages) for kind in kinds}
     passes = [
         (s, kind) for s in program.stage_numbers for kind in kinds if kind is Kind.FORWARD or s >= schedule.frozen
     ]
     programs = []
     for s, kind in passes:
-        following = program.stages[s + 1] if s + 1 < len(program.stages) else None
-        timed = _pass(program, program.stages[s], following, kind)
-        programs.append((timed, stage_devices(mesh, program.stage_replicas, program.device(s))[0]))
+        programs.append((_pass(program, s, kind), stage_devices(mesh, program.stage_replicas, program.device(s))[0]))
     for (s, kind), median in zip(passes, np.median(time_programs(programs), axis=0).tolist(), strict=True):
         seconds[kind][s] = program.stage_replicas.per_device(program.device(s)) * median
     return schedule.simulate(
@@ -40,9 +37,9 @@ def measure_timeline(program: Program, mesh: Mesh, lockstep: bool) -> Timeline:
     )
 
 
-def _pass(program: Program, stage: Stage, following: Stage | None, kind: Kind) -> TimedProgram:
+def _pass(program: Program, s: StageNumber, kind: Kind) -> TimedProgram:
     """Return a pass of a stage over a micro-batch, with the shapes of its operands."""
-    graph = stage.graph
+    stage, graph = program.stages[s], program.stages[s].graph
     inputs = dict(zip(graph.inputs, program.avals(graph.inputs), strict=True))
     if kind is Kind.FORWARD:
 
@@ -52,7 +49,7 @@ def _pass(program: Program, stage: Stage, following: Stage | None, kind: Kind) -
         return TimedProgram(forward, (inputs,))
     assert stage.vjp is not None
     known = {t: inputs[t] for t in (*stage.vjp.parameters, *stage.used)}
-    waited = stage.saved if kind is Kind.BACKWARD_WEIGHT else following.returning if following else ()
+    waited = program.received(s, kind)
     received = dict(zip(waited, program.tangents(waited), strict=True))
 
     def backward(known: Values, stash: Stash, received: Values) -> PyTree:

@@ -325,6 +325,5 @@ def _stash_title(plan: Plan, schedule: Schedule, device: int) -> str:
 
 def _held(schedule: Schedule, device: int, chunk: int) -> list[int]:
     """Return how many stashes of a chunk a device holds in each tick, of micro-batches or of rounds."""
-    last = Kind.BACKWARD_WEIGHT if schedule.splits_backward else Kind.BACKWARD
-    starts, ends = schedule.when(device, Kind.FORWARD, chunk), schedule.when(device, last, chunk)
+    starts, ends = (schedule.when(device, kind, chunk) for kind in (Kind.FORWARD, schedule.kinds[-1]))
     return [sum(starts[j] <= t <= ends[j] for j in ends) for t in range(len(schedule.ticks))]

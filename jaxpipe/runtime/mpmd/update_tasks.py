@@ -11,7 +11,7 @@ arrays, by group; tracing shows which of them it reads.
 
 import functools
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import jax.numpy as jnp
 from jax import lax
@@ -19,12 +19,11 @@ from jax import lax
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.gradients.squared_norm import squared_norm
-from jaxpipe.graph.graph import operator_ends, run
-from jaxpipe.graph.reverse_walk import needed
+from jaxpipe.graph.graph import run
 from jaxpipe.runtime.mpmd.stage_layout import StageLayout
 from jaxpipe.runtime.mpmd.step_graph import Path
 from jaxpipe.runtime.mpmd.trace_task import Arrays
-from jaxpipe.runtime.optimizer_by_stage import held_by
+from jaxpipe.runtime.optimizer_by_stage import compute, held_by
 from jaxpipe.runtime.overwrite_state import renewals
 from jaxpipe.schedules.table import StageNumber
 
@@ -76,7 +75,7 @@ class StageUpdate:
         """Return what the stage tells the others before a round of the optimizer."""
         told = [t for t in self._by_stage.exchanged[number] if self._by_stage.stage_of[t] == self._s]
         env = self._environment(number, arrays, self._gradients(arrays))
-        self._compute(told, env)
+        compute(self._by_stage, self._s, told, env)
         return {"exchanged": {t: env[t] for t in told}}
 
     def update(self, arrays: Arrays) -> Arrays:
@@ -164,7 +163,7 @@ class StageUpdate:
         gradients = self._gradients(arrays)
         written, squares = self._overwrite(arrays, gradients, stopped)
         env = self._environment(len(by_stage.exchanged), arrays, gradients)
-        self._compute([new[t] for t in paths if t not in written], env)
+        compute(self._by_stage, self._s, [new[t] for t in paths if t not in written], env)
         results = {
             path: written[t] if t in written else chosen(stopped, value_at(arrays, path), env[new[t]])
             for t, path in paths.items()
@@ -185,7 +184,7 @@ class StageUpdate:
         lazy = "averages" not in arrays and self._is_alone
         env = self._environment(len(by_stage.exchanged), arrays, gradients)
         common = [t for op in by_stage.graph.operators for t in op.outputs if t not in by_stage.stage_of]
-        self._compute(common, env)
+        compute(self._by_stage, self._s, common, env)
         steps = renewals(by_stage, self._s, [t for t in env if t not in taken])
         waiting = set(taken) if lazy else set()
         before: list[Array] = []
@@ -225,12 +224,6 @@ class StageUpdate:
         env |= {t: value_at(arrays, path) for t, path in self.renewed.items()}
         env |= {t: gradients[self._layout.tensor_of[t]] for t in taken}
         return env | {t: arrays["exchanged"][t] for ts in self._by_stage.exchanged[:rounds] for t in ts}
-
-    def _compute(self, wanted: Sequence[TensorNumber], env: dict[TensorNumber, Array]) -> None:
-        """Run what some tensors follow from: operators of the stage, and those that every stage runs."""
-        stage_of, operators = self._by_stage.stage_of, self._by_stage.graph.operators
-        allowed = [op for op in operators if {stage_of.get(t) for t in op.outputs} & {self._s, None}]
-        run(needed(allowed, wanted, operator_ends, known=env)[0], env)
 
 
 def value_at(arrays: Arrays, path: Path) -> Array:

@@ -10,7 +10,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -18,22 +18,32 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpipe.array_types import Array, ArrayLike, DType, Shaped, TensorNumber
+from jaxpipe.array_types import Array, ArrayLike, DType, Shaped
 
 
 class Place(NamedTuple):
     """The shape of an array, the number of its buffer, and the offset in that, in elements."""
 
-    aval: Shaped
+    shape: tuple[int, ...]
     buffer: int
     offset: int
+
+    def get(self, buffers: Sequence[Array]) -> Array:
+        """Return the array; of host buffers a view."""
+        return buffers[self.buffer][self.offset : self.offset + math.prod(self.shape)].reshape(self.shape)
+
+    def put(self, buffers: Sequence[Array], value: Array) -> list[Array]:
+        """Return buffers with another value of the array, and the rest as it was."""
+        k = self.buffer
+        new = lax.dynamic_update_slice(buffers[k], value.reshape(-1), (self.offset,))
+        return [*buffers[:k], new, *buffers[k + 1 :]]
 
 
 @dataclass(frozen=True, eq=False)
 class BufferLayout:
-    """The place of every array of every device; arrays have the numbers of tensors."""
+    """The place of every array of every device; arrays have names, such as the numbers of tensors."""
 
-    places: tuple[Mapping[TensorNumber, Place], ...]  # by device
+    places: tuple[Mapping[Any, Place], ...]  # by device
     buffers: tuple[jax.ShapeDtypeStruct, ...]  # vectors
 
     @property
@@ -43,45 +53,18 @@ class BufferLayout:
 
     def with_dtypes(self, of: Callable[[DType], DType]) -> "BufferLayout":
         """Return the layout of arrays of other types in the same places; ``of`` maps a type to another."""
+        return replace(self, buffers=tuple(jax.ShapeDtypeStruct(x.shape, of(x.dtype)) for x in self.buffers))
 
-        def mapped(a: Shaped) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(a.shape, of(a.dtype))
-
-        places = ({n: x._replace(aval=mapped(x.aval)) for n, x in held.items()} for held in self.places)
-        return BufferLayout(tuple(places), tuple(map(mapped, self.buffers)))
-
-    def numbered(self, tensors: Sequence[Sequence[TensorNumber]]) -> "BufferLayout":
-        """Return the layout with other numbers for the arrays of each device."""
-        pairs = zip(tensors, self.places, strict=True)
-        return BufferLayout(tuple(dict(zip(ns, held.values(), strict=True)) for ns, held in pairs), self.buffers)
-
-    def joined(self, other: "BufferLayout") -> "BufferLayout":
-        """Return the layout with the buffers of another one behind; what a device has in both, it has here."""
-        count = len(self.buffers)
-        moved = ({n: x._replace(buffer=count + x.buffer) for n, x in held.items()} for held in other.places)
-        places = tuple({**behind, **first} for behind, first in zip(moved, self.places, strict=True))
-        return BufferLayout(places, (*self.buffers, *other.buffers))
-
-    def get(self, device: int, n: TensorNumber, buffers: Sequence[Array]) -> Array:
-        """An array of a device; of host buffers a view."""
-        aval, k, offset = self.places[device][n]
-        return buffers[k][offset : offset + math.prod(aval.shape)].reshape(aval.shape)
-
-    def read(self, device: int, buffers: Sequence[Array]) -> dict[TensorNumber, Array]:
+    def read(self, device: int, buffers: Sequence[Array]) -> dict[Any, Array]:
         """A device's arrays."""
-        return {n: self.get(device, n, buffers) for n in self.places[device]}
+        return {name: place.get(buffers) for name, place in self.places[device].items()}
 
-    def put(self, device: int, n: TensorNumber, buffers: Sequence[Array], value: Array) -> list[Array]:
-        """Buffers with another value of an array of a device, and the rest as it was."""
-        _, k, offset = self.places[device][n]
-        new = lax.dynamic_update_slice(buffers[k], value.reshape(-1), (offset,))
-        return [*buffers[:k], new, *buffers[k + 1 :]]
-
-    def write(self, device: int, values: Mapping[TensorNumber, ArrayLike], xp: Any = jnp) -> list[Array]:
+    def write(self, device: int, values: Mapping[Any, ArrayLike], xp: Any = jnp) -> list[Array]:
         """Buffers with those of a device's arrays that are given, and zeros elsewhere; made by JAX or by NumPy."""
         pieces: list[list[Array]] = [[] for _ in self.buffers]
-        for n, (aval, k, _) in sorted(self.places[device].items(), key=lambda item: item[1][1:]):
-            pieces[k].append((xp.asarray(values[n]) if n in values else xp.zeros(aval.shape, aval.dtype)).reshape(-1))
+        for name, (shape, k, _) in sorted(self.places[device].items(), key=lambda item: item[1][1:]):
+            value = xp.asarray(values[name]) if name in values else xp.zeros(shape, self.buffers[k].dtype)
+            pieces[k].append(value.reshape(-1))
         for buffer, flat in zip(self.buffers, pieces, strict=True):
             missing = buffer.size - sum(x.size for x in flat)
             if missing or not flat:
@@ -89,7 +72,7 @@ class BufferLayout:
         return [flat[0] if len(flat) == 1 else xp.concatenate(flat) for flat in pieces]
 
 
-def lay_out(avals: Sequence[Mapping[TensorNumber, Shaped]]) -> BufferLayout:
+def lay_out(avals: Sequence[Mapping[Any, Shaped]]) -> BufferLayout:
     """Give every array of every device a place.
 
     A buffer of its own has each array of a size and type, or only those that all devices have: what takes fewer bytes.
@@ -109,7 +92,7 @@ def _kind(aval: Shaped) -> tuple[int, DType]:
     return math.prod(aval.shape), np.dtype(aval.dtype)
 
 
-def _placed(avals: Sequence[Mapping[TensorNumber, Shaped]], whole: Counter[tuple[int, DType]]) -> BufferLayout:
+def _placed(avals: Sequence[Mapping[Any, Shaped]], whole: Counter[tuple[int, DType]]) -> BufferLayout:
     """Return the layout in which so many arrays of each size and type have buffers of their own."""
     shapes = list(whole.elements())
     first = {kind: k for k, kind in reversed(list(enumerate(shapes)))}
@@ -121,11 +104,11 @@ def _placed(avals: Sequence[Mapping[TensorNumber, Shaped]], whole: Counter[tuple
         for n, aval in arrays.items():
             size, dtype = kind = _kind(aval)
             if used[kind] < whole[kind]:
-                place[n] = Place(aval, first[kind] + used[kind], 0)
+                place[n] = Place(aval.shape, first[kind] + used[kind], 0)
                 used[kind] += 1
             else:
                 packed[dtype] = max(packed.get(dtype, 0), used[dtype] + size)
-                place[n] = Place(aval, len(shapes) + list(packed).index(dtype), used[dtype])
+                place[n] = Place(aval.shape, len(shapes) + list(packed).index(dtype), used[dtype])
                 used[dtype] += size
         places.append(place)
     buffers = (*shapes, *((length, dtype) for dtype, length in packed.items()))

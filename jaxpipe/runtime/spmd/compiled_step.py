@@ -1,10 +1,9 @@
 """The functions of a pipeline that are compiled, as they run on every device: training step, gradients, prediction."""
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial, reduce
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +13,10 @@ from jaxpipe.array_types import Array
 from jaxpipe.gradients.block_exchange import Averaged, exchange, sent_share
 from jaxpipe.gradients.squared_norm import norm_dtype, squared_norm
 from jaxpipe.models.combine_metrics import combine
-from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.replica_exchange import StageExchange
 from jaxpipe.runtime.spmd.buffer_layout import BufferLayout
 from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram
-from jaxpipe.runtime.spmd.outer_step import OuterBuffers, means
+from jaxpipe.runtime.spmd.outer_step import advance, at_outer, means
 from jaxpipe.runtime.spmd.tick_loop import run_ticks
 from jaxpipe.runtime.spmd.update_in_place import run_update
 from jaxpipe.runtime.train_state import TrainState
@@ -26,28 +24,21 @@ from jaxpipe.runtime.uint32_words import pack_words, unpack_words, word_count
 from jaxpipe.sharding.mesh_axes import DATA, STAGE
 
 
-T = TypeVar("T")
-
-
 def training_step(
-    update: Update,
-    outer: OuterBuffers | None,
-    program: LockstepProgram,
-    state: TrainState,
-    batch: Sequence[Array],
+    program: LockstepProgram, state: TrainState, batch: Sequence[Array]
 ) -> tuple[TrainState, Array, dict[str, Array], list[Array]]:
     """Return the new state, the loss, counters, and metrics.
 
     Counters are the gradient's norm and the overflows; and, of a sparse exchange, the share of the gradients' squared
     norm that was sent, and the norm of the residuals. In an outer loop all are those of the replicas of a site.
     """
-    loss, metrics, weight, overflows, variables, sums = _train(program, state, batch, outer)
+    assert program.update is not None
+    update, loop = program.update, program.update.outer
+    loss, metrics, weight, overflows, variables, sums = _train(program, state, batch, apart=loop is not None)
     residual, counters = list(state.residual), {"overflows": overflows}
-    if outer is not None:
-        checked = [x / weight.astype(x.dtype) for x in sums]
-        gradients = [x.astype(b.dtype) for x, b in zip(checked, program.taken(update).buffers, strict=True)]
-    elif update.exchange is None:
-        gradients = checked = _mean(program, program.taken(update), sums, weight)
+    if update.exchange is None:
+        axes = program.replica_axes if loop is None else ()
+        gradients = checked = _mean(program.taken, sums, weight, axes)
     else:
         share = weight / lax.axis_size(DATA)
         checked = [x / share.astype(x.dtype) for x in sums]
@@ -58,9 +49,9 @@ def training_step(
     if update.on_nonfinite is not None:
         counters["nonfinite_stages"] = _nonfinite(program, checked)
         stopped = counters["stopped"] = jnp.any(counters["nonfinite_stages"]) | ~jnp.isfinite(loss)
-    if outer is None and program.replicated:
+    if loop is None and program.replicated:
         variables = means(variables)
-    new = run_update(update, program, state, gradients, stopped)
+    new = run_update(program, state, gradients, stopped)
     new = replace(new, variables=tuple(variables), residual=tuple(residual), step=state.step + 1)
     if stopped is not None:
         # A step that is skipped is a step: the next one draws other random numbers. One that raises has not been made.
@@ -72,9 +63,9 @@ def training_step(
             counters["skipped"] = state.skipped + stopped.astype(jnp.int32)
             new = replace(new, skipped=counters["skipped"])
     (squares,) = _in_order([squared_norm(gradients, norm_dtype(g.dtype for g in gradients))], STAGE)
-    if outer is not None:
-        new = outer.advance(new)
-        squares = lax.pmean(squares, DATA, axis_index_groups=outer.sites)
+    if loop is not None:
+        new = advance(program, loop, new)
+        squares = lax.pmean(squares, DATA, axis_index_groups=program.sites)
     counters["gradient_norm"] = jnp.sqrt(squares)
     if (rate := update.by_stage.learning_rate) is not None:
         counters["learning_rate"] = new.shared[update.by_stage.state_stage[:rate].count(None)]
@@ -86,7 +77,7 @@ def gradient_step(
 ) -> tuple[Array, list[Array], list[Array]]:
     """Return the loss, metrics, and gradient buffers."""
     loss, metrics, weight, *_, sums = _train(program, state, batch)
-    return loss, metrics, _mean(program, program.gradients, sums, weight)
+    return loss, metrics, _mean(program.gradients, sums, weight, program.replica_axes)
 
 
 def evaluation_step(program: LockstepProgram, state: TrainState, batch: Sequence[Array]) -> tuple[Array, list[Array]]:
@@ -96,40 +87,39 @@ def evaluation_step(program: LockstepProgram, state: TrainState, batch: Sequence
 
 def prediction_step(program: LockstepProgram, state: TrainState, batch: Sequence[Array]) -> list[Array]:
     """Return the leaves of predictions, rows in the order of the batch."""
-    *leaves, _ = run_ticks(program, state, batch)[2]
+    *leaves, _ = run_ticks(program, at_outer(program, state), batch)[2]
     return [x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in leaves]
 
 
 def _train(
-    program: LockstepProgram, state: TrainState, batch: Sequence[Array], outer: OuterBuffers | None = None
+    program: LockstepProgram, state: TrainState, batch: Sequence[Array], apart: bool = False
 ) -> tuple[Array, list[Array], Array, Array, Sequence[Array], list[Array]]:
     """Run all micro-batches, and add up their results and those of the replicas.
 
     Returns loss, metrics, weight, and the count of sparse tensors that did not fit and were computed again; then this
-    device's variables, and its sums of gradients, if there is a backward pass.
+    device's variables, and its sums of gradients, if there is a backward pass. ``apart``: the weight is that of this
+    replica, and all else that of the replicas of its site.
     """
-    variables, sums, rows = run_ticks(program, state, batch)
+    variables, sums, rows = run_ticks(program, state if apart else at_outer(program, state), batch)
     zeros = [jnp.zeros(x.shape[1:], x.dtype) for x in rows]
     totals = lax.scan(lambda totals, row: (list(map(operator.add, totals, row)), None), zeros, rows)[0]
-    own_weight = totals[1]
-    sites = None if outer is None else outer.sites
-    loss, weight, *metrics, overflows = _in_order(totals, DATA, sites) if program.replicated else totals
+    whole = _in_order(totals, DATA, program.sites if apart else None) if program.replicated else totals
+    loss, weight, *metrics, overflows = whole
     metrics = combine(metrics, weight, program.objective.summed)
     loss = loss / weight.astype(loss.dtype)
-    return loss, metrics, weight if outer is None else own_weight, overflows, variables, sums
+    return loss, metrics, totals[1] if apart else weight, overflows, variables, sums
 
 
-def _mean(program: LockstepProgram, layout: BufferLayout, sums: Sequence[Array], weight: Array) -> list[Array]:
-    """The mean gradient over the micro-batches of all replicas, in the types of a layout."""
-    pairs = zip(lax.psum(list(sums), program.replica_axes), layout.buffers, strict=True)
+def _mean(layout: BufferLayout, sums: Sequence[Array], weight: Array, axes: tuple[str, ...]) -> list[Array]:
+    """The mean gradient over the micro-batches of the replicas along some axes, in the types of a layout."""
+    pairs = zip(lax.psum(list(sums), axes), layout.buffers, strict=True)
     return [(x / weight.astype(x.dtype)).astype(buffer.dtype) for x, buffer in pairs]
 
 
 def _nonfinite(program: LockstepProgram, gradients: Sequence[Array]) -> Array:
     """Return, by stage, whether a gradient is not finite."""
     here = sum((jnp.sum(~jnp.isfinite(g), dtype=jnp.int32) for g in gradients), start=jnp.int32(0)) > 0
-    row = jnp.zeros((program.num_devices,), jnp.int32).at[lax.axis_index(STAGE)].set(here.astype(jnp.int32))
-    return lax.psum(row, (STAGE, *program.replica_axes)) > 0
+    return lax.psum(lax.all_gather(here.astype(jnp.int32), STAGE), program.replica_axes) > 0
 
 
 def _exchanged(
@@ -139,20 +129,20 @@ def _exchanged(
 
     Returns buffers with averages and with new residuals; sums of squares of what this device had, and of what is left.
     """
-
-    def by_stage(function: Callable[[int], T]) -> T:
-        return lax.switch(lax.axis_index(STAGE), [partial(function, s) for s in program.device_numbers])
+    layouts = program.gradients, program.state["residual"]
 
     def read(s: int) -> list[Array]:
-        left = program.residuals.read(s, residuals)
+        left = layouts[1].read(s, residuals)
         return [g.astype(left[t].dtype) + left[t] for t, g in program.sums.read(s, gradients).items()]
 
     def write(s: int, averaged: Averaged) -> tuple[list[Array], list[Array], Array, Array]:
-        layouts, values = (program.gradients, program.residuals), (averaged.gradients, averaged.residuals)
-        new = (x.write(s, dict(zip(x.places[s], y, strict=True))) for x, y in zip(layouts, values, strict=True))
+        pairs = zip(layouts, (averaged.gradients, averaged.residuals), strict=True)
+        new = (layout.write(s, dict(zip(layout.places[s], values, strict=True))) for layout, values in pairs)
         return next(new), next(new), averaged.squares, averaged.unsent
 
-    phases = [partial(exchange, plans, plan.settings.rule, DATA, by_stage, read, write) for plans in plan.plans]
+    phases = [
+        partial(exchange, plans, plan.settings.rule, DATA, program.by_device, read, write) for plans in plan.plans
+    ]
     return lax.switch(plan.settings.phase(step), phases)
 
 

@@ -2,12 +2,14 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxpipe.array_types import Shaped, TensorNumber
 from jaxpipe.runtime.executable_plan import Update
@@ -15,10 +17,16 @@ from jaxpipe.runtime.gradient_precision import sum_dtype
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.spmd.buffer_layout import BufferLayout, lay_out
 from jaxpipe.runtime.spmd.tick_table import TickTable, tick_table
+from jaxpipe.runtime.stage_outer_loop import StageOuterLoop
 from jaxpipe.runtime.uint32_words import word_count
 from jaxpipe.schedules.table import DeviceNumber, Kind, StageNumber
-from jaxpipe.sharding.mesh_axes import DATA
+from jaxpipe.sharding.mesh_axes import DATA, STAGE
 
+
+T = TypeVar("T")
+
+#: The name of an outer parameter, or of a part of its optimizer's state: the parameter's tensor number, and a number.
+Outer: TypeAlias = tuple[TensorNumber, int]
 
 #: 32-bit words of a page of the mail and of the arena.
 PAGE = 128
@@ -28,20 +36,22 @@ PAGE = 128
 class LockstepProgram(Program):
     """A program whose devices walk through its schedule in step, with the same buffers. Layouts are by device."""
 
+    update: Update | None = None  # of a program of forward passes none
+    sites: list[list[int]] | None = None  # in an outer loop, if there are several, the replicas of each
+
     @classmethod
-    def of(cls, program: Program) -> "LockstepProgram":
-        """Return a program with its layouts."""
-        return cls(**{field.name: getattr(program, field.name) for field in fields(program)})
+    def of(cls, program: Program, **more: Any) -> "LockstepProgram":
+        """Return a program with its layouts; ``more`` is what it has besides."""
+        return cls(**{field.name: getattr(program, field.name) for field in fields(program)}, **more)
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
         """The mesh axes of the replicas: one, or none."""
         return (DATA,) * self.replicated
 
-    @cached_property
-    def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of work in its schedule, in the order of a tick."""
-        return tuple(itertools.chain.from_iterable(self.schedule.phases))
+    def by_device(self, function: Callable[[DeviceNumber], T]) -> T:
+        """Return a function's result for this device, inside ``shard_map``: a conditional."""
+        return lax.switch(lax.axis_index(STAGE), [partial(function, d) for d in self.device_numbers])
 
     @cached_property
     def parameters(self) -> BufferLayout:
@@ -67,36 +77,48 @@ class LockstepProgram(Program):
         return self.gradients.with_dtypes(partial(sum_dtype, gradient_dtype=self.gradient_dtype))
 
     @cached_property
-    def residuals(self) -> BufferLayout:
-        """The layout of what replicas have not sent of their gradients, in at least 32 bits."""
-        return self.gradients.with_dtypes(lambda dtype: jnp.promote_types(dtype, jnp.float32))
-
-    def taken(self, update: Update) -> BufferLayout:
-        """Return the layout of gradients as the optimizer gets them: of sums, where it takes any in their type."""
-        by_stage, tensors = update.by_stage, update.by_stage.graph.tensors
+    def taken(self) -> BufferLayout:
+        """The layout of gradients as the optimizer gets them: of sums, where it takes any in their type."""
+        assert self.update is not None
+        by_stage, tensors = self.update.by_stage, self.update.by_stage.graph.tensors
         pairs = zip(by_stage.gradients, itertools.compress(by_stage.parameters, by_stage.trained), strict=True)
         wide = any(tensors[gradient].dtype != tensors[t].dtype for gradient, t in pairs)
-        return self.sums if wide and update.exchange is None else self.gradients
-
-    def optimizer(self, update: Update) -> BufferLayout:
-        """Return the layout of the optimizer state."""
-        pieces = update.by_stage.state, update.by_stage.state_avals, update.by_stage.state_stage
-        owned = list(zip(*pieces, strict=True))
-        return lay_out([{t: aval for t, aval, owner in owned if owner == d} for d in self.device_numbers])
+        return self.sums if wide and self.update.exchange is None else self.gradients
 
     @cached_property
-    def lent(self) -> dict[TensorNumber, DeviceNumber]:
-        """The device of each parameter that others borrow."""
-        return {t: next(d for d in self.device_numbers if t in self.parameters.places[d]) for t in self.shared}
+    def state(self) -> dict[str, BufferLayout]:
+        """The layout of each part of a training state, by field."""
+        assert self.update is not None
+        by_stage, exchange, loop = self.update.by_stage, self.update.exchange, self.update.outer
+        owned = list(zip(by_stage.state, by_stage.state_avals, by_stage.state_stage, strict=True))
+        optimizer = lay_out([{t: aval for t, aval, owner in owned if owner == d} for d in self.device_numbers])
+        nothing = lay_out([{}] * self.num_devices)
+        # What replicas have not sent of their gradients, or are to be moved by, in at least 32 bits.
+        left = self.gradients.with_dtypes(lambda dtype: jnp.promote_types(dtype, jnp.float32))
+        return {
+            "parameters": self.parameters,
+            "variables": self.variables,
+            "optimizer": optimizer,
+            "residual": left if exchange is not None or (loop is not None and loop.settings.delay) else nothing,
+            "outer": nothing if loop is None else lay_out([self._outer(loop, d) for d in self.device_numbers]),
+        }
 
-    def borrowed(self, layout: BufferLayout) -> BufferLayout:
-        """Return the layout of arrays of every parameter that is borrowed, which all devices have behind their own."""
-        avals = {t: layout.places[d][t].aval for t, d in self.lent.items() if t in layout.places[d]}
-        return lay_out([avals] * self.num_devices)
+    def _outer(self, loop: StageOuterLoop, device: DeviceNumber) -> dict[Outer, Shaped]:
+        """Shapes of a device's outer parameters, and of the states of their optimizer, which have numbers from 1 on."""
+        parameters = self.held(device)[0]
+        rows = zip(parameters, map(loop.avals, self.avals(parameters)), strict=True)
+        return {(t, i): aval for t, avals in rows for i, aval in enumerate(avals)}
 
-    def with_borrowed(self, layout: BufferLayout) -> BufferLayout:
-        """Return the layout of a device's own arrays, and of those behind them."""
-        return layout.joined(self.borrowed(layout))
+    def outer_parameters(self, outer: Mapping[Outer, Any]) -> dict[TensorNumber, Any]:
+        """Return the outer parameters among some arrays, in the types of the model's."""
+        tensors = self.objective.graph.tensors
+        return {t: row[0].astype(tensors[t].dtype) for t, row in by_parameter(outer).items()}
+
+    def added(self, layout: BufferLayout) -> tuple[list[Shaped], dict[TensorNumber, Shaped]]:
+        """Shapes of gradients in a layout, and of those of borrowed parameters, which all devices have beside them."""
+        places = {t: layout.places[d][t] for t, d in self.lent.items() if t in layout.places[d]}
+        dtypes = [buffer.dtype for buffer in layout.buffers]
+        return [*layout.buffers], {t: jax.ShapeDtypeStruct(x.shape, dtypes[x.buffer]) for t, x in places.items()}
 
     @cached_property
     def result_avals(self) -> list[Shaped]:
@@ -107,17 +129,13 @@ class LockstepProgram(Program):
         """Return whether a stage works backward, too."""
         return self.stages[s].vjp is not None and self.schedule.has_backward and s >= self.schedule.frozen
 
-    def returned(self, s: StageNumber) -> tuple[TensorNumber, ...]:
-        """Return the tensors whose cotangents the next stage sends back."""
-        return self.stages[s + 1].returning if s + 1 < len(self.stages) else ()
-
     def kept(self, s: StageNumber) -> tuple[Sequence[Shaped], ...]:
         """Return the shapes of what a stage keeps of a micro-batch for a later tick, by ``tick_table.KEPT``."""
         stage, arriving = self.stages[s], self.avals(self.stages[s].arriving)
         if not self.trains(s):
             return arriving, [], [], []
         saved = stage.saved if self.schedule.splits_backward else ()
-        return arriving, self.tangents(self.returned(s)), stage.stash_avals, self.tangents(saved)
+        return arriving, self.tangents(self.received(s, Kind.BACKWARD)), stage.stash_avals, self.tangents(saved)
 
     @cached_property
     def pages(self) -> list[list[int]]:
@@ -133,3 +151,11 @@ class LockstepProgram(Program):
     def table(self) -> TickTable:
         """The work of every device in each tick, and the places in mail and arena."""
         return tick_table(self.schedule, self.pages)
+
+
+def by_parameter(outer: Mapping[Outer, T]) -> dict[TensorNumber, list[T]]:
+    """Return what belongs to each parameter: the outer one first, then the state of its optimizer."""
+    rows: dict[TensorNumber, list[T]] = {}
+    for (t, _), x in outer.items():
+        rows.setdefault(t, []).append(x)
+    return rows

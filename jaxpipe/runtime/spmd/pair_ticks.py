@@ -1,6 +1,5 @@
 """1F1B in pair ticks, which lose nothing where all devices walk in step, and what this runtime runs for each name."""
 
-import itertools
 from collections.abc import Sequence
 
 from jaxpipe.schedules import schedule_makers
@@ -19,11 +18,13 @@ def pair_ticks(num_devices: int, num_microbatches: int) -> Schedule:
     check_size(num_devices, num_microbatches)
     length = 2 * (num_devices - 1) + num_microbatches
     check_cells("1f1b", num_devices, length)
-    ticks: list[list[tuple[Action, ...]]] = [[()] * num_devices for _ in range(length)]
-    for kind, i, j in itertools.product((Kind.FORWARD, Kind.BACKWARD), range(num_devices), range(num_microbatches)):
-        tick = j + (i if kind is Kind.FORWARD else 2 * (num_devices - 1) - i)
-        ticks[tick][i] += (Action(kind, j),)
-    return Schedule("1f1b", num_devices, num_microbatches, tuple(map(tuple, ticks)))
+
+    def actions(i: int, tick: int) -> tuple[Action, ...]:
+        turns = {Kind.FORWARD: tick - i, Kind.BACKWARD: tick - 2 * (num_devices - 1) + i}
+        return tuple(Action(kind, j) for kind, j in turns.items() if 0 <= j < num_microbatches)
+
+    ticks = (tuple(actions(i, tick) for i in range(num_devices)) for tick in range(length))
+    return Schedule("1f1b", num_devices, num_microbatches, tuple(ticks))
 
 
 #: The tables that ``schedule="auto"`` chooses from; of two that are as fast, the first.

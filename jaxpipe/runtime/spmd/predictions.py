@@ -1,20 +1,18 @@
 """Predictions for a plan: the seconds of a step, and the bytes that each device will reserve, from shapes alone."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from jaxpipe.array_types import Shaped
-from jaxpipe.gradients.block_exchange import wire_bytes
 from jaxpipe.graph.graph import itemsize
 from jaxpipe.graph.liveness import peak_bytes
 from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.spmd.lockstep_program import PAGE, LockstepProgram
-from jaxpipe.runtime.spmd.outer_step import OuterBuffers
 from jaxpipe.runtime.spmd.tick_loop import Given, Made, stage_work
 from jaxpipe.runtime.spmd.tick_table import ARRIVED, KEPT, RETURNED, SAVED, STASH
 from jaxpipe.schedules.simulate import Timeline
@@ -55,38 +53,34 @@ def predict(planned: Program, update: Update, batch: Sequence[Shaped]) -> dict[s
     wait. ``temporaries`` is what is needed besides while a stage computes or devices send, or while replicas exchange
     gradients or the optimizer writes new parameters and state, at a time when the arena is free again.
     """
-    program, by_stage = LockstepProgram.of(planned), update.by_stage
-    slots = program.optimizer(update)
-    everywhere = [a for a, owner in zip(by_stage.state_avals, by_stage.state_stage, strict=True) if owner is None]
+    program, by_stage = LockstepProgram.of(planned, update=update), update.by_stage
+    sizes, sums = {field: layout.bytes for field, layout in program.state.items()}, program.sums
+    owned = list(zip(by_stage.state_avals, by_stage.state_stage, strict=True))
     held = {
-        "parameters": program.parameters.bytes,
-        "optimizer": slots.bytes + _bytes(everywhere),
-        "state": program.variables.bytes,
+        "parameters": sizes["parameters"],
+        "optimizer": sizes["optimizer"] + _bytes(a for a, owner in owned if owner is None),
+        "state": sizes["variables"],
         "batch": _bytes(batch),
-        "gradients": program.sums.bytes,
+        "gradients": sums.bytes,
     }
     if program.lent:
         # Values, gradients, and the words of both while they are exchanged.
-        held["shared"] = 2 * sum(program.borrowed(layout).bytes for layout in (program.parameters, program.sums))
+        layouts = program.parameters, sums
+        held["shared"] = 2 * sum(_bytes(program.added(layout)[1].values()) for layout in layouts)
     # A new value is made of a gradient and of state, and written over the old one before the next is made.
-    written = (x.aval for layout in (program.sums, slots) for held in layout.places for x in held.values())
-    at_the_end = 2 * max((_bytes([aval]) for aval in written), default=0)
-    if (exchange := update.exchange) is not None:
-        held["residual"] = program.residuals.bytes
-        # The replica's own gradients, averages, new residuals, messages both ways. A conditional over stages does not
-        # write into what it reads.
-        messages = (wire_bytes(plans, exchange.settings.rule.mode) for plans in exchange.plans)
-        needed = max((1 + exchange.replicas) * gathered + 2 * reduced for gathered, reduced in messages)
-        residuals = program.residuals.bytes if program.num_devices > 1 else 0
-        at_the_end = max(at_the_end, program.sums.bytes + program.gradients.bytes + residuals + needed)
-    if update.outer is not None:
-        buffers = OuterBuffers(program, update.outer)
-        held |= {"outer": buffers.outer.bytes, "residual": buffers.pending.bytes}
-        # Messages both ways, and new values beside the old ones, where gradients were: a conditional does not write
-        # over what it reads.
-        messages = ((1 + update.outer.replicas) * gathered + 2 * reduced for gathered, reduced in update.outer.traffic)
-        new = buffers.outer.bytes + buffers.pending.bytes + program.parameters.bytes
-        at_the_end = max(at_the_end, max(messages) + new - program.sums.bytes)
+    written = [program.sum_bytes([t]) for d in program.device_numbers for t in program.trained(d)]
+    at_the_end = 2 * max([*written, *(_bytes([a]) for a, owner in owned if owner is not None)], default=0)
+    if (exchange := update.exchange or update.outer) is not None:
+        # Messages both ways, and new values beside the old ones: a conditional does not write over what it reads.
+        messages = max((1 + exchange.replicas) * gathered + 2 * reduced for gathered, reduced in exchange.traffic)
+        if update.outer is not None:
+            held["outer"] = sizes["outer"]
+            new = sizes["outer"] + sizes["residual"] + sizes["parameters"] - sums.bytes  # where gradients were
+        else:
+            # The replica's own gradients, averages, new residuals.
+            new = sums.bytes + program.gradients.bytes + sizes["residual"] * (program.num_devices > 1)
+        held["residual"] = sizes["residual"]
+        at_the_end = max(at_the_end, messages + new)
     mail, stash = (4 * PAGE * pages for pages in program.table.pages)
     sent = 4 * PAGE * (program.windows[ARRIVED] + program.windows[RETURNED])
     computing = max(working_bytes(program, s) for s in program.stage_numbers)
@@ -117,15 +111,14 @@ def stage_programs(program: LockstepProgram, s: StageNumber) -> Iterator[tuple[C
         jax.ShapeDtypeStruct((program.num_microbatches, *a.shape), a.dtype)
         for a in program.avals(program.objective.batch)
     ]
-    parameters = program.with_borrowed(program.parameters).buffers
     pages = [jax.ShapeDtypeStruct((count, PAGE), jnp.uint32) for count in program.windows]
     row = jax.ShapeDtypeStruct((2 + len(KEPT),), jnp.int32)
     arena, key = max(pages[STASH:], key=lambda x: x.size), jax.eval_shape(lambda: jax.random.key(0))
-    for kind in program.kinds if program.trains(s) else program.kinds[:1]:
+    for kind in program.schedule.kinds if program.trains(s) else (Kind.FORWARD,):
         state, what = (program.variables.buffers, ARRIVED) if kind is Kind.FORWARD else ((), RETURNED)
-        given = parameters, state, batch, pages[what], arena, key, row
+        given = *program.added(program.parameters), state, batch, pages[what], arena, key, row
         yield partial(stage_work, program, kind, s), Given._make(given)
 
 
-def _bytes(avals: Sequence[Shaped]) -> int:
+def _bytes(avals: Iterable[Shaped]) -> int:
     return sum(math.prod(aval.shape) * itemsize(aval.dtype) for aval in avals)

@@ -3,7 +3,7 @@
 # More than 15 of our modules: the parts of this room are put together here.
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -22,10 +22,9 @@ from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.runtime import check_state, shard_batch
 from jaxpipe.runtime.executable_plan import Batching, Bytes, ExecutablePlan, ForwardPass, Gradients, StepResults
 from jaxpipe.runtime.followed_program import forward_program
-from jaxpipe.runtime.spmd.buffer_layout import BufferLayout, lay_out
+from jaxpipe.runtime.spmd.buffer_layout import BufferLayout
 from jaxpipe.runtime.spmd.compiled_step import evaluation_step, gradient_step, prediction_step, training_step
-from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram
-from jaxpipe.runtime.spmd.outer_step import OuterBuffers
+from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram, by_parameter
 from jaxpipe.runtime.stage_outer_loop import sites_of
 from jaxpipe.runtime.state_arrays import StageArrays, mean_of_replicas, on_host
 from jaxpipe.runtime.train_state import TrainState, made_for
@@ -40,20 +39,9 @@ class SpmdRuntime:
     """A plan as one program; with the methods of ``MpmdRuntime``."""
 
     def __init__(self, planned: ExecutablePlan):
-        self.planned, self.program = planned, LockstepProgram.of(planned.program)
-        self._token, exchanges, loop = object(), planned.update.exchange is not None, planned.update.outer
-        self._outer = None if loop is None else OuterBuffers(self.program, loop, sites_of(planned.mesh))
-        nothing = lay_out([{}] * self.program.num_devices)
-        #: The layout of each part of a state.
-        self._layouts = {
-            "parameters": self.program.parameters,
-            "variables": self.program.variables,
-            "optimizer": self.program.optimizer(planned.update),
-            "residual": self.program.residuals if exchanges else nothing,
-            "outer": nothing,
-        }
-        if self._outer is not None:
-            self._layouts |= {"residual": self._outer.pending, "outer": self._outer.outer}
+        self.planned, self._token, self._loop = planned, object(), planned.update.outer
+        sites = None if self._loop is None else sites_of(planned.mesh)
+        self.program = LockstepProgram.of(planned.program, update=planned.update, sites=sites)
 
     @property
     def places(self) -> range:
@@ -68,8 +56,8 @@ class SpmdRuntime:
     def _abstract_state(self) -> TrainState:
         """The shapes of a training state, where its devices have them: of buffers, one after the other."""
         mesh, groups = self.planned.mesh, self.planned.everywhere
-        for field, layout in self._layouts.items():
-            apart = field == "residual" or (self._outer is not None and field != "outer")
+        for field, layout in self.program.state.items():
+            apart = field == "residual" or (self._loop is not None and field != "outer")
             count, spec = (mesh.size, P((STAGE, DATA))) if apart else (mesh.shape[STAGE], P(STAGE))
             groups[field] = tuple(self._shaped((count * x.size,), x, spec) for x in layout.buffers)
         return TrainState(**groups, plan=self.planned.plan.identity)
@@ -80,24 +68,23 @@ class SpmdRuntime:
     def stage_part(self, place: int, arrays: StageArrays) -> dict[Device, dict[str, PyTree]]:
         """Return the buffers of a place's devices, on these."""
         part = dict[Device, dict[str, PyTree]]()
+        outer = arrays.outer if self._loop is None else arrays.outer or [*map(self._loop.first, arrays.parameters)]
         for r, device in enumerate(self.devices_of(place)):
             if multihost.mine([device]):
                 source = arrays.replicas[r] if arrays.replicas else arrays
-                groups = source.parameters, source.variables, source.optimizer, [x[r] for x in arrays.residuals], ()
-                pairs = zip(self._layouts.items(), groups, strict=True)
-                # Residuals that are not given are zero.
+                left = [x[r] for x in arrays.residuals]  # that are not given are zero
+                groups = source.parameters, source.variables, source.optimizer, left, [x for row in outer for x in row]
+                pairs = zip(self.program.state.items(), groups, strict=True)
                 buffers = {
                     field: tuple(layout.write(place, dict(zip(layout.places[place], values, strict=bool(values))), np))
                     for (field, layout), values in pairs
                 }
-                if self._outer is not None:
-                    buffers["outer"] = tuple(self._outer.write(place, arrays))
                 part[device] = jax.device_put(buffers, device)
         return part
 
     def assemble(self, parts: Mapping[Device, dict[str, PyTree]], everywhere: dict[str, PyTree]) -> TrainState:
         """Return the state of the buffers of this process's devices, and of what all have."""
-        abstract = {field: getattr(self._abstract_state, field) for field in self._layouts}
+        abstract = {field: getattr(self._abstract_state, field) for field in self.program.state}
         groups = jax.tree.map(
             lambda x, *rows: jax.make_array_from_single_device_arrays(x.shape, x.sharding, list(rows)),
             abstract,
@@ -110,14 +97,15 @@ class SpmdRuntime:
 
         In an outer loop parameters are the outer ones, and variables the means over the replicas.
         """
-        objective, replicas = self.program.objective, range(self.planned.batching.replicas)
-        held = {field: self._on_hosts(layout, getattr(state, field)) for field, layout in self._layouts.items()}
-        left = [self._on_hosts(self._layouts["residual"], state.residual, r) for r in replicas]
-        rows, each = [], []
-        if self._outer is not None:
+        objective, layouts = self.program.objective, self.program.state
+        held = {field: self._on_hosts(layout, getattr(state, field)) for field, layout in layouts.items()}
+        replicas = range(self.planned.batching.replicas)
+        left = [self._on_hosts(layouts["residual"], state.residual, r) for r in replicas]
+        rows, each = by_parameter(held["outer"]), []
+        if self._loop is not None:
             fields = ("parameters", "variables", "optimizer") if apart else ("variables",)
-            each = [{k: self._on_hosts(self._layouts[k], getattr(state, k), r) for k in fields} for r in replicas]
-            rows, held["parameters"] = self._outer.rows(held["outer"]), self._outer.parameters_of(held["outer"])
+            each = [{k: self._on_hosts(layouts[k], getattr(state, k), r) for k in fields} for r in replicas]
+            held["parameters"] = self.program.outer_parameters(held["outer"])
             held["variables"] = {t: mean_of_replicas([x["variables"][t] for x in each]) for t in held["variables"]}
         shared = list(map(on_host, state.shared))
 
@@ -131,7 +119,10 @@ class SpmdRuntime:
 
         residuals = [np.stack([x[t] for x in left]) for t in objective.parameters if t in left[0]]
         return dataclasses.replace(
-            arrays(held), residuals=residuals, outer=rows, replicas=[arrays(x) for x in each] if apart else []
+            arrays(held),
+            residuals=residuals,
+            outer=[rows[t] for t in objective.parameters if t in rows],
+            replicas=[arrays(x) for x in each] if apart else [],
         )
 
     def _on_hosts(self, layout: BufferLayout, buffers: Sequence[Array], replica: int = 0) -> dict[TensorNumber, Any]:
@@ -188,7 +179,8 @@ class SpmdRuntime:
     @progress("Compiling the forward pass")
     def forward(self, name: str, objective: MicrobatchProgram, shapes: PyTree, batching: Batching) -> ForwardPass:
         """Compile a function of state and batch: loss and metrics of ``"evaluate"``, leaves of ``"predict"``."""
-        program = LockstepProgram.of(forward_program(self.planned, objective, name, batching.num_microbatches))
+        planned = forward_program(self.planned, objective, name, batching.num_microbatches)
+        program = LockstepProgram.of(planned, update=self.planned.update)
         graph = program.objective.graph
         agreement.agree(f"Pipeline.{name}", lambda: {"its program": program_text(graph, values=True)})
         step, outputs = (evaluation_step, P()) if name == "evaluate" else (prediction_step, P(*program.replica_axes))
@@ -225,9 +217,7 @@ class SpmdRuntime:
         """Return the training step, lowered for the plan's devices."""
         planned = self.planned
         with building_for(planned.mesh.devices.flat[0]):
-            return self._lower(
-                partial(training_step, planned.update, self._outer), None, self.program, planned.batch, planned.batching
-            )
+            return self._lower(training_step, None, self.program, planned.batch, planned.batching)
 
     @cached_property
     @progress("Compiling the gradient")
@@ -243,11 +233,7 @@ class SpmdRuntime:
         That returns a new state first, in the place of the old one.
         """
 
-        trains = outputs is None
-
         def device_step(state: TrainState, batch: Sequence[Array]) -> PyTree:
-            if self._outer is not None and not trains:
-                state = self._outer.at_outer(state)
             return step(program, state, batching.rows(batch))
 
         mesh, abstract, specs = self.planned.mesh, self._abstract_state, batching.specs()

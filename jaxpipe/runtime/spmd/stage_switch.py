@@ -54,16 +54,9 @@ def overwrite(
     for number, branch in enumerate(shared):
         here = jnp.bool_(True) if len(shared) == 1 else chosen == number
         turns = (here if unless is None else here & (unless == 0)).astype(jnp.int32)
-        buffers = _loop(turns, functools.partial(branch, row), buffers, arrays)
+        work = functools.partial(branch, row)
+        buffers = lax.fori_loop(0, turns, lambda turn, buffers, work=work: work(buffers, arrays, turn), buffers)
     return buffers
-
-
-def _loop(turns: Array, function: Callable[..., T], buffers: T, arrays: Sequence[Array]) -> T:
-    def turn(carry: tuple[Array, T]) -> tuple[Array, T]:
-        number, carried = carry
-        return number + 1, function(carried, arrays, number)
-
-    return lax.while_loop(lambda carry: carry[0] < turns, turn, (jnp.int32(0), buffers))[1]
 
 
 def _grouped(

@@ -26,7 +26,7 @@ micro-batches; here each use is added up over the micro-batches first, which rou
 writes the owner's place in its own buffers, which hold something else there, and leaves what is not the owner's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.array_types import Array, TensorNumber
+from jaxpipe.array_types import Array, PyTree, Shaped, TensorNumber
 from jaxpipe.runtime.gradient_precision import add_gradient
 from jaxpipe.runtime.spmd.lockstep_program import PAGE, LockstepProgram
 from jaxpipe.runtime.spmd.stage_switch import switch
@@ -49,7 +49,8 @@ from jaxpipe.sharding.mesh_axes import DATA, STAGE
 class Given(NamedTuple):
     """The arrays that work reads."""
 
-    parameters: Sequence[Array]  # buffers, those of borrowed ones behind
+    parameters: Sequence[Array]  # buffers
+    borrowed: Mapping[TensorNumber, Array]  # parameters of others
     state: Sequence[Array]  # variables, for forward work
     batch: Sequence[Array]  # leaves ``[num_microbatches, ...]``
     message: Array | None  # ``[pages, words]``, of the stage before or of the next one
@@ -64,7 +65,7 @@ class Made(NamedTuple):
     state: Sequence[Array]
     message: Array  # pages, for a neighbor
     kept: Array  # pages, for later work on the micro-batch
-    added: Sequence[Array]  # words of results; or gradients, in buffers likewise
+    added: PyTree  # words of results; or gradients, as ``LockstepProgram.added``
 
 
 def run_ticks(
@@ -75,7 +76,7 @@ def run_ticks(
     Returns the state variables, folded over the micro-batches; sums of gradients, none if all work is forward; and
     the results of all micro-batches, of all devices.
     """
-    parameters, key = _borrow(program, given.parameters), jax.random.fold_in(given.key, given.step)
+    borrowed, key = _borrow(program, given.parameters), jax.random.fold_in(given.key, given.step)
     replica = lax.axis_index(DATA) if program.replicated else 0
     pages = jnp.asarray([[0] * 4, *program.pages], jnp.int32)
     table, windows, count = program.table, program.windows, program.num_devices
@@ -86,18 +87,18 @@ def run_ticks(
     def tick(carry: tuple, rows: tuple[Array, Array]) -> tuple[tuple, None]:
         mail, arena, state, sums, results = carry
         messages = []
-        for k, kind in enumerate(program.kinds):
+        for k, kind in enumerate(program.schedule.kinds):
             row = rows[0][k]
             message = lax.dynamic_slice(mail, (row[2 + k], jnp.int32(0)), (windows[k], PAGE)) if k < STASH else None
             number = jax.random.fold_in(key, replica * program.num_microbatches + row[0])
+            before, kept = (state, None) if kind is Kind.FORWARD else ([], arena)
+            output = _work(program, kind, Given(given.parameters, borrowed, before, batch, message, kept, number, row))
             if kind is Kind.FORWARD:
-                output = _work(program, kind, Given(parameters, state, batch, message, None, number, row))
-                whole = lax.dynamic_index_in_dim(results, row[0], keepdims=False) + output.added[0]
+                whole = lax.dynamic_index_in_dim(results, row[0], keepdims=False) + output.added
                 results = lax.dynamic_update_index_in_dim(results, whole, row[0], 0)
                 state = output.state
             else:
-                output = _work(program, kind, Given(parameters, [], batch, message, arena, number, row))
-                sums = list(map(add_gradient, sums, output.added))
+                sums = jax.tree.map(add_gradient, sums, output.added)
             if k < STASH:  # the weight part sends and keeps nothing
                 arena = _write(arena, output.kept, row[2 + STASH + k], pages[row[1], STASH + k])
                 messages.append(output.message)
@@ -108,34 +109,34 @@ def run_ticks(
         return (mail, arena, state, sums, results), None
 
     mail, arena = (jnp.zeros((n, PAGE), jnp.uint32) for n in table.pages)
-    added = program.with_borrowed(program.sums).buffers if program.schedule.has_backward else ()
-    sums = [jnp.zeros(a.shape, a.dtype) for a in added]
+    sums = jax.tree.map(_zeros, program.added(program.sums)) if program.schedule.has_backward else None
     results = jnp.zeros((program.num_microbatches, sum(map(word_count, program.result_avals))), jnp.uint32)
     rows = jnp.asarray(table.work)[lax.axis_index(STAGE)], jnp.asarray(table.landed)[lax.axis_index(STAGE)]
     carry = mail, arena, list(given.variables), sums, results
     *_, variables, sums, results = lax.scan(tick, carry, rows)[0]
     # One stage has made what all others have as zeros.
     results = jax.vmap(partial(unpack_words, avals=program.result_avals))(lax.psum(results, STAGE))
-    return variables, sums and _give_back(program, sums), results
+    return variables, [] if sums is None else _give_back(program, *sums), results
 
 
-def _borrow(program: LockstepProgram, buffers: Sequence[Array]) -> list[Array]:
-    """This device's buffers, and behind them the value of every shared parameter; inside ``shard_map``."""
-    owned = {t: program.parameters.get(d, t, buffers) for t, d in program.lent.items()}
+def _borrow(program: LockstepProgram, buffers: Sequence[Array]) -> dict[TensorNumber, Array]:
+    """The value of every parameter that others borrow, from the device that has it; inside ``shard_map``."""
+    owned = {t: program.parameters.places[d][t].get(buffers) for t, d in program.lent.items()}
     words = [jnp.where(lax.axis_index(STAGE) == program.lent[t], to_words(x), jnp.uint32(0)) for t, x in owned.items()]
-    values = dict(zip(owned, map(from_words, lax.psum(words, STAGE), owned.values()), strict=True))
-    return [*buffers, *program.borrowed(program.parameters).write(0, values)]
+    return dict(zip(owned, map(from_words, lax.psum(words, STAGE), owned.values()), strict=True))
 
 
-def _give_back(program: LockstepProgram, sums: Sequence[Array]) -> list[Array]:
+def _give_back(program: LockstepProgram, buffers: list[Array], borrowed: Mapping[TensorNumber, Array]) -> list[Array]:
     """This device's gradient buffers, with what others have computed for its parameters."""
-    count = len(program.sums.buffers)
-    buffers, borrowed = list(sums[:count]), lax.psum(list(sums[count:]), STAGE)
-    for t, gradient in program.borrowed(program.sums).read(0, borrowed).items():
-        value = program.sums.get(program.lent[t], t, buffers)
-        whole = jnp.where(lax.axis_index(STAGE) == program.lent[t], value + gradient, value)
-        buffers = program.sums.put(program.lent[t], t, buffers, whole)
+    for t, gradient in lax.psum(borrowed, STAGE).items():
+        place = program.sums.places[program.lent[t]][t]
+        value = place.get(buffers)
+        buffers = place.put(buffers, jnp.where(lax.axis_index(STAGE) == program.lent[t], value + gradient, value))
     return buffers
+
+
+def _zeros(aval: Shaped) -> Array:
+    return jnp.zeros(aval.shape, aval.dtype)
 
 
 def _write(arena: Array, pages: Array, first: Array, count: Array) -> Array:
@@ -154,7 +155,7 @@ def _work(program: LockstepProgram, kind: Kind, given: Given) -> Made:
     output = jax.eval_shape(branches[-1], given)
 
     def idle(given: Given) -> Made:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), output)._replace(state=list(given.state))
+        return jax.tree.map(_zeros, output)._replace(state=list(given.state))
 
     frozen = 0 if kind is Kind.FORWARD else program.schedule.frozen
     return switch(given.row[1], [idle, *[idle] * frozen, *branches[frozen:]], given)
@@ -165,7 +166,7 @@ def stage_work(program: LockstepProgram, kind: Kind, s: StageNumber, given: Give
     device, objective = program.device(s), program.objective
     rows = [lax.dynamic_index_in_dim(x, given.row[0], keepdims=False) for x in given.batch]
     known = dict(zip((*objective.batch, objective.key), (*rows, given.key), strict=True))
-    known |= program.with_borrowed(program.parameters).read(device, given.parameters)
+    known |= {**given.borrowed, **program.parameters.read(device, given.parameters)}
     return _forward(program, s, known, given) if kind is Kind.FORWARD else _backward(program, kind, s, known, given)
 
 
@@ -181,7 +182,7 @@ def _forward(program: LockstepProgram, s: StageNumber, known: dict[TensorNumber,
         program.variables.write(device, state),
         _pages([values[t] for t in stage.leaving], program.windows[ARRIVED]),
         _pages([x for parts in stash.values() for x in parts], program.windows[STASH]),
-        [pack_given(results, program.result_avals)],
+        pack_given(results, program.result_avals),
     )
 
 
@@ -189,12 +190,14 @@ def _backward(
     program: LockstepProgram, kind: Kind, s: StageNumber, known: dict[TensorNumber, Array], given: Given
 ) -> Made:
     stage, is_weight = program.stages[s], kind is Kind.BACKWARD_WEIGHT
-    names = stage.saved if is_weight else program.returned(s)
-    received = dict(zip(names, _kept(program, s, SAVED if is_weight else RETURNED, given), strict=True))
+    cotangents = _kept(program, s, SAVED if is_weight else RETURNED, given)
+    received = dict(zip(program.received(s, kind), cotangents, strict=True))
     stored = iter(_kept(program, s, STASH, given))
     stash = {t: tuple(next(stored) for _ in avals) for t, avals in stage.stashed.items()}
     gradients, saved = stage_backward(program.objective, stage, kind, known, stash, received)
-    added = program.with_borrowed(program.gradients).write(program.device(s), gradients)
+    device, borrowed = program.device(s), jax.tree.map(_zeros, program.added(program.gradients)[1])
+    borrowed |= {t: x for t, x in gradients.items() if program.lent.get(t, device) != device}
+    added = program.gradients.write(device, gradients), borrowed
     if is_weight:
         return Made([], _pages([], 0), _pages([], 0), added)
     message = _pages([gradients[t] for t in stage.returning], program.windows[RETURNED])

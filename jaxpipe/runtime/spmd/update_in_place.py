@@ -7,16 +7,16 @@ between the steps say so.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeAlias
 
 from jax import lax
 
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, Shaped, TensorNumber
-from jaxpipe.graph.graph import operator_ends, run
-from jaxpipe.graph.reverse_walk import needed
-from jaxpipe.runtime.executable_plan import Update
-from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate, held_by, operators_of
+from jaxpipe.graph.graph import run
+from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate, compute, held_by
 from jaxpipe.runtime.overwrite_state import renewals
+from jaxpipe.runtime.spmd.buffer_layout import Place
 from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram
 from jaxpipe.runtime.spmd.stage_switch import overwrite, switch
 from jaxpipe.runtime.train_state import TrainState
@@ -24,38 +24,41 @@ from jaxpipe.runtime.uint32_words import pack_given, unpack_words
 from jaxpipe.sharding.mesh_axes import STAGE
 
 
+#: Buffers of a device, by group.
+Buffers: TypeAlias = dict[str, list[Array]]
+
+
 def run_update(
-    update: Update, program: LockstepProgram, state: TrainState, gradients: Sequence[Array], unless: Array | None
+    program: LockstepProgram, state: TrainState, gradients: Sequence[Array], unless: Array | None
 ) -> TrainState:
     """Run one update, inside ``shard_map``: a state with new parameters, optimizer state, and shared state.
 
     If ``unless`` is not zero, parameters and optimizer state stay; the shared state is new.
     """
-    by_stage, held = update.by_stage, [held_by(update.by_stage, s) for s in program.device_numbers]
-    parameters, gradient = (
-        layout.numbered([tensors[part] for tensors in held])
-        for part, layout in enumerate((program.parameters, program.taken(update)))
-    )
-    layout = parameters.joined(program.optimizer(update)).joined(gradient)
-    written = [*state.parameters, *state.optimizer]
+    assert program.update is not None
+    by_stage = program.update.by_stage
+    written = {"parameters": list(state.parameters), "optimizer": list(state.optimizer)}
+    places = [_places(by_stage, program, d) for d in program.device_numbers]
 
     def taken(t: TensorNumber, x: Array) -> Array:
         """Return an array in the type in which the optimizer takes it."""
         return x.astype(by_stage.graph.tensors[t].dtype)
 
     def read(s: int) -> dict[TensorNumber, Array]:
-        return {t: taken(t, x) for t, x in layout.read(s, [*written, *gradients]).items()}
+        buffers = {**written, "gradients": gradients}
+        return {t: taken(t, place.get(buffers[group])) for t, (group, place) in places[s].items()}
 
     everywhere = _known_everywhere(by_stage, read, state.shared, range(program.num_devices))
 
-    def branch(s: int, written: list[Array], gradients: Sequence[Array], turn: Array) -> list[Array]:
+    def branch(s: int, written: Buffers, gradients: Sequence[Array], turn: Array) -> Buffers:
         hidden = [_compat.disguise(x, turn) for x in gradients]
-        buffers, _ = _compat.barrier(([*written, *hidden], turn))
+        buffers, _ = _compat.barrier(({**written, "gradients": hidden}, turn))
         known, home = dict(everywhere), {}
 
         def get(t: TensorNumber) -> Array:
             # XLA writes over what a fused computation reads, but not if it has another shape in there.
-            return taken(t, _compat.barrier(layout.get(s, t, buffers)))
+            group, place = places[s][t]
+            return taken(t, _compat.barrier(place.get(buffers[group])))
 
         for step in renewals(by_stage, s, everywhere.keys()):
             for t in step.reads:
@@ -65,15 +68,24 @@ def run_update(
                     known[t] = get(t)
             run(step.operators, known)
             known.setdefault(step.old, get(step.old))  # for those that compute with the old value later
-            buffers = _compat.barrier(layout.put(s, step.old, buffers, _compat.barrier(known[step.new])))
+            group, place = places[s][step.old]
+            new = place.put(buffers[group], _compat.barrier(known[step.new]))
+            buffers = _compat.barrier({**buffers, group: new})
             home[step.new] = step.old
-        return buffers[: len(written)]
+        return {group: buffers[group] for group in written}
 
     branches = [partial(branch, s) for s in program.device_numbers]
     written = overwrite(lax.axis_index(STAGE), branches, written, gradients, unless)
     shared = tuple(everywhere[t] for t, s in zip(by_stage.new_state, by_stage.state_stage, strict=True) if s is None)
-    count = len(state.parameters)
-    return replace(state, parameters=tuple(written[:count]), optimizer=tuple(written[count:]), shared=shared)
+    return replace(state, shared=shared, **{group: tuple(buffers) for group, buffers in written.items()})
+
+
+def _places(update: PartitionedUpdate, program: LockstepProgram, device: int) -> dict[TensorNumber, tuple[str, Place]]:
+    """Return the groups and the places of a device's arrays by their numbers in the optimizer."""
+    layouts = {"parameters": program.parameters, "gradients": program.taken, "optimizer": program.state["optimizer"]}
+    places = {group: layout.places[device].values() for group, layout in layouts.items()}
+    pairs = zip(held_by(update, device), places.items(), strict=True)
+    return {t: (group, place) for tensors, (group, held) in pairs for t, place in zip(tensors, held, strict=True)}
 
 
 def _known_everywhere(
@@ -88,7 +100,7 @@ def _known_everywhere(
     def send(tensors: Sequence[TensorNumber], avals: Sequence[Shaped], s: int) -> Array:
         here = known | read(s)
         mine = [t for t in tensors if update.stage_of[t] == s]
-        run(needed(operators_of(update, s), mine, operator_ends, known=here)[0], here)
+        compute(update, s, mine, here)
         return pack_given({k: here[t] for k, t in enumerate(tensors) if t in mine}, avals)
 
     for number, tensors in enumerate((*update.exchanged, ())):

@@ -4,6 +4,7 @@ gradients + residuals ──▶ the blocks that are sent ──collectives over 
 """
 
 import functools
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from jaxpipe.graph.graph import Operator
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate
 from jaxpipe.runtime.stages import Placement
+from jaxpipe.runtime.uint32_words import pack_words, unpack_words, word_count
 from jaxpipe.sharding.mesh_axes import DATA, own_name
 
 
@@ -72,6 +74,18 @@ class StageExchange:
     def _by_phase(self, s: int, step: Array, function: Callable[[Sequence[Blocks]], T]) -> T:
         branches = [functools.partial(function, phases[s]) for phases in self.plans]
         return lax.switch(self.settings.phase(step), branches)
+
+
+def sums_in_order(
+    values: Sequence[Array], axes: str | tuple[str, ...], groups: list[list[int]] | None = None
+) -> list[Array]:
+    """The sums of small values over devices, with the same bits whatever connects them: ``psum`` has no fixed order.
+
+    They cross the network in one message, of which the time is latency.
+    """
+    rows = lax.all_gather(pack_words(values, sum(map(word_count, values))), axes, axis_index_groups=groups)
+    parts = [unpack_words(row, values) for row in rows]
+    return [functools.reduce(operator.add, column) for column in zip(*parts, strict=True)]
 
 
 def _fill(x: Array, shape: Shaped) -> Array:

@@ -4,12 +4,9 @@ sums of gradients, residuals ──one program──▶ messages, new residuals 
 """
 
 import functools
-import operator
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.array_types import Array
@@ -18,7 +15,7 @@ from jaxpipe.runtime.mpmd.stage_layout import StageLayout
 from jaxpipe.runtime.mpmd.step_end_graph import StepEndWriter
 from jaxpipe.runtime.mpmd.trace_task import Arrays
 from jaxpipe.runtime.mpmd.update_tasks import StageUpdate
-from jaxpipe.runtime.replica_exchange import StageExchange
+from jaxpipe.runtime.replica_exchange import StageExchange, sums_in_order
 from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.mesh_axes import DATA
 
@@ -48,7 +45,7 @@ def _exchange(layout: StageLayout, end: StageUpdate, plan: StageExchange, s: Sta
         new = [x.reshape(old.shape) for x, old in zip(rest, before, strict=True)]
         if layout.is_guarded:
             new = [jnp.where(stopped, old, x) for old, x in zip(before, new, strict=True)]
-        return [*jax.tree.leaves(arrived), *new, *_in_order([squares, unsent])]
+        return [*jax.tree.leaves(arrived), *new, *sums_in_order([squares, unsent], DATA)]
 
     share = arrays["weight"] / members
     shares = [g / share.astype(g.dtype) for g in end.own_sums(arrays)]
@@ -69,8 +66,3 @@ def _averages(layout: StageLayout, plan: StageExchange, s: StageNumber, arrays: 
     """Return the averages of the gradients, of the messages of their exchange."""
     messages = jax.tree.unflatten(jax.tree.structure(plan.messages(s)), arrays["messages"])
     return {"averages": dict(zip(layout.held(s), plan.averages(s, arrays["step"], messages), strict=True))}
-
-
-def _in_order(values: Sequence[Array]) -> list[Array]:
-    rows = [lax.all_gather(x, DATA) for x in values]
-    return [functools.reduce(operator.add, [row[r] for r in range(row.shape[0])]) for row in rows]

@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,13 @@ from jaxpipe.array_types import Array
 from jaxpipe.gradients.block_exchange import Averaged, exchange, sent_share
 from jaxpipe.gradients.squared_norm import norm_dtype, squared_norm
 from jaxpipe.models.combine_metrics import combine
-from jaxpipe.runtime.replica_exchange import StageExchange
+from jaxpipe.runtime.replica_exchange import StageExchange, sums_in_order
 from jaxpipe.runtime.spmd.buffer_layout import BufferLayout
 from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram
 from jaxpipe.runtime.spmd.outer_step import advance, at_outer, means
 from jaxpipe.runtime.spmd.tick_loop import run_ticks
 from jaxpipe.runtime.spmd.update_in_place import run_update
 from jaxpipe.runtime.train_state import TrainState
-from jaxpipe.runtime.uint32_words import pack_words, unpack_words, word_count
 from jaxpipe.sharding.mesh_axes import DATA, STAGE
 
 
@@ -43,7 +42,7 @@ def training_step(
         share = weight / lax.axis_size(DATA)
         checked = [x / share.astype(x.dtype) for x in sums]
         gradients, residual, *squares = _exchanged(program, update.exchange, state.step, checked, state.residual)
-        whole, left = _in_order(squares, (STAGE, DATA))
+        whole, left = sums_in_order(squares, (STAGE, DATA))
         counters |= {"sent_share": sent_share(whole, left), "residual_norm": jnp.sqrt(left)}
     stopped = None
     if update.on_nonfinite is not None:
@@ -62,7 +61,7 @@ def training_step(
         if skips:
             counters["skipped"] = state.skipped + stopped.astype(jnp.int32)
             new = replace(new, skipped=counters["skipped"])
-    (squares,) = _in_order([squared_norm(gradients, norm_dtype(g.dtype for g in gradients))], STAGE)
+    (squares,) = sums_in_order([squared_norm(gradients, norm_dtype(g.dtype for g in gradients))], STAGE)
     if loop is not None:
         new = advance(program, loop, new)
         squares = lax.pmean(squares, DATA, axis_index_groups=program.sites)
@@ -103,7 +102,7 @@ def _train(
     variables, sums, rows = run_ticks(program, state if apart else at_outer(program, state), batch)
     zeros = [jnp.zeros(x.shape[1:], x.dtype) for x in rows]
     totals = lax.scan(lambda totals, row: (list(map(operator.add, totals, row)), None), zeros, rows)[0]
-    whole = _in_order(totals, DATA, program.sites if apart else None) if program.replicated else totals
+    whole = sums_in_order(totals, DATA, program.sites if apart else None) if program.replicated else totals
     loss, weight, *metrics, overflows = whole
     metrics = combine(metrics, weight, program.objective.summed)
     loss = loss / weight.astype(loss.dtype)
@@ -144,15 +143,3 @@ def _exchanged(
         partial(exchange, plans, plan.settings.rule, DATA, program.by_device, read, write) for plans in plan.plans
     ]
     return lax.switch(plan.settings.phase(step), phases)
-
-
-def _in_order(
-    values: Sequence[Array], axes: str | tuple[str, ...], groups: list[list[int]] | None = None
-) -> list[Array]:
-    """The sums of small values over devices, with the same bits whatever connects them: ``psum`` has no fixed order.
-
-    They cross the network in one message, of which the time is latency.
-    """
-    rows = lax.all_gather(pack_words(values, sum(map(word_count, values))), axes, axis_index_groups=groups)
-    parts = [unpack_words(row, values) for row in rows]
-    return [reduce(operator.add, column) for column in zip(*parts, strict=True)]

@@ -125,7 +125,7 @@ class SpmdRuntime:
             replicas=[arrays(x) for x in each] if apart else [],
         )
 
-    def _on_hosts(self, layout: BufferLayout, buffers: Sequence[Array], replica: int = 0) -> dict[TensorNumber, Any]:
+    def _on_hosts(self, layout: BufferLayout, buffers: Sequence[Array], replica: int = 0) -> dict[Any, Any]:
         """Copy the arrays of all places to the host of every process, into memory of their each."""
         held = {}
         for place in self.places:

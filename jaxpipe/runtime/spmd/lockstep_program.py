@@ -36,7 +36,7 @@ PAGE = 128
 class LockstepProgram(Program):
     """A program whose devices walk through its schedule in step, with the same buffers. Layouts are by device."""
 
-    update: Update | None = None  # None: only its timeline is asked for
+    update: Update | None = None  # which its timeline does not need
     sites: list[list[int]] | None = None  # in an outer loop, if there are several, the replicas of each
 
     @classmethod

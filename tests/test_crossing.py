@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime import waiting_thread
 from jaxpipe.runtime.mpmd.combine_sends import join_messages
-from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Place, Send
+from jaxpipe.runtime.mpmd.instructions import Call, Place, Send
 from jaxpipe.runtime.mpmd.send_between_processes import Slot, pair_slots
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 
@@ -33,14 +33,19 @@ def send(source: int, target: int, read: int, write: int) -> Send:
     return Send(Place(source, 0), Place(target, 0), (read,), (write,))
 
 
+def both_ways(forth: Send, back: Send) -> Send:
+    reads, writes = forth.reads + back.reads, forth.writes + back.writes
+    return replace(forth, reads=reads, writes=writes, returning=len(back.reads))
+
+
 TWO = devices(0, 1)
 
 
 def test_messages_that_cross_become_one_program():
     forth, back = send(0, 1, 0, 10), send(1, 0, 1, 11)
     work = [call(0, (), (0,)), call(1, (), (1,))]
-    assert join_messages([*work, forth, back], TWO) == [*work, Exchange(forth, back)]
-    assert join_messages([work[0], forth, work[1], back], TWO) == [*work, Exchange(forth, back)]
+    assert join_messages([*work, forth, back], TWO) == [*work, both_ways(forth, back)]
+    assert join_messages([work[0], forth, work[1], back], TWO) == [*work, both_ways(forth, back)]
 
 
 def test_messages_within_a_process_stay_as_they_are():
@@ -74,20 +79,20 @@ def test_messages_of_one_direction_are_one_unless_work_is_between_them():
     assert join_messages([first, second, work, late], TWO) == [both, work, late]
     back = send(1, 0, 3, 13)
     joined = join_messages([first, back, second], TWO)
-    assert joined == [Exchange(both, back)]
+    assert joined == [both_ways(both, back)]
 
 
 def test_other_messages_keep_their_order():
     table = [send(0, 1, 0, 10), send(1, 2, 1, 11), send(2, 1, 2, 12), send(1, 0, 3, 13)]
     joined = join_messages(table, devices(0, 1, 2))
-    assert joined == [Exchange(table[1], table[2]), Exchange(table[0], table[3])]
+    assert joined == [both_ways(table[1], table[2]), both_ways(table[0], table[3])]
 
 
 def test_arrays_of_one_shape_that_cross_share_a_place_in_the_program():
     small, large = (jax.ShapeDtypeStruct((n, 2), np.float32) for n in (3, 4))
     half = jax.ShapeDtypeStruct((4, 2), np.float16)
     avals = [small, large, large, half, small, large, large, half]
-    message = Exchange(
+    message = both_ways(
         Send(Place(0, 0), Place(1, 0), (0, 1), (4, 5)),
         Send(Place(1, 0), Place(0, 0), (2, 3), (6, 7)),
     )

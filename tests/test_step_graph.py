@@ -17,7 +17,7 @@ import optax
 import pytest
 
 import jaxpipe
-from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Join, Place, Send, Split
+from jaxpipe.runtime.mpmd.instructions import Call, Join, Place, Send, Split
 from jaxpipe.runtime.mpmd.step_graph import Form, Port, StepGraph, Value
 from jaxpipe.runtime.mpmd.trace_task import trace_task
 from jaxpipe.runtime.mpmd.value_liveness import drop_values, infer_donation, remove_unread
@@ -124,11 +124,10 @@ def link_bytes(graph: StepGraph) -> Counter:
     """Return the bytes that each link carries in a step, by the places at its ends."""
     carried = Counter()
     for instruction in graph.instructions:
-        halves = (instruction.forth, instruction.back) if isinstance(instruction, Exchange) else (instruction,)
-        for half in halves:
-            if isinstance(half, Send):
-                sizes = (graph.avals[k].size * graph.avals[k].dtype.itemsize for k in half.reads)
-                carried[half.source.stage, half.target.stage] += sum(sizes)
+        if isinstance(instruction, Send):
+            for k, target in zip(instruction.reads, instruction.targets, strict=True):
+                source = instruction.target if target == instruction.source else instruction.source
+                carried[source.stage, target.stage] += graph.avals[k].size * graph.avals[k].dtype.itemsize
     return carried
 
 

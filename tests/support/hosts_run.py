@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import flax.linen as nn
@@ -18,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxpipe
 from jaxpipe import multihost
-from jaxpipe.runtime.mpmd.instructions import Exchange, Place, Send, Spread
+from jaxpipe.runtime.mpmd.instructions import Place, Send, Spread
 from jaxpipe.runtime.mpmd.send_between_processes import Transfers
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 
@@ -262,11 +263,11 @@ def messages(folder: str) -> None:
     transfers = Transfers(avals * 2, [PartitionSpec()] * (4 * count))
     devices = StageDevices(tuple((device,) for device in ends), 1)
     send = Send(Place(0, 0), Place(1, 0), tuple(range(count)), tuple(range(2 * count, 3 * count)))
-    back = Send(Place(1, 0), Place(0, 0), tuple(range(count, 2 * count)), tuple(range(3 * count, 4 * count)))
+    both = replace(send, reads=tuple(range(2 * count)), writes=tuple(range(2 * count, 4 * count)), returning=count)
     spread = Spread(Place(1, 0), (0,), send.reads, send.writes)
     parts = {
         "there": transfers.between(send, devices),
-        "exchange": transfers.between(Exchange(send, back), devices),
+        "exchange": transfers.between(both, devices),
         "spread": transfers.spread(spread, devices),
     }
     received = {}

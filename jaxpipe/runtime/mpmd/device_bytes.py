@@ -17,7 +17,7 @@ from jaxpipe.graph.liveness import temporary_bytes
 from jaxpipe.graph.sharding_propagation import of_one_device, propagate
 from jaxpipe.runtime.mpmd.compile_tasks import Needs
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
-from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Join, Place, Send, Split
+from jaxpipe.runtime.mpmd.instructions import Call, Join, Place, Send, Split
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.step_graph import StepGraph
 from jaxpipe.sharding.submesh import count_parts
@@ -132,9 +132,8 @@ def _walk(graph: StepGraph, devices: StageDevices, needs: Mapping[tuple[int, Pla
     for instruction, left in zip(graph.instructions, graph.drops, strict=True):
         if isinstance(instruction, (Split, Join)):
             memory.share(instruction)
-        elif isinstance(instruction, (Send, Exchange)):
-            for send in (instruction,) if isinstance(instruction, Send) else (instruction.forth, instruction.back):
-                memory.send(send)
+        elif isinstance(instruction, Send):
+            memory.send(instruction)
         elif isinstance(instruction, Call):
             memory.call(instruction, needs[instruction.task, instruction.place])
         for number in left:
@@ -179,13 +178,13 @@ class _Memory:
 
     def send(self, send: Send) -> None:
         """Receive a message. One that is kept for the backward pass is a message until its stage reads it."""
-        for register in send.writes:
+        for register, place in zip(send.writes, send.targets, strict=True):
             if self._components[register] == "stash":
                 self._waiting.add(register)
                 self._components[register] = "messages"
-            self.add(register, send.target)
-        if not send.to_host:
-            self._note(send.target, Needs("a message"), {})
+            self.add(register, place)
+        for place in () if send.to_host else set(send.targets):
+            self._note(place, Needs("a message"), {})
 
     def call(self, call: Call, needed: Needs) -> None:
         """Run a program, which needs some bytes besides its operands and results."""

@@ -19,7 +19,7 @@ from jaxpipe import agreement, multihost
 from jaxpipe.agreement import Part
 from jaxpipe.array_types import Array, Device
 from jaxpipe.runtime.mpmd.compile_tasks import CompileJob, Needs, compile_jobs
-from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Instruction, Join, Place, Send, Split, Spread, Wait, ends
+from jaxpipe.runtime.mpmd.instructions import Call, Instruction, Join, Place, Send, Split, Spread, Wait
 from jaxpipe.runtime.mpmd.send_between_processes import Transfer, Transfers, of_member
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.step_graph import Port, StepGraph
@@ -217,7 +217,7 @@ class _Steps:
         """Return the part of this process in an instruction."""
         if isinstance(x, Spread):
             return self._transfers.spread(x, self._devices)
-        if isinstance(x, Exchange) or (isinstance(x, Send) and self._devices.cross(*ends(x))):
+        if isinstance(x, Send) and self._devices.cross(*x.ends):
             return self._transfers.between(x, self._devices)
         if isinstance(x, Call):
             action = self._calls[x.task, x.place]
@@ -233,9 +233,8 @@ class _Steps:
             return f"work of stage {x.place.stage}"
         if isinstance(x, Spread):
             return f"values of stage {x.source.stage}"
-        if isinstance(x, (Send, Exchange)) and self._devices.cross(*ends(x)):
-            source, target = ends(x)
-            return f"messages of stages {source.stage} and {target.stage}"
+        if isinstance(x, Send) and self._devices.cross(*x.ends):
+            return f"messages of stages {x.source.stage} and {x.target.stage}"
         return None
 
 
@@ -243,7 +242,7 @@ def _devices_of(x: Instruction, devices: StageDevices) -> tuple[Device, ...]:
     """Return the devices that take part in an instruction."""
     if isinstance(x, Spread):
         return devices.of_replicas(x.replicas)
-    places = ends(x) if isinstance(x, (Send, Exchange)) else (x.place,)
+    places = x.ends if isinstance(x, Send) else (x.place,)
     return tuple(d for place in places for d in devices.of(place))
 
 
@@ -252,8 +251,8 @@ def _label(instruction: Instruction, graph: StepGraph) -> str:
     if isinstance(instruction, Call):
         label = graph.tasks[instruction.task].label
         return f"{label}, micro-batch {instruction.microbatch}" if instruction.microbatch >= 0 else label
-    if isinstance(instruction, (Send, Exchange)):
-        source, target = (place.stage for place in ends(instruction))
+    if isinstance(instruction, Send):
+        source, target = (place.stage for place in instruction.ends)
         return f"send from stage {source} to {f'stage {target}' if source != target else 'other memory'}"
     return type(instruction).__name__.lower()
 

@@ -2,7 +2,6 @@
 
 Call      run a task on the device of a stage, or on those of all its replicas
 Send      copy arrays to another device, or to the host's memory and back
-Exchange  copy arrays between two devices both ways, which belong to different processes
 Spread    copy arrays to all devices, if they belong to several processes
 Split     take an array of all replicas of a stage apart, without a copy
 Join      put the replicas' arrays together, without a copy
@@ -44,31 +43,27 @@ class Call:
 
 @dataclass(frozen=True)
 class Send:
-    """Copy arrays from one device to another, or between a device's memory and its host's."""
+    """Copy arrays from one device to another, or between a device's memory and its host's.
+
+    Between devices of different processes the last ``returning`` arrays go the other way.
+    """
 
     source: Place
     target: Place
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     to_host: bool = False
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """Copy arrays between two devices, both ways."""
-
-    forth: Send
-    back: Send
+    returning: int = 0
 
     @property
-    def reads(self) -> tuple[int, ...]:
-        """Return the values that either device sends."""
-        return self.forth.reads + self.back.reads
+    def ends(self) -> tuple[Place, Place]:
+        """The source and the target."""
+        return self.source, self.target
 
     @property
-    def writes(self) -> tuple[int, ...]:
-        """Return the values that either device writes."""
-        return self.forth.writes + self.back.writes
+    def targets(self) -> tuple[Place, ...]:
+        """By array, the place that it goes to."""
+        return (self.target,) * (len(self.reads) - self.returning) + (self.source,) * self.returning
 
 
 @dataclass(frozen=True)
@@ -106,17 +101,7 @@ class Wait:
 
     place: Place
     reads: tuple[int, ...]
-
-    @property
-    def writes(self) -> tuple[int, ...]:
-        """Return nothing."""
-        return ()
+    writes: tuple[()] = ()
 
 
-Instruction = Call | Send | Exchange | Spread | Split | Join | Wait
-
-
-def ends(message: Send | Exchange) -> tuple[Place, Place]:
-    """Return the place that a message leaves, and the one that it goes to; of an exchange, of its first half."""
-    send = message.forth if isinstance(message, Exchange) else message
-    return send.source, send.target
+Instruction = Call | Send | Spread | Split | Join | Wait

@@ -21,7 +21,7 @@ from jax.stages import Compiled
 
 from jaxpipe import multihost
 from jaxpipe.array_types import Array, Device, Shaped
-from jaxpipe.runtime.mpmd.instructions import Exchange, Send, Spread, ends
+from jaxpipe.runtime.mpmd.instructions import Send, Spread
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.uint32_words import from_words, pack_words, to_words, unpack_words, word_count
 from jaxpipe.runtime.waiting_thread import Results
@@ -52,13 +52,13 @@ class Transfer:
     writes: tuple[int, ...]
 
 
-def pair_slots(message: Send | Exchange, avals: Sequence[jax.ShapeDtypeStruct], specs: Sequence[P]) -> list[Slot]:
+def pair_slots(message: Send, avals: Sequence[jax.ShapeDtypeStruct], specs: Sequence[P]) -> list[Slot]:
     """Return the slots of a message; two arrays of one shape that cross, split alike, share one."""
-    forth, back = (message.forth, message.back) if isinstance(message, Exchange) else (message, None)
-    returning = [] if back is None else list(zip(back.reads, back.writes, strict=True))
-    slots = []
+    pairs, slots = list(zip(message.reads, message.writes, strict=True)), []
+    first = len(pairs) - message.returning
+    returning = pairs[first:]
     form = {k: (_form(avals[k]), specs[k]) for k in message.reads}
-    for read, write in zip(forth.reads, forth.writes, strict=True):
+    for read, write in pairs[:first]:
         match = next((pair for pair in returning if form[pair[0]] == form[read]), None)
         if match is None:
             slots.append(Slot((read, None), (None, write)))
@@ -77,13 +77,13 @@ class Transfers:
         self._programs: dict[Hashable, Compiled] = {}
         self._unused: dict[tuple[Device, _Form], Array] = {}
 
-    def between(self, message: Send | Exchange, devices: StageDevices) -> Transfer:
+    def between(self, message: Send, devices: StageDevices) -> Transfer:
         """Return this process's part in a message between two places."""
         slots = pair_slots(message, self._avals, self._specs)
         registers = [next(k for k in slot.sent if k is not None) for slot in slots]
         avals, specs = [self._avals[k] for k in registers], [self._specs[k] for k in registers]
         routes = tuple(tuple(side for side in (0, 1) if slot.sent[side] is not None) for slot in slots)
-        meshes = [devices.mesh(place) for place in ends(message)]  # each of one member
+        meshes = [devices.mesh(place) for place in message.ends]  # each of one member
         pair = Mesh(np.array([mesh.devices[0] for mesh in meshes]), (AXIS, *meshes[0].axis_names[1:]))
         sides = [side for side in (0, 1) if multihost.mine(list(meshes[side].devices.flat))]
         every = [(k, side, slot) for side in sides for k, slot in enumerate(slots)]

@@ -107,10 +107,10 @@ class ExecutablePlan:
     def everywhere(self) -> dict[str, PyTree]:
         """The shapes of what all devices have of a training state, by field."""
         by_stage = self.update.by_stage
-        owned = zip(by_stage.state_avals, by_stage.state_stage, strict=True)
         objective, step = self.program.objective, jax.ShapeDtypeStruct((), jnp.int32)
+        shared = tuple(by_stage.state_avals[k] for k in by_stage.leaves_of(None))
         key = objective.graph.tensors[objective.key].aval
-        groups = {"shared": tuple(a for a, owner in owned if owner is None), "key": key, "step": step, "skipped": step}
+        groups = {"shared": shared, "key": key, "step": step, "skipped": step}
         sharding = NamedSharding(self.all_devices, P())
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), groups)
 

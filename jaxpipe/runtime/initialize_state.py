@@ -223,7 +223,7 @@ def _slots(
     """The leaves of the optimizer state of a place, or (None) of all alike, whose parameters are zeros if not given."""
     model, by_stage = planned.model, planned.update.by_stage
     if callable(sources.optimizer):
-        return sources.optimizer([k for k, owner in enumerate(by_stage.state_stage) if owner == place])
+        return sources.optimizer(by_stage.leaves_of(place))
     init = sources.optimizer.init
 
     def make(parameters: Mapping[int, Array]) -> list[Array]:
@@ -232,8 +232,8 @@ def _slots(
             for k, v in enumerate(model.parameters)
         ]
         state = jax.tree.leaves(init(without_captures(model.parameter_tree(whole))))
-        leaves = zip(by_stage.state_stacks.split(state), by_stage.state_stage, strict=True)
-        return [x for x, owner in leaves if owner == place]
+        leaves = by_stage.state_stacks.split(state)
+        return [leaves[k] for k in by_stage.leaves_of(place)]
 
     _check_alone(by_stage, model, make, place, parameters)
     return jax.jit(make)(parameters)
@@ -249,8 +249,7 @@ def _check_alone(
     """Raise ``PartitionError`` if state that updates read is made of parameters that a place does not hold."""
     closed = jax.make_jaxpr(make)({k: v.aval for k, v in enumerate(model.parameters)})
     used = {t for op in by_stage.graph.operators for t in op.inputs}
-    pairs = zip(by_stage.state, by_stage.state_stage, strict=True)
-    read = _compat.inputs_read(closed, [t in used for t, owner in pairs if owner == place])
+    read = _compat.inputs_read(closed, [by_stage.state[k] in used for k in by_stage.leaves_of(place)])
     leaf_of = model.stacks[0].leaf_of
     leaves = {leaf_of[k] for k in held}  # of which a piece needs no other
     names = [v.name for k, v in enumerate(model.parameters) if read[k] and leaf_of[k] not in leaves]

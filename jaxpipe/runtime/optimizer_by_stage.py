@@ -44,9 +44,16 @@ class PartitionedUpdate(TracedUpdate):
     @functools.cached_property
     def learning_rate(self) -> int | None:
         """Return which piece of the state is the (first) learning rate that ``optax.inject_hyperparams`` keeps."""
-        owned = enumerate(zip(self.state_names, self.state_stage, strict=True))
-        shared = (k for k, (name, owner) in owned if owner is None and name.endswith(_LEARNING_RATE))
-        return next(shared, None)
+        return next((k for k in self.leaves_of(None) if self.state_names[k].endswith(_LEARNING_RATE)), None)
+
+    @functools.cached_property
+    def new_of(self) -> dict[TensorNumber, TensorNumber]:
+        """By tensor number of a parameter or a leaf of the state, that of its new value."""
+        return dict(zip((*self.parameters, *self.state), self.graph.outputs, strict=True))
+
+    def leaves_of(self, stage: int | None) -> list[int]:
+        """Return the positions of the state's leaves in a stage; None: of those that every stage has."""
+        return [k for k, owner in enumerate(self.state_stage) if owner == stage]
 
 
 def partition_update(update: TracedUpdate, model: BoundModel, stage_of: Sequence[int]) -> PartitionedUpdate:
@@ -159,7 +166,7 @@ def held_by(update: PartitionedUpdate, stage: int) -> tuple[list[TensorNumber], 
     return (
         [t for t in update.parameters if update.stage_of[t] == stage],
         [t for t in update.gradients if update.stage_of[t] == stage],
-        [t for t, owner in zip(update.state, update.state_stage, strict=True) if owner == stage],
+        [update.state[k] for k in update.leaves_of(stage)],
     )
 
 

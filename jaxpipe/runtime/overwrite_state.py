@@ -32,8 +32,7 @@ class Renewal:
 def renewals(update: PartitionedUpdate, s: int, everywhere: Collection[TensorNumber]) -> list[Renewal]:
     """Return the writes of a stage in order: the state that a new parameter is computed from, then that parameter."""
     parameters, _, state = held_by(update, s)
-    olds, news = (*update.parameters, *update.state), (*update.new_parameters, *update.new_state)
-    new = dict(zip(olds, news, strict=True))
+    new = update.new_of
     maker = {t: op for op in operators_of(update, s) for t in op.outputs}
     known = set(everywhere)
     left = dict.fromkeys(state)

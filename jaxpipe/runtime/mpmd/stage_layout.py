@@ -271,19 +271,6 @@ class StageLayout:
         """Return whether a step that is not finite changes nothing."""
         return self.update.on_nonfinite is not None
 
-    @cached_property
-    def tensor_of(self) -> dict[TensorNumber, TensorNumber]:
-        """By tensor number in the optimizer of a parameter or its gradient, that in the objective."""
-        by_stage, parameters = self.update.by_stage, self.objective.parameters
-        trained = [t for t in parameters if t not in self.objective.frozen]
-        return dict(zip((*by_stage.parameters, *by_stage.gradients), (*parameters, *trained), strict=True))
-
-    @cached_property
-    def taken_dtype(self) -> dict[TensorNumber, DType]:
-        """By trained parameter, the type in which the optimizer takes its gradient."""
-        by_stage = self.update.by_stage
-        return {self.tensor_of[t]: by_stage.graph.tensors[t].dtype for t in by_stage.gradients}
-
     def lenders(self, t: TensorNumber) -> list[StageNumber]:
         """The stages that compute gradients of a parameter which another one has."""
         return [k for k in self.stages if t in self.stage(k).borrowed and t in self.trained(k)]

@@ -52,11 +52,13 @@ class StageUpdate:
         # Members that share micro-batches have the same state already.
         alike = self._is_alone or layout.stage(s).fold is not None
         self.state = layout.renewed_state(s) if layout.is_guarded or not alike else []
+        parameters, gradients, _ = held_by(self._by_stage, s)
+        pairs = zip(parameters, layout.stage(s).parameters, strict=True)
         #: By tensor number in the optimizer, the parameters and the optimizer state that the stage writes.
-        self.renewed: dict[TensorNumber, Path] = {
-            t: ("parameters", layout.tensor_of[t]) for t in held_by(self._by_stage, s)[0]
-        }
+        self.renewed: dict[TensorNumber, Path] = {t: ("parameters", parameter) for t, parameter in pairs}
         self.renewed |= layout.state_paths(s)
+        #: By tensor number in the optimizer of each gradient that it takes, the parameter.
+        self._taken = dict(zip(gradients, self._held, strict=True))
 
     def returned_sum(self, arrays: Arrays) -> Arrays:
         """Return the sum over the members of the stage of gradients of parameters that it borrows."""
@@ -127,9 +129,10 @@ class StageUpdate:
         return value if self._is_alone else jnp.sum(value, 0, dtype=value.dtype)
 
     def _gradients(self, arrays: Arrays) -> dict[TensorNumber, Array]:
-        """The gradients of the stage's parameters, by tensor number, as the optimizer takes them."""
-        gradients = arrays["averages"] if "averages" in arrays else self._mean(arrays)
-        return {t: gradients[t].astype(self._layout.taken_dtype[t]) for t in self._held}
+        """The gradients of the stage's parameters as the optimizer takes them, by tensor number in it."""
+        means = arrays["averages"] if "averages" in arrays else self._mean(arrays)
+        tensors = self._by_stage.graph.tensors
+        return {t: means[parameter].astype(tensors[t].dtype) for t, parameter in self._taken.items()}
 
     def state_after(self, arrays: Arrays) -> Arrays:
         """Return the new values of a stage besides the optimizer's: its state, the numbers of steps if it counts."""
@@ -156,19 +159,16 @@ class StageUpdate:
 
     def new_values(self, arrays: Arrays, stopped: Array | None, counts: bool) -> tuple[Arrays, Array]:
         """Run the optimizer: parameters and state, shared if it counts, and the squared norm of the gradient."""
-        by_stage = self._by_stage
+        by_stage, gradients = self._by_stage, self._gradients(arrays)
         paths = {t: path for t, path in self.renewed.items() if counts or path[0] != "shared"}
-        olds, news = (*by_stage.parameters, *by_stage.state), (*by_stage.new_parameters, *by_stage.new_state)
-        new = dict(zip(olds, news, strict=True))
-        gradients = self._gradients(arrays)
         written, squares = self._overwrite(arrays, gradients, stopped)
         env = self._environment(len(by_stage.exchanged), arrays, gradients)
-        compute(self._by_stage, self._s, [new[t] for t in paths if t not in written], env)
+        compute(by_stage, self._s, [by_stage.new_of[t] for t in paths if t not in written], env)
         results = {
-            path: written[t] if t in written else chosen(stopped, value_at(arrays, path), env[new[t]])
+            path: written[t] if t in written else chosen(stopped, value_at(arrays, path), env[by_stage.new_of[t]])
             for t, path in paths.items()
         }
-        counted = [t for t in gradients if t not in self._layout.objective.overwritten]
+        counted = [t for t in gradients if self._taken[t] not in self._layout.objective.overwritten]
         return in_groups(results), sum((squares[t] for t in counted), start=jnp.zeros((), self._layout.norm_dtype))
 
     def _overwrite(
@@ -178,8 +178,7 @@ class StageUpdate:
 
         Returns new values by tensor number of the old one in the optimizer, and the squared norm of each gradient.
         """
-        by_stage, layout = self._by_stage, self._layout
-        taken = {t: layout.tensor_of[t] for t in held_by(by_stage, self._s)[1]}
+        by_stage, taken, dtype = self._by_stage, self._taken, self._layout.norm_dtype
         # One by one, just before each is read, but where members make them together.
         lazy = "averages" not in arrays and self._is_alone
         env = self._environment(len(by_stage.exchanged), arrays, gradients)
@@ -189,7 +188,6 @@ class StageUpdate:
         waiting = set(taken) if lazy else set()
         before: list[Array] = []
         written: dict[TensorNumber, Array] = {}
-        dtype = layout.norm_dtype
         squares = {} if lazy else {t: squared_norm([g], dtype) for t, g in gradients.items()}
         for step in steps:
             fresh = [t for t in step.reads if t in waiting]
@@ -199,11 +197,11 @@ class StageUpdate:
             _, sums, others = _compat.barrier((before, sums, others))
             env |= others
             means = {t: self._mean_of(arrays | sums, taken[t]) for t in fresh}
-            env |= {t: g.astype(layout.taken_dtype[taken[t]]) for t, g in means.items()}
-            squares |= {taken[t]: squared_norm([env[t]], dtype) for t in fresh}
+            env |= {t: g.astype(by_stage.graph.tensors[t].dtype) for t, g in means.items()}
+            squares |= {t: squared_norm([env[t]], dtype) for t in fresh}
             run(step.operators, env)
             env[step.new] = written[step.old] = chosen(stopped, env[step.old], env[step.new])
-            before = [env[step.new], *(squares[taken[t]] for t in fresh)]
+            before = [env[step.new], *(squares[t] for t in fresh)]
         return written, {t: squares[t] if t in squares else squared_norm([g], dtype) for t, g in gradients.items()}
 
     def _sums_of(self, arrays: Arrays, tensors: Collection[TensorNumber]) -> Arrays:
@@ -219,10 +217,9 @@ class StageUpdate:
         self, rounds: int, arrays: Arrays, gradients: Mapping[TensorNumber, Array]
     ) -> dict[TensorNumber, Array]:
         """Values by tensor number in the optimizer that the stage begins a round with."""
-        taken = held_by(self._by_stage, self._s)[1]
         env: dict[TensorNumber, Array] = dict(self._by_stage.graph.constants)
         env |= {t: value_at(arrays, path) for t, path in self.renewed.items()}
-        env |= {t: gradients[self._layout.tensor_of[t]] for t in taken}
+        env |= gradients
         return env | {t: arrays["exchanged"][t] for ts in self._by_stage.exchanged[:rounds] for t in ts}
 
 

@@ -55,7 +55,7 @@ def measure(devices: Sequence[Device], steps: int) -> dict[str, Any]:
     spent: dict[str, list[float]] = {}
     for _ in range(steps):
         results = _timed(compiled.dispatch, compiled.given(state, batch), spent)
-        state = runtime._where.state_of(state, results)
+        state = compiled.state_of(state, results)
         jax.block_until_ready(state)
     seconds = []
     for _ in range(steps):

@@ -119,8 +119,9 @@ def find(runtime: Runtime, state: TrainState, batch: PyTree) -> NonFiniteOrigin 
             totals = [a + b for a, b in zip(totals, row, strict=True)] if totals else row
     loss, weight = totals
     if not weight or not np.isfinite(loss):
+        home = next(s for op, s in zip(graph.operators, homes, strict=True) if objective.results[0] in op.outputs)
         what = "the sum of the losses" if weight else f"no weight: {MEANING}"
-        return NonFiniteOrigin(homes[_writers(graph)[objective.results[0]]], None, what)
+        return NonFiniteOrigin(home, None, what)
     return None
 
 
@@ -128,24 +129,16 @@ def _origin(
     graph: Graph, env: dict[TensorNumber, ArrayLike], results: Sequence[TensorNumber]
 ) -> tuple[int, TensorNumber] | None:
     """Behind results that are not finite: the first operator, and the operand or else the output that is not."""
-    writer = _writers(graph)
-    waiting = [t for t in results if not _is_finite(env[t])]
-    seen: set[TensorNumber] = set()
-    origins: list[tuple[int, TensorNumber]] = []
-    while waiting:
-        t = waiting.pop()
-        if t in seen or t not in writer:
-            continue
-        seen.add(t)
-        behind = [u for u in graph.operators[writer[t]].inputs if not _is_finite(env[u])]
-        waiting += behind
-        origins += [(writer[t], u) for u in behind if u not in writer] or ([] if behind else [(writer[t], t)])
-    return min(origins, default=None)
-
-
-def _writers(graph: Graph) -> dict[TensorNumber, int]:
-    """By tensor, the operator that makes it."""
-    return {t: k for k, op in enumerate(graph.operators) for t in op.outputs}
+    written = {t for op in graph.operators for t in op.outputs}
+    bad, origin = {t for t in results if not _is_finite(env[t])}, None
+    for k, op in reversed([*enumerate(graph.operators)]):
+        outputs = bad.intersection(op.outputs)
+        if outputs:
+            operands = {t for t in op.inputs if not _is_finite(env[t])}
+            bad |= operands
+            begins = operands - written if operands else outputs
+            origin = (k, min(begins)) if begins else origin
+    return origin
 
 
 def _is_finite(x: ArrayLike) -> bool:

@@ -160,37 +160,22 @@ def cut_stages(
     last = len(cuts) - 2
     stages: list[Stage] = []
     for s in range(len(cuts) - 1):
-        parameters, state = placement.held_by(s)
+        positions = placement.held_by(s)
+        parameters = tuple(objective.parameters[k] for k in positions[0])
+        state = tuple(objective.state[k] for k in positions[1])
+        new_state = tuple(objective.new_state[k] for k in positions[1])
         part = body.section(cuts[s], cuts[s + 1])
         results = tuple(k for k, t in enumerate(objective.results) if home.get(t, last) == s)
-        new_state = tuple(objective.new_state[k] for k in state)
         outputs = (*part.outputs, *(objective.results[k] for k in results), *new_state)
-        variables_of_stage = (
-            tuple(objective.parameters[k] for k in parameters),
-            tuple(objective.state[k] for k in state),
-        )
         arriving = stages[-1].leaving if stages else ()
         assert {t for t in part.inputs if t not in variables and t not in available} == set(arriving)
-        borrowed = tuple(t for t in objective.parameters if t in part.inputs and t not in variables_of_stage[0])
+        borrowed = tuple(t for t in objective.parameters if t in part.inputs and t not in parameters)
         needed = {*part.inputs, *outputs}
         used = tuple(t for t in objective.given if t in needed)
+        inputs = (*parameters, *borrowed, *state, *used, *arriving)
+        program = replace(part, inputs=inputs, outputs=outputs, parameters=frozenset((*parameters, *borrowed)))
         stages.append(
-            Stage(
-                graph=replace(
-                    part,
-                    inputs=(*variables_of_stage[0], *borrowed, *variables_of_stage[1], *used, *arriving),
-                    outputs=outputs,
-                    parameters=frozenset((*variables_of_stage[0], *borrowed)),
-                ),
-                parameters=variables_of_stage[0],
-                borrowed=borrowed,
-                state=variables_of_stage[1],
-                used=used,
-                arriving=arriving,
-                leaving=part.outputs,
-                results=results,
-                new_state=new_state,
-            )
+            Stage(program, parameters, state, used, arriving, part.outputs, results, new_state, borrowed=borrowed)
         )
     count = sum(len(stage.graph.operators) for stage in stages)
     assert count == len(graph.operators), f"{count} operators in stages, {len(graph.operators)} in the program"

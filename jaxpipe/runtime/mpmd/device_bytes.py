@@ -17,7 +17,7 @@ from jaxpipe.graph.liveness import temporary_bytes
 from jaxpipe.graph.sharding_propagation import of_one_device, propagate
 from jaxpipe.runtime.mpmd.compile_tasks import Needs
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
-from jaxpipe.runtime.mpmd.instructions import Call, Join, Place, Send, Split
+from jaxpipe.runtime.mpmd.instructions import Call, Join, Place, Send
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.step_graph import StepGraph
 from jaxpipe.sharding.submesh import count_parts
@@ -122,16 +122,16 @@ def _walk(graph: StepGraph, devices: StageDevices, needs: Mapping[tuple[int, Pla
       needs: of each task at each place.
     """
     memory = _Memory(graph, devices)
-    seen: set[tuple[Device, str, Hashable, int]] = set()
+    seen: set[tuple[Device, str, Hashable]] = set()
     for port, number in graph.inputs.items():
         # What every stage has is there once on a device with several stages.
-        array = devices.at(port.place), port.field, port.number, port.microbatch
+        array = devices.at(port.place), port.field, port.number
         if array not in seen:
             seen.add(array)
             memory.add(number, port.place)
     for instruction, left in zip(graph.instructions, graph.drops, strict=True):
-        if isinstance(instruction, (Split, Join)):
-            memory.share(instruction)
+        if isinstance(instruction, Join):
+            memory.join(instruction)
         elif isinstance(instruction, Send):
             memory.send(instruction)
         elif isinstance(instruction, Call):
@@ -162,15 +162,16 @@ class _Memory:
     def add(self, register: int, place: Place) -> None:
         """Reserve an array."""
         self._alive[register] = dict.fromkeys(self._devices.of(place), self._size(register, place))
-        self._count(register, self._components[register])
+        self._count(register)
 
     def drop(self, register: int) -> None:
         """Free an array."""
-        self._count(register, self._components[register], -1)
+        self._count(register, -1)
         self._alive.pop(register, None)
 
-    def _count(self, register: int, component: str, sign: int = 1) -> None:
-        """Count an array in a component, or not any more."""
+    def _count(self, register: int, sign: int = 1) -> None:
+        """Count an array in its component, or not any more."""
+        component = "messages" if register in self._waiting else self._components[register]
         for device, size in self._alive.get(register, {}).items():
             held = self._held[device]
             held[component] += sign * size
@@ -181,7 +182,6 @@ class _Memory:
         for register, place in zip(send.writes, send.targets, strict=True):
             if self._components[register] == "stash":
                 self._waiting.add(register)
-                self._components[register] = "messages"
             self.add(register, place)
         for place in () if send.to_host else set(send.targets):
             self._note(place, Needs("a message"), {})
@@ -189,19 +189,16 @@ class _Memory:
     def call(self, call: Call, needed: Needs) -> None:
         """Run a program, which needs some bytes besides its operands and results."""
         for register in self._waiting.intersection(call.reads):
+            self._count(register, -1)
             self._waiting.remove(register)
-            self._count(register, "messages", -1)
-            self._count(register, "stash")
-            self._components[register] = "stash"
+            self._count(register)
         for register in call.writes:
             self.add(register, call.place)
         written = [(self._size(register, call.place), self._components[register]) for register in call.writes]
         self._note(call.place, needed, _reused(self._graph, call, needed, written))
 
-    def share(self, instruction: Split | Join) -> None:
-        """Give arrays that are taken apart or put together new registers; they stay where they are."""
-        if isinstance(instruction, Split):
-            return
+    def join(self, instruction: Join) -> None:
+        """Give arrays that are put together a new register; they stay where they are, as do those that are split."""
         together: dict[Device, int] = {}
         for register in instruction.reads:
             for device, size in self._alive.pop(register, {}).items():

@@ -275,7 +275,7 @@ def _reader(reads: Sequence[int]) -> Callable[[Registers], Sequence[Array]]:
 
 def _share(instruction: Split | Join, graph: StepGraph, devices: StageDevices) -> Action:
     """Return the action of this process that takes arrays apart or puts them together."""
-    places = [Place(instruction.place.stage, r) for r in devices.members(instruction.place.stage)]
+    places = devices.members(instruction.place.stage)
     mine = [r for r, place in enumerate(places) if multihost.mine(devices.of(place))]
     meshes, write = [devices.mesh(place) for place in places], instruction.writes[0]
     sharding = NamedSharding(devices.mesh(instruction.place), graph.specs[write])

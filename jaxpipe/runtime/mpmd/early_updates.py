@@ -43,8 +43,8 @@ class EarlyUpdateWriter(StepEndWriter):
         work = functools.partial(_early_update, self.ends[s], self._group * self.devices.replicas)
         self.renew(s, f"early update of {self._group}", work)
         self._versions[s].append(self.split(s, self.held[s]["parameters"]))
-        for r in self.members_of(s):
-            self.members[self.place(s, r)] |= {"sums": {}, "packs": {}}
+        for place in self.members_of(s):
+            self.members[place] |= {"sums": {}, "packs": {}}
 
     def look(self, s: StageNumber) -> Arrays:
         """Return whether any gradient was not finite: the sum of their squares is not, either."""

@@ -37,9 +37,9 @@ class GraphWriter:
         self.values.append(value)
         return len(self.values) - 1
 
-    def given(self, place: Place, field: str, number: int = 0, j: int = -1) -> int:
+    def given(self, place: Place, field: str, number: int = 0) -> int:
         """Return an array that exists at the beginning (``StageLayout.given``)."""
-        port = Port(place, field, number, j)
+        port = Port(place, field, number)
         if port not in self.inputs:
             aval, form = self.layout.given(place.stage, field, number)
             self.inputs[port] = self.value(Value(aval, place, form))
@@ -105,10 +105,10 @@ class GraphWriter:
         if len(members) == 1:
             return [tree]
         leaves, structure = jax.tree.flatten(tree)
-        rows = [[self.value(self.values[k]._replace(place=Place(stage, r))) for r in members] for k in leaves]
+        rows = [[self.value(self.values[k]._replace(place=place)) for place in members] for k in leaves]
         place = Place(stage)
         self.instructions += [Split(place, (k,), tuple(row)) for k, row in zip(leaves, rows, strict=True)]
-        return [structure.unflatten(row[r] for row in rows) for r in members]
+        return [structure.unflatten(row[r] for row in rows) for r in range(len(members))]
 
     def join(self, trees: Sequence[Tree], own: bool) -> Tree:
         """Put the members' arrays together: side by side if each has its ``own``; else they are equal."""

@@ -20,11 +20,6 @@ class Place(NamedTuple):
     stage: StageNumber
     replica: int = -1
 
-    @property
-    def is_whole(self) -> bool:
-        """True for all replicas of a stage."""
-        return self.replica < 0
-
 
 @dataclass(frozen=True)
 class Call:

@@ -36,7 +36,7 @@ class MicrobatchWriter(GraphWriter):
     def __init__(self, layout: StageLayout):
         super().__init__(layout)
         self.place, self.members_of = layout.devices.place, layout.devices.members
-        self.every_member = [self.place(s, r) for s in layout.stages for r in self.members_of(s)]
+        self.every_member = [place for s in layout.stages for place in self.members_of(s)]
         self.kinds = {s: program_kinds(layout.schedule, s) for s in layout.stages}
         self.reports: dict[Port, int] = {}
         #: What each stage holds at the beginning, of all its members.
@@ -76,9 +76,10 @@ class MicrobatchWriter(GraphWriter):
 
     def _lent(self, place: Place, t: TensorNumber) -> int:
         """Send a parameter that several stages use to a member of one that does not have it."""
-        home = self.layout.homes[t]
-        r = place.replica % len(self.members_of(home))
-        return self.send(self.place(home, r), place, self.weights[home][r][t])
+        home = self.layout.planned.program.placement.home(self.layout.objective)[t]
+        sources = self.members_of(home)
+        r = place.replica % len(sources)
+        return self.send(sources[r], place, self.weights[home][r][t])
 
     def worker(self, s: StageNumber, r: int, j: int) -> Place:
         """The member of a stage that works on a micro-batch of a replica."""
@@ -123,7 +124,7 @@ class MicrobatchWriter(GraphWriter):
             group: {k: member[group][k] for k in x if k in member[group]} for group, x in self._added(s, kinds).items()
         }
         operands |= {"parameters": self.weights_for(s, j, kinds)[max(place.replica, 0)] | member["lent"]}
-        operands |= {"index": self.given(place, "index", j=j), "arriving": {}, "cotangents": {}} | kept
+        operands |= {"index": self.given(place, "index", j), "arriving": {}, "cotangents": {}} | kept
         label = f"stage {s}: " + " and ".join(KIND_NAMES[kind] for kind in kinds)
         work = functools.partial(run_kinds, layout, s, kinds)
         results = self.run(place, label, work, operands, (kinds, layout.collects), microbatch=j, action=action)
@@ -176,8 +177,7 @@ class MicrobatchWriter(GraphWriter):
     def gather_totals(self, k: int) -> list[int]:
         """Send a total of all members of the stage that makes it to the last stage."""
         s = next(s for s in self.layout.stages if k in self.layout.stage(s).results)
-        places = [self.place(s, r) for r in self.members_of(s)]
-        return [self.send(place, self.layout.home, self.members[place]["totals"][k]) for place in places]
+        return [self.send(x, self.layout.home, self.members[x]["totals"][k]) for x in self.members_of(s)]
 
     def report(self, **flags: list[int]) -> Arrays:
         """Make loss and metrics of the totals."""

@@ -26,8 +26,8 @@ from jaxpipe.runtime.mpmd.dispatch import Dispatch, compile_graph
 from jaxpipe.runtime.mpmd.instructions import Place
 from jaxpipe.runtime.mpmd.other_shapes import check_shapes, shaped_for
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
-from jaxpipe.runtime.mpmd.stage_layout import StageLayout
-from jaxpipe.runtime.mpmd.stage_state import LoadedGraph, StateArray, StateLayout, adopt
+from jaxpipe.runtime.mpmd.stage_layout import StageLayout, StateArray
+from jaxpipe.runtime.mpmd.stage_state import LoadedGraph, adopt
 from jaxpipe.runtime.mpmd.step_graph import Port, StepGraph
 from jaxpipe.runtime.mpmd.training_graph import evaluation_graph, gradient_graph, prediction_graph, training_graph
 from jaxpipe.runtime.recent import recent
@@ -67,7 +67,8 @@ class MpmdRuntime:
 
     def stage_part(self, place: int, arrays: StageArrays) -> dict[Port, Array]:
         """Put a stage's arrays onto its devices."""
-        held = {field: [x for x in rows if x.port.place.stage == place] for field, rows in self._where.arrays.items()}
+        every = self._layout.state_arrays.items()
+        held = {field: [x for x in rows if x.port.place.stage == place] for field, rows in every}
         avals = [x.aval for x in held["residual"]]
         residuals = arrays.residuals or [np.zeros(aval.shape, aval.dtype) for aval in avals]
         residuals = [np.asarray(x, aval.dtype) for x, aval in zip(residuals, avals, strict=True)]
@@ -79,7 +80,7 @@ class MpmdRuntime:
         """Return the state of the arrays of this process's stages, and of what all devices have."""
         groups: dict[str, PyTree] = {
             field: tuple(parts[x.port] if x.port in parts else _elsewhere(x.aval) for x in arrays)
-            for field, arrays in self._where.arrays.items()
+            for field, arrays in self._layout.state_arrays.items()
         }
         return made_for(self._token, TrainState(**groups, **everywhere, plan=self.planned.plan.identity))
 
@@ -95,7 +96,7 @@ class MpmdRuntime:
         """Run a training step; donates the state."""
         compiled = self._compiled_for(shapes)
         outputs, loss, metrics = compiled.run(state, batch)
-        new = made_for(self._token, self._where.state_of(state, outputs))
+        new = made_for(self._token, compiled.state_of(state, outputs))
         counters = compiled.reports(outputs, "counters")
         return StepResults(new, loss, counters, metrics)
 
@@ -103,7 +104,7 @@ class MpmdRuntime:
         """Return loss, metrics and the mean gradient of each trained parameter, None of others."""
         compiled = self._compiled_for(shapes, gradient_graph)
         outputs, loss, metrics = compiled.run(state, batch)
-        frozen, parameters = compiled.layout.objective.frozen, compiled.where.arrays["parameters"]
+        frozen, parameters = compiled.layout.objective.frozen, compiled.layout.state_arrays["parameters"]
         held = [x for x in parameters if x.port.number not in frozen]
         values = iter(self._on_hosts(held, [outputs[x.port._replace(field="gradients")] for x in held]))
         return loss, metrics, [None if x.port.number in frozen else next(values) for x in parameters]
@@ -131,18 +132,18 @@ class MpmdRuntime:
     def to_host(self, state: TrainState, apart: bool = False) -> StageArrays:
         """Copy a state to the host of every process; replicas have nothing else ``apart``."""
         del apart
-        where, fields = self._where, ("parameters", "variables", "optimizer")
-        copies = {field: self._on_hosts(where.arrays[field], getattr(state, field)) for field in fields}
+        layout, fields = self._layout, ("parameters", "variables", "optimizer")
+        copies = {field: self._on_hosts(layout.state_arrays[field], getattr(state, field)) for field in fields}
         rows = [self._residual_rows(state, r) for r in range(self.devices.replicas)]
         residuals = [np.concatenate(parts) for parts in zip(*rows, strict=True)]
         owned, shared = iter(copies["optimizer"]), map(_on_host, state.shared)
-        slots = [next(shared if owner is None else owned) for owner in where.by_stage.state_stage]
+        slots = [next(shared if owner is None else owned) for owner in layout.update.by_stage.state_stage]
         return StageArrays(copies["parameters"], copies["variables"], slots, residuals)
 
     def _residual_rows(self, state: TrainState, r: int) -> list[ArrayLike]:
         """Copy the residuals of a replica to the host of every process."""
         rows, held = [], []
-        for x, residual in zip(self._where.arrays["residual"], state.residual, strict=True):
+        for x, residual in zip(self._layout.state_arrays["residual"], state.residual, strict=True):
             shards = {shard.device: shard.data for shard in residual.addressable_shards}
             rows.append(shards.get(self.devices.rows[x.port.place.stage][r]))
             held.append(x._replace(aval=jax.ShapeDtypeStruct((1, *residual.shape[1:]), residual.dtype)))
@@ -171,13 +172,13 @@ class MpmdRuntime:
                 f"adopt moves arrays between devices of one process, and there are {jax.process_count()} processes. "
                 "Save the state with the other pipeline, and restore it with this one."
             )
-        return made_for(self._token, adopt(self._where, state))
+        return made_for(self._token, adopt(self._layout, state))
 
     def fitted(self, state: TrainState) -> TrainState:
         """Return a state with its arrays as this runtime's programs take them; raise ``ModelError`` if none can be."""
         if state.fits is self._token:
             return state
-        return made_for(self._token, check_state.fitted(state, self._where.abstract_state, self._where.names))
+        return made_for(self._token, check_state.fitted(state, self._layout.abstract_state, self._layout.state_names))
 
     def bytes(self) -> Bytes:
         """Return the most bytes that each device needs at once in a step."""
@@ -188,10 +189,6 @@ class MpmdRuntime:
     @cached_property
     def _layout(self) -> StageLayout:
         return StageLayout(self.planned, self.devices)
-
-    @cached_property
-    def _where(self) -> StateLayout:
-        return StateLayout(self._layout)
 
     @cached_property
     def graph(self) -> StepGraph:
@@ -224,7 +221,7 @@ class MpmdRuntime:
         def compiled() -> LoadedGraph:
             is_planned = key[1] == shape_key(self.planned.batch)
             if is_planned and trains:
-                return LoadedGraph(self._where, self.compiled_step)
+                return LoadedGraph(self._layout, self.compiled_step)
             with progress(f"Compiling the {'training step' if trains else 'gradient'}"), self._building():
                 layout = self._layout if is_planned else self._layout_for(shapes)
                 return self._compile(layout, make(layout), f"Pipeline.{'step' if trains else 'value_and_grad'}")
@@ -246,7 +243,7 @@ class MpmdRuntime:
         return building_for(self.planned.mesh.devices.flat[0])
 
     def _compile(self, layout: StageLayout, graph: StepGraph, call: str) -> LoadedGraph:
-        return LoadedGraph(StateLayout(layout), compile_graph(graph, self.devices, call))
+        return LoadedGraph(layout, compile_graph(graph, self.devices, call))
 
     def _by_replica_rows(self, layout: StageLayout, parts: Sequence[Array | None]) -> Array | None:
         """Put the rows of all replicas together, on the last stage or where they have been spread."""

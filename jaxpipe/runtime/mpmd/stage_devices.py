@@ -26,18 +26,13 @@ class StageDevices:
     replicas: int  # of the pipeline
     submesh: Submesh = field(default_factory=Submesh)  # over which the programs of a member are sharded
 
-    @property
-    def stages(self) -> tuple[StageNumber, ...]:
-        """Numbers of the stages."""
-        return tuple(map(StageNumber, range(len(self.rows))))
-
     def place(self, s: StageNumber, member: int = -1) -> Place:
         """Return a place; of a stage with one member, all are one."""
         return Place(s, 0 if len(self.rows[s]) == 1 else member)
 
-    def members(self, s: StageNumber) -> range:
-        """Numbers of the members of a stage."""
-        return range(len(self.rows[s]))
+    def members(self, s: StageNumber) -> list[Place]:
+        """Return the places of the members of a stage."""
+        return [Place(s, r) for r in range(len(self.rows[s]))]
 
     @property
     def counts(self) -> tuple[bool, ...]:
@@ -63,7 +58,7 @@ class StageDevices:
     def firsts(self, place: Place) -> tuple[Device, ...]:
         """Return the first device of each member at a place."""
         row = self.rows[place.stage]
-        return row if place.is_whole else row[place.replica : place.replica + 1]
+        return row if place.replica < 0 else row[place.replica : place.replica + 1]
 
     def of(self, place: Place) -> tuple[Device, ...]:
         """Return the devices of a place."""
@@ -82,19 +77,16 @@ class StageDevices:
         """Return the size of each axis of a place's mesh."""
         return {DATA: len(self.firsts(place)), **self.submesh.shape}
 
-    def of_replica(self, r: int) -> list[Device]:
-        """Return the devices of all stages of a replica."""
-        places = [Place(s, m) for s in self.stages for m in self.members(s)]
-        return [d for place in places if self.replica(place) == r for d in self.of(place)]
-
     def of_replicas(self, replicas: Iterable[int]) -> tuple[Device, ...]:
         """Return the devices of all stages of some replicas, each once."""
-        return tuple(dict.fromkeys(d for r in replicas for d in self.of_replica(r)))
+        places = [place for s in range(len(self.rows)) for place in self.members(StageNumber(s))]
+        ordered = (place for r in replicas for place in places if self.replica(place) == r)
+        return tuple(dict.fromkeys(d for place in ordered for d in self.of(place)))
 
     @cached_property
     def every(self) -> tuple[Device, ...]:
         """All devices, each once."""
-        return tuple(dict.fromkeys(d for s in self.stages for d in self.of(Place(s))))
+        return self.of_replicas(range(self.replicas))
 
     @property
     def target(self) -> Target:

@@ -4,10 +4,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.array_types import Array, DType, TensorNumber
@@ -18,9 +19,10 @@ from jaxpipe.runtime.executable_plan import ExecutablePlan, Update
 from jaxpipe.runtime.gradient_precision import sum_dtype
 from jaxpipe.runtime.mpmd.instructions import Place
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
-from jaxpipe.runtime.mpmd.step_graph import Form, Path, shape_of
+from jaxpipe.runtime.mpmd.step_graph import Form, Path, Port, shape_of
 from jaxpipe.runtime.mpmd.trace_task import OF_MICROBATCH, Arrays
 from jaxpipe.runtime.stages import Stage
+from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.schedules.table import Schedule, StageNumber
 from jaxpipe.sharding.mesh_axes import DATA
 from jaxpipe.sharding.partition_specs import Specs
@@ -56,6 +58,14 @@ class Pack:
         k = self.tensors.index(t)
         begin = sum(self.sizes[:k])
         return array[..., begin : begin + self.sizes[k]]
+
+
+class StateArray(NamedTuple):
+    """An array of a training state that belongs to a stage."""
+
+    port: Port  # of a step's graph
+    aval: jax.ShapeDtypeStruct  # with its sharding
+    name: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,11 +113,6 @@ class StageLayout:
         return range(self.devices.replicas)
 
     @cached_property
-    def homes(self) -> dict[TensorNumber, StageNumber]:
-        """By parameter, its stage."""
-        return dict(zip(self.objective.parameters, self.planned.program.placement.parameters, strict=True))
-
-    @cached_property
     def specs(self) -> Specs:
         """Partition specs over the axes of a member's devices."""
         return self.planned.shardings.specs(self.objective)
@@ -120,11 +125,6 @@ class StageLayout:
             x if shared else jax.ShapeDtypeStruct((x.shape[0] // self.devices.replicas, *x.shape[1:]), x.dtype)
             for x, shared in leaves
         ]
-
-    @cached_property
-    def key(self) -> jax.ShapeDtypeStruct:
-        """The shape of a random key."""
-        return jax.eval_shape(lambda: jax.random.key(0))
 
     def dealt(self, k: int) -> range:
         """The micro-batches of an entry of the table: one, or a round where members of a stage share them."""
@@ -139,7 +139,7 @@ class StageLayout:
     @property
     def rows_cross(self) -> bool:
         """Return whether the stages of any replica belong to several processes."""
-        return any(len({d.process_index for d in self.devices.of_replica(r)}) > 1 for r in self.replicas)
+        return any(len({d.process_index for d in self.devices.of_replicas([r])}) > 1 for r in self.replicas)
 
     def aval(self, t: TensorNumber) -> jax.ShapeDtypeStruct:
         """The shape of a tensor."""
@@ -227,7 +227,7 @@ class StageLayout:
         if field == "batch":
             return self.batch[number], self.form(s, (field,))
         if field == "key":
-            return jax.eval_shape(jax.random.key_data, self.key), Form("state")
+            return jax.eval_shape(jax.random.key_data, self.aval(self.objective.key)), Form("state")
         if field == "weight":  # the sum of the weights of all micro-batches
             return jax.ShapeDtypeStruct((), self.aval(self.objective.results[1]).dtype), Form("state")
         return jax.ShapeDtypeStruct((2,) if field == "index" else (), jnp.int32), Form("state")
@@ -280,6 +280,43 @@ class StageLayout:
         by_stage, groups = self.update.by_stage, {s: "optimizer", None: "shared"}
         owned = enumerate(zip(by_stage.state, by_stage.state_stage, strict=True))
         return {t: (groups[owner], k) for k, (t, owner) in owned if owner in groups}
+
+    @cached_property
+    def state_arrays(self) -> dict[str, list[StateArray]]:
+        """The arrays of a training state that belong to a stage, by field of ``TrainState``."""
+        objective, planned, by_stage = self.objective, self.planned, self.update.by_stage
+        placement, names = planned.program.placement, [v.name for v in planned.model.parameters]
+        parameters = list(zip(objective.parameters, placement.parameters, names, strict=True))
+        variables = zip(objective.state, placement.state, planned.model.state, strict=True)
+        owned = enumerate(zip(by_stage.state_stage, by_stage.state_names, strict=True))
+        exchanged = parameters if planned.update.exchange else []
+        rows = {
+            "parameters": parameters,
+            "variables": [(t, s, v.name) for t, s, v in variables],
+            "optimizer": [(k, s, name) for k, (s, name) in owned if s is not None],
+            "residual": [row for row in exchanged if row[0] not in objective.frozen],
+        }
+        return {field: [self._state_array(field, *row) for row in group] for field, group in rows.items()}
+
+    def _state_array(self, field: str, number: int, s: int, name: str) -> StateArray:
+        aval, form = self.given(self.stages[s], field, number)
+        place = self.devices.place(self.stages[s])
+        sharding = NamedSharding(self.devices.mesh(place), form.spec)
+        port = Port(place, field, number)
+        return StateArray(port, jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding), name)
+
+    @cached_property
+    def abstract_state(self) -> TrainState:
+        """Return the shapes of a training state, where its devices have them."""
+        groups = {field: tuple(x.aval for x in arrays) for field, arrays in self.state_arrays.items()}
+        return TrainState(**groups, **self.planned.everywhere, plan=self.planned.plan.identity)
+
+    @property
+    def state_names(self) -> dict[str, list[str]]:
+        """The names of the arrays of a training state, by field."""
+        by_stage = self.update.by_stage
+        names = {field: [x.name for x in arrays] for field, arrays in self.state_arrays.items()}
+        return names | {"shared": [by_stage.state_names[k] for k in by_stage.leaves_of(None)]}
 
 
 #: Vectors, such as biases and scales, of at most so many bytes have their sums side by side.

@@ -1,7 +1,7 @@
 """A training state as arrays of the stages: parameters, state and optimizer state are leaves on their stage's devices.
 
     TrainState, batch ──LoadedGraph──▶ inputs of a step's graph, run
-    its outputs ──StateLayout.state_of──▶ TrainState
+    its outputs ──LoadedGraph.state_of──▶ TrainState
 
 What every stage needs (shared optimizer state, the random key, numbers of steps) is one array on all devices.
 """
@@ -9,9 +9,8 @@ What every stage needs (shared optimizer state, the random key, numbers of steps
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, NamedTuple, cast
+from dataclasses import replace
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -23,88 +22,83 @@ from jaxpipe.array_types import Array, ArrayLike, Device, PyTree, Shaped
 from jaxpipe.errors import ModelError
 from jaxpipe.runtime import check_state, shard_batch
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
-from jaxpipe.runtime.mpmd.instructions import Place
 from jaxpipe.runtime.mpmd.send_between_processes import of_member
 from jaxpipe.runtime.mpmd.stage_layout import StageLayout
 from jaxpipe.runtime.mpmd.step_graph import Port
-from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate
 from jaxpipe.runtime.state_arrays import check_key, of_replicas
 from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.sharding.mesh_axes import DATA
 
 
-class StateArray(NamedTuple):
-    """An array of a training state that belongs to a stage."""
+class LoadedGraph:
+    """A compiled graph, and the arrays of a training state, of a batch, and constants that it begins with."""
 
-    port: Port  # of a step's graph
-    aval: jax.ShapeDtypeStruct  # with its sharding
-    name: str
+    def __init__(self, layout: StageLayout, dispatch: Dispatch):
+        """Find out what goes where."""
+        self.layout, self.dispatch, self._mesh = layout, dispatch, layout.planned.all_devices
+        inputs, devices = dispatch.graph.inputs, layout.devices
+        leaves = ((field, n, x.port) for field, arrays in layout.state_arrays.items() for n, x in enumerate(arrays))
+        self._leaves = [(field, n, inputs[port]) for field, n, port in leaves if port in inputs]
+        self._shared = layout.update.by_stage.leaves_of(None)
+        self._common: list[tuple[str, int, Mesh, int]] = []
+        self._keys: dict[int, Mesh] = {}
+        self._batch: list[tuple[int, int, NamedSharding, int]] = []
+        self._constants: dict[int, Array] = {}
+        for port, number in inputs.items():
+            mesh, leaf = devices.mesh(port.place), cast(int, port.number)
+            sharding = NamedSharding(mesh, P())
+            if not multihost.mine(list(mesh.devices.flat)):
+                continue
+            if port.field in ("shared", "step", "skipped"):
+                position = self._shared.index(leaf) if port.field == "shared" else 0
+                self._common.append((port.field, position, mesh, number))
+            elif port.field == "key":
+                self._keys[number] = mesh
+            elif port.field == "batch":
+                self._batch.append((leaf, devices.replica(port.place), sharding, number))
+            elif port.field == "weight":
+                weight = np.array(layout.num_microbatches * devices.replicas, np.float32)
+                self._constants[number] = multihost.place(weight, sharding)
+            elif port.field == "index":  # in its replica, and in all of them
+                index = [leaf, devices.replica(port.place) * layout.num_microbatches + leaf]
+                self._constants[number] = multihost.place(np.array(index, np.int32), sharding)
+        self._key: tuple[Array | None, dict[int, Array]] = None, {}
 
+    def given(self, state: TrainState, batch: PyTree) -> dict[int, Array]:
+        """Return the arrays of a state, and of a batch on the devices that read them, by number of their value."""
+        given = self._constants | self._placed(jax.tree.leaves(batch))
+        for field, k, number in self._leaves:
+            given[number] = getattr(state, field)[k]
+        for field, k, mesh, number in self._common:
+            given[number] = _at(state.shared[k] if field == "shared" else getattr(state, field), mesh)
+        if state.key is not self._key[0]:
+            data = jax.random.key_data(state.key)
+            self._key = state.key, {number: _at(data, mesh) for number, mesh in self._keys.items()}
+        return given | self._key[1]
 
-@dataclass(frozen=True, eq=False)
-class StateLayout:
-    """The arrays of a training state at the ports of a graph."""
+    def _placed(self, leaves: Sequence[ArrayLike]) -> dict[int, Array]:
+        """Return a batch's leaves, global or of this process's replicas, by number."""
+        pairs = zip(leaves, self.layout.planned.batching.shared, strict=True)
+        parts = [_parts(x, shared, self._mesh) for x, shared in pairs]
+        return {number: multihost.place(parts[k](replica), sharding) for k, replica, sharding, number in self._batch}
 
-    layout: StageLayout
+    def outputs(self, state: TrainState, batch: PyTree) -> dict[Port, Array | None]:
+        """Return the outputs of the graph."""
+        return self.dispatch.run(self.given(state, batch))
 
-    @property
-    def by_stage(self) -> PartitionedUpdate:
-        """The optimizer."""
-        return self.layout.update.by_stage
-
-    @cached_property
-    def arrays(self) -> dict[str, list[StateArray]]:
-        """The arrays that belong to a stage, by field of ``TrainState``."""
-        objective, planned, by_stage = self.layout.objective, self.layout.planned, self.by_stage
-        placement, names = planned.program.placement, [v.name for v in planned.model.parameters]
-        parameters = list(zip(objective.parameters, placement.parameters, names, strict=True))
-        variables = zip(objective.state, placement.state, planned.model.state, strict=True)
-        owned = enumerate(zip(by_stage.state_stage, by_stage.state_names, strict=True))
-        exchanged = parameters if planned.update.exchange else []
-        rows = {
-            "parameters": parameters,
-            "variables": [(t, s, v.name) for t, s, v in variables],
-            "optimizer": [(k, s, name) for k, (s, name) in owned if s is not None],
-            "residual": [row for row in exchanged if row[0] not in objective.frozen],
-        }
-        return {field: [self._array(field, *row) for row in group] for field, group in rows.items()}
-
-    def _array(self, field: str, number: int, s: int, name: str) -> StateArray:
-        devices, stage = self.layout.devices, self.layout.stages[s]
-        aval, form = self.layout.given(stage, field, number)
-        sharding = NamedSharding(devices.mesh(Place(stage)), form.spec)
-        port = Port(devices.place(stage), field, number)
-        return StateArray(port, jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding), name)
-
-    @property
-    def shared(self) -> list[int]:
-        """The leaves of the optimizer state that every stage has."""
-        return [k for k, owner in enumerate(self.by_stage.state_stage) if owner is None]
-
-    @property
-    def everywhere(self) -> NamedSharding:
-        """Sharding of an array that all devices have."""
-        return NamedSharding(self.layout.planned.all_devices, P())
-
-    @cached_property
-    def abstract_state(self) -> TrainState:
-        """Return the shapes of a training state, where its devices have them."""
-        groups = {field: tuple(x.aval for x in arrays) for field, arrays in self.arrays.items()}
-        return TrainState(**groups, **self.layout.planned.everywhere, plan=self.layout.planned.plan.identity)
-
-    @property
-    def names(self) -> dict[str, list[str]]:
-        """The names of the arrays of a training state, by field."""
-        names = {field: [x.name for x in arrays] for field, arrays in self.arrays.items()}
-        return names | {"shared": [self.by_stage.state_names[k] for k in self.shared]}
+    def run(self, state: TrainState, batch: PyTree) -> tuple[dict[Port, Array | None], Array, list[Array]]:
+        """Return the outputs of a graph with a loss, that, and the leaves of the metrics."""
+        outputs = self.outputs(state, batch)
+        loss, metrics = outputs[Port(self.layout.home, "loss")], self.reports(outputs, "metrics")
+        return outputs, cast(Array, loss), [metrics[k] for k in range(len(metrics))]
 
     def state_of(self, old: TrainState, outputs: dict[Port, Array | None]) -> TrainState:
         """Return the state after a step, of the outputs of its graph; arrays elsewhere stay as they are."""
         new: dict[str, PyTree] = {}
-        for field, arrays in self.arrays.items():
+        for field, arrays in self.layout.state_arrays.items():
             pairs = zip(arrays, getattr(old, field), strict=True)
             new[field] = tuple(before if (after := outputs.get(x.port)) is None else after for x, before in pairs)
-        pairs = zip(self.shared, old.shared, strict=True)
+        pairs = zip(self._shared, old.shared, strict=True)
         new["shared"] = tuple(self._everywhere("shared", k, x, outputs) for k, x in pairs)
         for field in ("step", "skipped"):
             new[field] = self._everywhere(field, 0, getattr(old, field), outputs)
@@ -118,71 +112,9 @@ class StateLayout:
                 parts |= {shard.device: shard.data for shard in x.addressable_shards}
         if not parts:
             return old
-        local = multihost.mine(self.layout.planned.all_devices.devices.flatten().tolist())
-        return jax.make_array_from_single_device_arrays(old.shape, self.everywhere, [parts[d] for d in local])
-
-
-class LoadedGraph:
-    """A compiled graph, and the arrays of a training state, of a batch, and constants that it begins with."""
-
-    def __init__(self, where: StateLayout, dispatch: Dispatch):
-        """Find out what goes where."""
-        self.layout, self.where, self.dispatch = where.layout, where, dispatch
-        inputs, devices = dispatch.graph.inputs, where.layout.devices
-        leaves = ((field, n, x.port) for field, arrays in where.arrays.items() for n, x in enumerate(arrays))
-        self._leaves = [(field, n, inputs[port]) for field, n, port in leaves if port in inputs]
-        positions = {k: n for n, k in enumerate(where.shared)}
-        self._common: list[tuple[str, int, Mesh, int]] = []
-        self._batch: list[tuple[int, int, NamedSharding, int]] = []
-        self._constants: dict[int, Array] = {}
-        for port, number in inputs.items():
-            mesh, leaf = devices.mesh(port.place), cast(int, port.number)
-            sharding = NamedSharding(mesh, P())
-            if not multihost.mine(list(mesh.devices.flat)):
-                continue
-            if port.field in ("shared", "step", "skipped", "key"):
-                self._common.append((port.field, positions.get(leaf, 0), mesh, number))
-            elif port.field == "batch":
-                self._batch.append((leaf, devices.replica(port.place), sharding, number))
-            elif port.field in ("index", "weight"):
-                self._constants[number] = multihost.place(self._constant(port), sharding)
-        self._key: tuple[Array | None, dict[int, Array]] = None, {}
-
-    def _constant(self, port: Port) -> np.ndarray:
-        devices, m = self.layout.devices, self.layout.num_microbatches
-        if port.field == "weight":
-            return np.array(m * devices.replicas, np.float32)
-        return np.array([port.microbatch, devices.replica(port.place) * m + port.microbatch], np.int32)
-
-    def given(self, state: TrainState, batch: PyTree) -> dict[int, Array]:
-        """Return the arrays of a state, and of a batch on the devices that read them, by number of their value."""
-        given = self._constants | self._placed(jax.tree.leaves(batch))
-        for field, k, number in self._leaves:
-            given[number] = getattr(state, field)[k]
-        for field, k, mesh, number in self._common:
-            if field != "key":
-                given[number] = _at(state.shared[k] if field == "shared" else getattr(state, field), mesh)
-        if state.key is not self._key[0]:
-            data = jax.random.key_data(state.key)
-            keys = {number: _at(data, mesh) for field, _, mesh, number in self._common if field == "key"}
-            self._key = state.key, keys
-        return given | self._key[1]
-
-    def _placed(self, leaves: Sequence[ArrayLike]) -> dict[int, Array]:
-        """Return a batch's leaves, global or of this process's replicas, by number."""
-        shared, mesh = self.layout.planned.batching.shared, self.layout.planned.all_devices
-        parts = [_parts(x, common, mesh) for x, common in zip(leaves, shared, strict=True)]
-        return {number: multihost.place(parts[k](replica), sharding) for k, replica, sharding, number in self._batch}
-
-    def outputs(self, state: TrainState, batch: PyTree) -> dict[Port, Array | None]:
-        """Return the outputs of the graph."""
-        return self.dispatch.run(self.given(state, batch))
-
-    def run(self, state: TrainState, batch: PyTree) -> tuple[dict[Port, Array | None], Array, list[Array]]:
-        """Return the outputs of a graph with a loss, that, and the leaves of the metrics."""
-        outputs = self.outputs(state, batch)
-        loss, metrics = outputs[Port(self.layout.home, "loss")], self.reports(outputs, "metrics")
-        return outputs, cast(Array, loss), [metrics[k] for k in range(len(metrics))]
+        local = multihost.mine(list(self._mesh.devices.flat))
+        sharding = NamedSharding(self._mesh, P())
+        return jax.make_array_from_single_device_arrays(old.shape, sharding, [parts[d] for d in local])
 
     def reports(self, outputs: dict[Port, Array | None], field: str) -> dict[Any, Array]:
         """Return the reports of a field, on the device that computes them or where they are sent."""
@@ -212,7 +144,7 @@ def _parts(x: ArrayLike, shared: bool, mesh: Mesh) -> Callable[[int], ArrayLike]
     return lambda r: x[local.index(r) * rows : (local.index(r) + 1) * rows]
 
 
-def adopt(where: StateLayout, state: TrainState) -> TrainState:
+def adopt(layout: StageLayout, state: TrainState) -> TrainState:
     """Copy a state of another pipeline to the devices of this one, whatever its cuts, devices and batches.
 
     Layers of a scan that it has in other groups are grouped again, on the host.
@@ -220,34 +152,27 @@ def adopt(where: StateLayout, state: TrainState) -> TrainState:
     With another number of replicas, each gets the mean of the residuals of a block-sparse exchange.
     """
     check_state.check_state(state)
-    fields = "parameters", "variables", "optimizer"
-    given = {field: _grouped(where, field, getattr(state, field)) for field in fields}
-    for field in fields:
-        _check(field, given[field], [x.aval for x in where.arrays[field]])
-    check_key(state.key, where.abstract_state.key)
-    _check("optimizer (shared)", state.shared, [where.by_stage.state_avals[k] for k in where.shared])
-
-    def placed(field: str, arrays: Sequence[ArrayLike]) -> tuple[Array, ...]:
-        pairs = zip(arrays, where.arrays[field], strict=True)
-        return tuple(jax.device_put(x.copy(), held.aval.sharding) for x, held in pairs)
-
-    common = {name: getattr(state, name) for name in ("shared", "key", "step", "skipped")}
-    groups = {field: placed(field, given[field]) for field in fields}
-    groups |= jax.tree.map(lambda x: jax.device_put(x.copy(), where.everywhere), common)
-    return replace(
-        state, **groups, residual=placed("residual", _residuals(where, state)), plan=where.layout.planned.plan.identity
-    )
+    expected, fields = layout.abstract_state, ("parameters", "variables", "optimizer")
+    given = {field: _grouped(layout, field, getattr(state, field)) for field in fields}
+    for field, arrays in given.items():
+        _check(field, arrays, getattr(expected, field))
+    check_key(state.key, expected.key)
+    _check("optimizer (shared)", state.shared, expected.shared)
+    residual = _residuals(state.residual, expected.residual)
+    new = replace(state, **given, residual=residual, plan=expected.plan)
+    return jax.tree.map(lambda x, aval: jax.device_put(x.copy(), aval.sharding), new, expected)
 
 
-def _grouped(where: StateLayout, field: str, arrays: Sequence[ArrayLike]) -> list[ArrayLike]:
+def _grouped(layout: StageLayout, field: str, arrays: Sequence[ArrayLike]) -> tuple[ArrayLike, ...]:
     """Return arrays of a state with the layers of each stacked one in the groups that this pipeline has."""
-    by_stage, (parameters, variables) = where.by_stage, where.layout.planned.model.stacks
+    by_stage, (parameters, variables) = layout.update.by_stage, layout.planned.model.stacks
     owned = [
         k for k, stage in zip(by_stage.state_stacks.leaf_of, by_stage.state_stage, strict=True) if stage is not None
     ]
     leaf_of = {"parameters": parameters.leaf_of, "variables": variables.leaf_of, "optimizer": owned}[field]
     given, grouped = list(arrays), []
-    for _, pairs in itertools.groupby(zip(leaf_of, where.arrays[field], strict=True), key=operator.itemgetter(0)):
+    pieces = zip(leaf_of, layout.state_arrays[field], strict=True)
+    for _, pairs in itertools.groupby(pieces, key=operator.itemgetter(0)):
         wanted = [held.aval.shape for _, held in pairs]
         rows, taken = sum(shape[0] for shape in wanted if shape), given[:1]
         while sum(x.shape[0] for x in taken if x.shape) < rows and len(taken) < len(given):
@@ -262,15 +187,15 @@ def _grouped(where: StateLayout, field: str, arrays: Sequence[ArrayLike]) -> lis
             bounds = list(itertools.accumulate(shape[0] for shape in wanted))[:-1]
             taken = np.split(np.concatenate([np.asarray(x) for x in taken]), bounds)
         grouped += taken
-    return [*grouped, *given]
+    return (*grouped, *given)
 
 
-def _residuals(where: StateLayout, state: TrainState) -> list[np.ndarray]:
-    avals = [x.aval for x in where.arrays["residual"]]
-    if not state.residual:
-        return [np.zeros(aval.shape, aval.dtype) for aval in avals]
-    pairs = zip(state.residual[: len(avals)], avals, strict=True)
-    return [of_replicas(np.asarray(x), aval.shape[0]) for x, aval in pairs]
+def _residuals(given: Sequence[ArrayLike], expected: Sequence[Shaped]) -> tuple[np.ndarray, ...]:
+    """Return residuals for this pipeline's replicas; zeros where the other one has none."""
+    if not given:
+        return tuple(np.zeros(aval.shape, aval.dtype) for aval in expected)
+    pairs = zip(given[: len(expected)], expected, strict=True)
+    return tuple(of_replicas(np.asarray(x), aval.shape[0]) for x, aval in pairs)
 
 
 def _check(name: str, given: Sequence[Shaped], expected: Sequence[Shaped]) -> None:

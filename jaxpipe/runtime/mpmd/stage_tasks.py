@@ -48,7 +48,8 @@ def _available(layout: StageLayout, stage: Stage, arrays: Arrays) -> dict[Tensor
     """Parameters, the micro-batch and its key, by tensor number."""
     objective, known = layout.objective, dict(arrays["parameters"])
     if objective.key in stage.used:
-        key = jax.random.wrap_key_data(arrays["key"], impl=jax.random.key_impl(jnp.empty((), layout.key.dtype)))
+        dtype = layout.aval(objective.key).dtype
+        key = jax.random.wrap_key_data(arrays["key"], impl=jax.random.key_impl(jnp.empty((), dtype)))
         known[objective.key] = jax.random.fold_in(jax.random.fold_in(key, arrays["step"]), arrays["index"][1])
     if objective.index is not None and objective.index in stage.used:
         known[objective.index] = arrays["index"][1]

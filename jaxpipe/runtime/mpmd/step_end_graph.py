@@ -6,6 +6,7 @@ sums of gradients, parameters, optimizer state ──▶ the state after the ste
 """
 
 import functools
+import itertools
 from collections import defaultdict
 
 from jaxpipe.array_types import TensorNumber
@@ -55,7 +56,7 @@ class StepEndWriter(MicrobatchWriter):
 
     def arrays_of(self, s: StageNumber) -> Arrays:
         """The arrays that work at the end of a step may read: gradients, parameters, optimizer state."""
-        places = [self.place(s, r) for r in self.members_of(s)]
+        places = self.members_of(s)
         groups = ({group: self.members[place][group] for group in ("sums", "packs", "state")} for place in places)
         arrays = self.held[s] | self.join(list(groups), own=True) | {"returned": dict(self._returned[s])}
         for name, values in self._everywhere.items():
@@ -71,7 +72,7 @@ class StepEndWriter(MicrobatchWriter):
             if fold is None or not self.layout.statistics(s):
                 continue
             rows = [self.statistics[s, j] for j in range(self.layout.num_microbatches)]
-            for place in (self.place(s, r) for r in self.members_of(s)):
+            for place in self.members_of(s):
                 state = self.members[place]["state"]
                 statistics = [self.send(source, place, arrays) for source, arrays in rows]
                 operands = {"state": {t: state[t] for t in fold.state}, "statistics": statistics}
@@ -93,15 +94,15 @@ class StepEndWriter(MicrobatchWriter):
 
     def _return_gradient(self, s: StageNumber, k: StageNumber, t: TensorNumber) -> int:
         """Send the sums of a parameter's gradients from stage ``k`` to ``s``, which has it."""
-        places = [self.place(k, r) for r in self.members_of(k)]
-        sums = [self.members[place]["sums"][t] for place in places]
-        as_sum = self.layout.members(s) != self.layout.members(k)
+        sources, targets = self.members_of(k), self.members_of(s)
+        sums = [self.members[place]["sums"][t] for place in sources]
+        as_sum = len(sources) != len(targets)
         if as_sum:
             joined = {"sums": {t: self.join(sums, own=True)}}
             total = self.run_whole(k, "sum of gradients", self.ends[k].returned_sum, joined)["mean"][t]
-            sums, places = self.split(k, total)[:1] * len(self.members_of(s)), places[:1] * len(self.members_of(s))
-        rows = zip(places, sums, self.members_of(s), strict=True)
-        return self.join([self.send(place, self.place(s, r), x) for place, x, r in rows], own=not as_sum)
+            sources, sums = sources[:1] * len(targets), self.split(k, total)[:1] * len(targets)
+        rows = zip(sources, targets, sums, strict=True)
+        return self.join([self.send(*row) for row in rows], own=not as_sum)
 
     def report_step(self) -> None:
         """Make loss and metrics, and under a guard say everywhere whether the step is stopped."""
@@ -134,10 +135,10 @@ class StepEndWriter(MicrobatchWriter):
 
     def _tell(self, s: StageNumber, told: Arrays) -> None:
         """Give small values of a stage, which all its members have, to all stages."""
-        parts = self.split(s, told)
+        pairs = list(zip(self.members_of(s), self.split(s, told), strict=True))
         for other in self.layout.stages:
-            pairs = [(r % len(parts), self.place(other, r)) for r in self.members_of(other)]
-            received = [self.send(self.place(s, k), place, parts[k]) for k, place in pairs]
+            rows = zip(self.members_of(other), itertools.cycle(pairs), strict=False)
+            received = [self.send(source, place, part) for place, (source, part) in rows]
             put(self.held[other], told if other == s else self.join(received, own=False))
 
     def count(self, updates: int) -> None:
@@ -161,7 +162,7 @@ class StepEndWriter(MicrobatchWriter):
         """The training state that the next step begins with."""
         outputs = {}
         for s in self.layout.stages:
-            held, members = self.held[s], [self.members[self.place(s, r)] for r in self.members_of(s)]
+            held, members = self.held[s], [self.members[place] for place in self.members_of(s)]
             renewed = self.layout.renewed_state(s)
             after = {t: self.join([x["state"][t] for x in members], own=False) for t in renewed}
             fields = {field: held.get(field, {}) for field in ("parameters", "optimizer", "residual")}

@@ -46,7 +46,6 @@ class Port(NamedTuple):
     place: Place
     field: str
     number: Hashable = 0
-    microbatch: int = -1
 
 
 @dataclass(frozen=True, eq=False)

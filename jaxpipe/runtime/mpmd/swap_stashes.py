@@ -12,7 +12,7 @@ So the host waits for a copy before it asks for the action after the one that it
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -122,7 +122,7 @@ class _Mover(GraphWriter):
             )
             returned = self._send_away(pieces, swap, kept, place, (first, gone, back, later[0]))
             for k in later:
-                self._returned[k] |= zip(kept, returned, strict=True)
+                self._returned[k] |= returned
 
     def _send_away(
         self,
@@ -131,65 +131,61 @@ class _Mover(GraphWriter):
         kept: Sequence[int],
         place: Place,
         when: tuple[int, int, int, int],
-    ) -> list[int]:
-        """Write a swap; return the registers of the stash that is home then.
+    ) -> dict[int, int]:
+        """Write a swap; return what is home then, by what has left.
 
         Args:
           when: the instructions after which it leaves, before which it has left, begins to return and has returned.
         """
         first, gone, back, read = when
-        cut, leaving = [k for k, parts in enumerate(pieces) if len(parts) > 1], [[k] for k in kept]
-        parts = [pieces[k] for k in cut]
+        parts = [(number, piece) for number, row in zip(kept, pieces, strict=True) for piece in row]
+        cut = {number: row for number, row in zip(kept, pieces, strict=True) if len(row) > 1}
+        leaving = [number for number, _ in parts]
         if cut:
-            forms = itertools.repeat(Form("stash", is_free=self.layout.specs.submesh.size > 1))
-            arrays = {"arrays": [kept[k] for k in cut]}
-            call, writes = self._write(place, "slices of a stash", _slices, parts, arrays, forms)
-            self._after[first].append(call)
-            remaining = iter(writes)
-            for k in cut:
-                leaving[k] = [next(remaining) for _ in pieces[k]]
-        returned = [[-1] * len(row) for row in leaving]
-        for number, target in enumerate(swap.targets):
-            to_host = target.stage == HOST
-            holder = place if to_host else self.devices.place(target.stage, place.replica)
-            where = [(k, n) for k, row in enumerate(pieces) for n, x in enumerate(row) if x.target == number]
-            reads = tuple(leaving[k][n] for k, n in where)
+            forms = [Form("stash", is_free=self.layout.specs.submesh.size > 1)] * sum(map(len, cut.values()))
+            arrays = {"arrays": [*cut]}
+            slices = iter(self._write(self._after[first], place, "slices of a stash", _slices, cut, arrays, forms))
+            leaving = [next(slices) if number in cut else number for number, _ in parts]
+        home: dict[int, int] = {}
+        for k, target in enumerate(swap.targets):
+            reads = tuple(number for number, (_, piece) in zip(leaving, parts, strict=True) if piece.target == k)
             if not reads:
                 continue
-            away = tuple(self._moved(k, holder, HOST_PURPOSE if to_host else PEER_PURPOSE) for k in reads)
-            home = tuple(self._moved(k, place, "stash") for k in reads)
+            to_host = target.stage == HOST
+            holder = place if to_host else self.devices.place(target.stage, place.replica)
+            away = tuple(self._moved(number, holder, HOST_PURPOSE if to_host else PEER_PURPOSE) for number in reads)
+            writes = tuple(self._moved(number, place, "stash") for number in reads)
             self._after[first].append(Send(place, holder, reads, away, to_host))
             self._waits[gone].append(Wait(place, (*reads, *away)))
-            self._before[back].append(Send(holder, place, away, home))
-            self._waits[read].append(Wait(holder, (*away, *home)))
-            for (k, n), x in zip(where, home, strict=True):
-                returned[k][n] = x
-        whole = [row[0] for row in returned]
+            self._before[back].append(Send(holder, place, away, writes))
+            self._waits[read].append(Wait(holder, (*away, *writes)))
+            home |= zip(reads, writes, strict=True)
         if cut:
-            forms = [self.values[kept[k]].form for k in cut]
-            arrays = {"pieces": [x for k in cut for x in returned[k]]}
-            call, writes = self._write(place, "stash of its slices", _joined, parts, arrays, forms)
-            self._before[back].append(call)
-            for k, x in zip(cut, writes, strict=True):
-                whole[k] = x
-        return whole
+            forms = [self.values[number].form for number in cut]
+            arrays = {"pieces": [home[x] for x, (number, _) in zip(leaving, parts, strict=True) if number in cut]}
+            whole = self._write(self._before[back], place, "stash of its slices", _joined, cut, arrays, forms)
+            home |= zip(cut, whole, strict=True)
+        return home
 
     def _write(
         self,
+        to: list[Instruction],
         place: Place,
         what: str,
         work: Callable[[Cut, Arrays], Arrays],
-        cut: Cut,
+        cut: Mapping[int, Sequence[Piece]],
         arrays: Arrays,
-        forms: Iterable[Form],
-    ) -> tuple[Instruction, list[int]]:
-        """Return a call that cuts or joins arrays, and the numbers of its results, which are of some forms."""
-        key = what, tuple(map(tuple, cut)), shapes_of(self.avals(arrays))
-        results = self.run(place, f"stage {place.stage}: {what}", functools.partial(work, cut), arrays, key)
+        forms: Sequence[Form],
+    ) -> list[int]:
+        """Write a call that cuts or joins arrays; return the numbers of its results, which are of some forms."""
+        rows = [*cut.values()]
+        key = what, tuple(map(tuple, rows)), shapes_of(self.avals(arrays))
+        results = self.run(place, f"stage {place.stage}: {what}", functools.partial(work, rows), arrays, key)
+        to.append(self.instructions.pop())
         (writes,) = results.values()
-        for number, form in zip(writes, forms, strict=False):
+        for number, form in zip(writes, forms, strict=True):
             self.values[number] = self.values[number]._replace(form=form)
-        return self.instructions.pop(), writes
+        return writes
 
     def _moved(self, number: int, place: Place, purpose: str) -> int:
         aval, _, form = self.values[number]

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.runtime import waiting_thread
 from jaxpipe.runtime.mpmd.combine_sends import join_messages
 from jaxpipe.runtime.mpmd.instructions import Call, Place, Send
-from jaxpipe.runtime.mpmd.send_between_processes import Slot, pair_slots
+from jaxpipe.runtime.mpmd.send_between_processes import pair_slots
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 
 
@@ -97,9 +97,9 @@ def test_arrays_of_one_shape_that_cross_share_a_place_in_the_program():
         Send(Place(1, 0), Place(0, 0), (2, 3), (6, 7)),
     )
     assert pair_slots(message, avals, [P()] * len(avals)) == [
-        Slot((0, None), (None, 4)),
-        Slot((1, 2), (6, 5)),
-        Slot((None, 3), (7, None)),
+        {0: (0, 4)},
+        {0: (1, 5), 1: (2, 6)},
+        {1: (3, 7)},
     ]
 
 

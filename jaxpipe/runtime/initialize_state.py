@@ -97,7 +97,8 @@ def place_state(runtime: Runtime, sources: Sources, key: Array, step: int = 0, s
     """Put a state onto its devices, stage by stage: each process does what its own devices hold."""
     check_key(key, runtime.planned.everywhere["key"])
     parts, shared = multihost.on_all(lambda: (_parts(runtime, sources), _slots(runtime.planned, sources, None, {})))
-    everywhere = {"shared": tuple(shared), "key": _copied(key), "step": jnp.int32(step), "skipped": jnp.int32(skipped)}
+    # The key is copied: a step donates the state, and must not take the caller's key with it.
+    everywhere = {"shared": tuple(shared), "key": key.copy(), "step": jnp.int32(step), "skipped": jnp.int32(skipped)}
     placed = jax.tree.map(lambda x, aval: multihost.place(x, aval.sharding), everywhere, runtime.planned.everywhere)
     return runtime.assemble(parts, placed)
 
@@ -130,12 +131,6 @@ def _stage_arrays(planned: ExecutablePlan, sources: Sources, place: int, device:
         held = jax.device_put(held, device)
     slots = _slots(planned, sources, place, dict(zip(parameters, held, strict=False)))
     return StageArrays(held[: len(parameters)], held[len(parameters) :], slots)
-
-
-def _copied(key: Array) -> Array:
-    """A key in memory of its own: a step donates the state, and must not take the caller's key with it."""
-    data = jnp.array(jax.random.key_data(key), copy=True)
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
 
 
 def _pieces(stacks: Stacks, values: Values) -> Values:

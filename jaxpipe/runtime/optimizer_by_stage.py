@@ -37,7 +37,6 @@ class PartitionedUpdate(TracedUpdate):
     parameters: tuple[TensorNumber, ...]  # tensor numbers, as those that follow
     gradients: tuple[TensorNumber, ...]
     state: tuple[TensorNumber, ...]
-    new_parameters: tuple[TensorNumber, ...]
     new_state: tuple[TensorNumber, ...]
     state_stage: tuple[int | None, ...]  # by leaf; None if every stage has it
 
@@ -86,7 +85,6 @@ def partition_update(update: TracedUpdate, model: BoundModel, stage_of: Sequence
         parameters=inputs[:first],
         gradients=inputs[first:behind],
         state=inputs[behind:],
-        new_parameters=outputs[:first],
         new_state=outputs[first:],
         state_stage=state_stage,
     )

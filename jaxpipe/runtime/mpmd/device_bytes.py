@@ -73,7 +73,7 @@ def predicted_bytes(graph: StepGraph, devices: StageDevices) -> dict[Device, Pea
     needs: dict[tuple[int, Place], Needs] = {}
     for call in graph.instructions:
         if isinstance(call, Call) and (call.task, call.place) not in needs:
-            specs, shape = [graph.specs[number] for number in call.reads], devices.mesh_shape(call.place)
+            specs, shape = [graph.specs[number] for number in call.reads], devices.mesh(call.place).shape
             reused = _reusable_bytes(graph, call.task, [count_parts(spec, shape) for spec in specs])
             temporary = _working_bytes(graph, call.task, specs, shape)
             needs[call.task, call.place] = Needs(graph.tasks[call.task].label, temporary, reused)

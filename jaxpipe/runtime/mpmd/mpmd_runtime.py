@@ -34,7 +34,7 @@ from jaxpipe.runtime.recent import recent
 from jaxpipe.runtime.state_arrays import StageArrays, on_host
 from jaxpipe.runtime.train_state import TrainState, made_for
 from jaxpipe.schedules.table import StageNumber
-from jaxpipe.sharding.mesh_axes import DATA, STAGE
+from jaxpipe.sharding.mesh_axes import DATA, STAGE, stage_devices
 from jaxpipe.targets.building import building_for
 from jaxpipe.text.progress import progress, tell
 
@@ -55,11 +55,9 @@ class MpmdRuntime:
     @cached_property
     def devices(self) -> StageDevices:
         """The devices of every stage."""
-        mesh, groups = self.planned.mesh, self.planned.program.stage_replicas.groups
-        grid = mesh.devices[..., None] if DATA not in mesh.axis_names else mesh.devices
-        grid = np.moveaxis(grid, mesh.axis_names.index(STAGE), 0).reshape(sum(map(len, groups)), -1)
-        rows = [tuple(grid[list(groups[self.planned.program.device(s)])].T.flat) for s in self.places]
-        return StageDevices(tuple(rows), grid.shape[1], self.planned.shardings.submesh)
+        mesh, program = self.planned.mesh, self.planned.program
+        rows = [tuple(stage_devices(mesh, program.stage_replicas, program.device(s))) for s in self.places]
+        return StageDevices(tuple(rows), mesh.shape.get(DATA, 1), self.planned.shardings.submesh)
 
     def devices_of(self, place: int) -> list[Device]:
         """The devices of a stage."""

@@ -31,16 +31,11 @@ from jaxpipe.sharding.partition_specs import side_by_side
 #: The mesh axis of the devices that take part.
 AXIS = "pair"
 
+#: Arrays of one shape that two devices exchange: by side that sends (0 or 1), the register there and that of the other.
+Slot: TypeAlias = dict[int, tuple[int, int]]
+
 #: Shape and element type of an array.
 _Form: TypeAlias = tuple[tuple[int, ...], str]
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Arrays of one shape that two devices exchange."""
-
-    sent: tuple[int | None, int | None]  # registers that the first and the second device send
-    received: tuple[int | None, int | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,18 +49,18 @@ class Transfer:
 
 def pair_slots(message: Send, avals: Sequence[jax.ShapeDtypeStruct], specs: Sequence[P]) -> list[Slot]:
     """Return the slots of a message; two arrays of one shape that cross, split alike, share one."""
-    pairs, slots = list(zip(message.reads, message.writes, strict=True)), []
+    pairs = list(zip(message.reads, message.writes, strict=True))
     first = len(pairs) - message.returning
-    returning = pairs[first:]
+    slots: list[Slot] = [{0: pair} for pair in pairs[:first]]
     form = {k: (_form(avals[k]), specs[k]) for k in message.reads}
-    for read, write in pairs[:first]:
-        match = next((pair for pair in returning if form[pair[0]] == form[read]), None)
-        if match is None:
-            slots.append(Slot((read, None), (None, write)))
+    for pair in pairs[first:]:
+        fitting = (slot for slot in slots if slot.keys() == {0} and form[slot[0][0]] == form[pair[0]])
+        slot = next(fitting, None)
+        if slot is None:
+            slots.append({1: pair})
         else:
-            returning.remove(match)
-            slots.append(Slot((read, match[0]), (match[1], write)))
-    return slots + [Slot((None, read), (write, None)) for read, write in returning]
+            slot[1] = pair
+    return slots
 
 
 class Transfers:
@@ -80,23 +75,17 @@ class Transfers:
     def between(self, message: Send, devices: StageDevices) -> Transfer:
         """Return this process's part in a message between two places."""
         slots = pair_slots(message, self._avals, self._specs)
-        registers = [next(k for k in slot.sent if k is not None) for slot in slots]
+        registers = [next(iter(slot.values()))[0] for slot in slots]
         avals, specs = [self._avals[k] for k in registers], [self._specs[k] for k in registers]
-        routes = tuple(tuple(side for side in (0, 1) if slot.sent[side] is not None) for slot in slots)
+        routes = tuple(map(tuple, slots))
         meshes = [devices.mesh(place) for place in message.ends]  # each of one member
         pair = Mesh(np.array([mesh.devices[0] for mesh in meshes]), (AXIS, *meshes[0].axis_names[1:]))
         sides = [side for side in (0, 1) if multihost.mine(list(meshes[side].devices.flat))]
         every = [(k, side, slot) for side in sides for k, slot in enumerate(slots)]
-        sent = [(k, side, number) for k, side, slot in every if (number := slot.sent[side]) is not None]
-        received = [(k, side, number) for k, side, slot in every if (number := slot.received[side]) is not None]
-        send = self._message(
-            _permuted,
-            routes,
-            avals,
-            pair,
-            [side_by_side(spec, AXIS) if aval.shape else P() for aval, spec in zip(avals, specs, strict=True)],
-            {(k, d) for k, side, _ in sent for d in meshes[side].devices.flat},
-        )
+        sent = [(k, side, slot[side][0]) for k, side, slot in every if side in slot]
+        received = [(k, side, slot[1 - side][1]) for k, side, slot in every if 1 - side in slot]
+        sources = {(k, d) for k, side, _ in sent for d in meshes[side].devices.flat}
+        send = self._message(_permuted, routes, avals, pair, specs, sources)
 
         def run(*arrays: Array) -> list[Array | None]:
             pairs = zip(sent, arrays, strict=True)
@@ -111,9 +100,7 @@ class Transfers:
         source, every = devices.at(instruction.source), devices.of_replicas(instruction.replicas)
         avals = [self._avals[k] for k in instruction.reads]
         first, mesh = every.index(source), Mesh(np.array(every), (AXIS,))
-        # Arrays are put side by side. Scalars cannot be: each device passes its own, and gets its own.
-        specs = [P(AXIS) if aval.shape else P() for aval in avals]
-        sources = {(k, source) for k in range(len(avals))}
+        specs, sources = [P()] * len(avals), {(k, source) for k in range(len(avals))}
         send = self._message(_copied_from, first, avals, mesh, specs, sources, replicated=True)
 
         def run(*arrays: Array) -> list[Array]:
@@ -129,7 +116,7 @@ class Transfers:
         route: Hashable,
         avals: Sequence[jax.ShapeDtypeStruct],
         mesh: Mesh,
-        specs: Sequence[P],  # by array, side by side
+        specs: Sequence[P],  # by array, over the other axes of the mesh
         sent: Collection[tuple[int, Device]],
         replicated: bool = False,
     ) -> Callable[[dict[tuple[int, Device], Array]], list[Array]]:
@@ -137,37 +124,36 @@ class Transfers:
 
         It takes what is ``sent`` from this process, by position of the array and device; of the others, unused arrays.
         """
+        # Arrays are put side by side. Scalars cannot be: each device passes its own, and gets its own.
+        every, pairs = list(mesh.devices.flat), list(zip(avals, specs, strict=True))
+        specs = [side_by_side(spec, AXIS) if aval.shape else P() for aval, spec in pairs]
         shardings = [NamedSharding(mesh, spec) for spec in specs]
-        shaped = [
-            jax.ShapeDtypeStruct((a.shape[0] * mesh.shape[AXIS], *a.shape[1:]) if a.shape else (), a.dtype, sharding=to)
-            for a, to in zip(avals, shardings, strict=True)
-        ]
-        every = list(mesh.devices.flat)
+        shapes = [(aval.shape[0] * mesh.shape[AXIS], *aval.shape[1:]) if aval.shape else () for aval in avals]
         key = function, route, tuple(every), tuple(map(_form, avals)), tuple(specs)
         if key not in self._programs:
-            results = (P(),) * len(avals) if replicated else tuple(specs)
             mapped = jax.shard_map(
                 lambda *arrays: function(route, arrays),
                 mesh=mesh,
                 in_specs=tuple(specs),
-                out_specs=results,
+                out_specs=P() if replicated else tuple(specs),
                 check_vma=False,
             )
+            rows = zip(shapes, avals, shardings, strict=True)
+            shaped = (jax.ShapeDtypeStruct(shape, aval.dtype, sharding=to) for shape, aval, to in rows)
             self._programs[key] = jax.jit(mapped).lower(*shaped).compile()
         program, mine = self._programs[key], multihost.mine(every)
-        parts = [
-            jax.ShapeDtypeStruct(to.shard_shape(x.shape), x.dtype) for x, to in zip(shaped, shardings, strict=True)
-        ]
-        unused = {(k, d): self._unused_array(x, d) for k, x in enumerate(parts) for d in mine if (k, d) not in sent}
+        parts = [to.shard_shape(shape) for shape, to in zip(shapes, shardings, strict=True)]
+        unused = {
+            (k, d): self._unused_array(jax.ShapeDtypeStruct(part, avals[k].dtype), d)
+            for k, part in enumerate(parts)
+            for d in mine
+            if (k, d) not in sent
+        }
 
         def run(given: dict[tuple[int, Device], Array]) -> list[Array]:
             held = unused | given
-            return program(
-                *(
-                    jax.make_array_from_single_device_arrays(x.shape, to, [held[k, d] for d in mine])
-                    for k, (x, to) in enumerate(zip(shaped, shardings, strict=True))
-                )
-            )
+            local = [[held[k, d] for d in mine] for k in range(len(avals))]
+            return program(*map(jax.make_array_from_single_device_arrays, shapes, shardings, local))
 
         return run
 

@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 from jaxpipe.array_types import Device
 from jaxpipe.runtime.mpmd.instructions import Place
 from jaxpipe.schedules.table import StageNumber
-from jaxpipe.sharding.mesh_axes import DATA
 from jaxpipe.sharding.submesh import Submesh
 from jaxpipe.targets.known import target_of
 from jaxpipe.targets.target import Target
@@ -72,10 +71,6 @@ class StageDevices:
     def mesh(self, place: Place) -> Mesh:
         """Return the devices of a place as a mesh."""
         return self.submesh.mesh(self.firsts(place))
-
-    def mesh_shape(self, place: Place) -> dict[str, int]:
-        """Return the size of each axis of a place's mesh."""
-        return {DATA: len(self.firsts(place)), **self.submesh.shape}
 
     def of_replicas(self, replicas: Iterable[int]) -> tuple[Device, ...]:
         """Return the devices of all stages of some replicas, each once."""

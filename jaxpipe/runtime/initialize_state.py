@@ -171,12 +171,9 @@ def _initialized(model: BoundModel, key: Array, batch: PyTree) -> Values:
     def values(positions: Sequence[int]) -> list[ArrayLike]:
         wanted = [jaxpr.outvars[k] for k in positions]
         equations, read = needed(jaxpr.eqns, filterfalse(_compat.is_literal, wanted), _ends)
-        env: dict[Atom, Array] = dict(zip((*jaxpr.constvars, jaxpr.invars[0]), (*consts, key), strict=True))
-        env |= {var: _on_default_device(x) for var, x in arrays.items() if var in read}
-        for eqn in equations:
-            operands = [env[a] for a in eqn.invars if not _compat.is_literal(a)]
-            env.update(zip(eqn.outvars, _compat.evaluate_equation(eqn, operands), strict=True))
-        return [jnp.asarray(a.val) if _compat.is_literal(a) else env[a] for a in wanted]
+        part = _compat.rebuilt(jaxpr, jaxpr.constvars, consts, jaxpr.invars, equations, wanted)
+        given: list[Any] = [_on_default_device(x) if var in read else x for var, x in arrays.items()]
+        return list(map(jnp.asarray, _compat.evaluate_jaxpr(part, key, *given)))
 
     return values
 

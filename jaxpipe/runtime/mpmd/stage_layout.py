@@ -1,6 +1,5 @@
 """A plan's stages on their devices, and the arrays that the work of each has: shapes, purposes, shardings."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -128,7 +127,7 @@ class StageLayout:
 
     def dealt(self, k: int) -> range:
         """The micro-batches of an entry of the table: one, or a round where members of a stage share them."""
-        count = math.lcm(*(self.devices.width(s) for s in self.stages))
+        count = self.planned.program.stage_replicas.round_size
         return range(k * count, min((k + 1) * count, self.num_microbatches))
 
     @property

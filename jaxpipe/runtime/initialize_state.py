@@ -83,14 +83,11 @@ def given_values(stacks: Stacks, leaves: Sequence[ArrayLike]) -> Values:
 
     def values(positions: Sequence[int]) -> list[ArrayLike]:
         pieces = [stacks.cut(k, leaves[stacks.leaf_of[k]]) for k in positions]
-        return [x.copy() if isinstance(x, jax.Array) else _as_jax(x) for x in pieces]
+        # A device may read a host array where it lies; the copy has JAX's dtype for it: float32 for float64.
+        dtype_of = jax.dtypes.canonicalize_dtype
+        return [x.copy() if isinstance(x, jax.Array) else np.array(x, dtype_of(x.dtype)) for x in pieces]
 
     return values
-
-
-def _as_jax(x: np.ndarray) -> np.ndarray:
-    """Copy a host array, which a device may read where it lies, with JAX's dtype for it: float32 for float64."""
-    return np.array(x, jax.dtypes.canonicalize_dtype(x.dtype))
 
 
 def place_state(runtime: Runtime, sources: Sources, key: Array, step: int = 0, skipped: int = 0) -> TrainState:

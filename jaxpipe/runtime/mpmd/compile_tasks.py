@@ -7,7 +7,7 @@ import functools
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -21,6 +21,7 @@ from jax.stages import Compiled, Lowered
 from jaxpipe import _compat, multihost
 from jaxpipe.array_types import Array, Device
 from jaxpipe.graph.program_form import shared_program
+from jaxpipe.runtime.mpmd.instructions import TaskAt
 from jaxpipe.runtime.mpmd.step_graph import Task
 from jaxpipe.text.progress import tell
 
@@ -67,18 +68,18 @@ class Executable(NamedTuple):
     needs: Needs
 
 
-def compile_jobs(jobs: Sequence[CompileJob], platform: str) -> dict[int, Executable]:
+def compile_jobs(jobs: Mapping[TaskAt, CompileJob], platform: str) -> dict[TaskAt, Executable]:
     """Compile this process's work, what is equal once, in as many threads as there are processors.
 
-    Takes the jobs of all processes, as equal work has one program in all of them; returns its own by position.
+    Takes the jobs of all processes, as equal work has one program in all of them; returns its own.
     """
-    groups: dict[Hashable, list[int]] = {}
-    for number, job in enumerate(jobs):
+    groups: dict[Hashable, list[TaskAt]] = {}
+    for name, job in jobs.items():
         where = job.devices if job.is_bound else tuple(job.mesh.shape.items())
         key = (job.task.program.form, job.donated, where, job.reads, job.writes)
-        groups.setdefault(key, []).append(number)
-    local_jobs = {number for number, job in enumerate(jobs) if multihost.mine(job.devices)}
-    local_groups = [numbers for numbers in groups.values() if not local_jobs.isdisjoint(numbers)]
+        groups.setdefault(key, []).append(name)
+    local_jobs = {name for name, job in jobs.items() if multihost.mine(job.devices)}
+    local_groups = [names for names in groups.values() if not local_jobs.isdisjoint(names)]
     tell(f"Compiling {len(local_jobs)} programs, {len(local_groups)} of which differ")
     done = itertools.count(1)
 
@@ -90,12 +91,13 @@ def compile_jobs(jobs: Sequence[CompileJob], platform: str) -> dict[int, Executa
     with warnings.catch_warnings(), ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         # A stash is donated to be freed; few results have the shape of one of its arrays.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        started: list[tuple[list[int], Future[list[Executable]]]] = []
-        for numbers in local_groups:
-            lowered, rows = _lower([jobs[k] for k in numbers], platform)
-            here = {k: row for k, row in zip(numbers, rows, strict=True) if k in local_jobs}
-            started.append((list(here), pool.submit(build, [jobs[k] for k in here], lowered, list(here.values()))))
-        return {k: built for here, run in started for k, built in zip(here, run.result(), strict=True)}
+        started: list[tuple[list[TaskAt], Future[list[Executable]]]] = []
+        for names in local_groups:
+            lowered, rows = _lower([jobs[name] for name in names], platform)
+            here = {name: row for name, row in zip(names, rows, strict=True) if name in local_jobs}
+            run = pool.submit(build, [jobs[name] for name in here], lowered, list(here.values()))
+            started.append((list(here), run))
+        return {name: built for here, run in started for name, built in zip(here, run.result(), strict=True)}
 
 
 def _compile(jobs: Sequence[CompileJob], lowered: Lowered, rows: Sequence[np.ndarray | None]) -> list[Executable]:

@@ -17,7 +17,7 @@ from jaxpipe.graph.liveness import temporary_bytes
 from jaxpipe.graph.sharding_propagation import of_one_device, propagate
 from jaxpipe.runtime.mpmd.compile_tasks import Needs
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
-from jaxpipe.runtime.mpmd.instructions import Call, Join, Place, Send
+from jaxpipe.runtime.mpmd.instructions import Call, Join, Place, Send, TaskAt
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.step_graph import StepGraph
 from jaxpipe.sharding.submesh import count_parts
@@ -70,7 +70,7 @@ def predicted_bytes(graph: StepGraph, devices: StageDevices) -> dict[Device, Pea
 
     It is the same walk, with estimated temporaries, before anything is compiled.
     """
-    needs: dict[tuple[int, Place], Needs] = {}
+    needs: dict[TaskAt, Needs] = {}
     for call in graph.instructions:
         if isinstance(call, Call) and (call.task, call.place) not in needs:
             specs, shape = [graph.specs[number] for number in call.reads], devices.mesh(call.place).shape
@@ -115,7 +115,7 @@ def _reusable_bytes(graph: StepGraph, number: int, parts: Sequence[int]) -> int:
     return sum(count * sizes[form] // split[form] for form, count in (given & written).items())
 
 
-def _walk(graph: StepGraph, devices: StageDevices, needs: Mapping[tuple[int, Place], Needs]) -> dict[Device, Peak]:
+def _walk(graph: StepGraph, devices: StageDevices, needs: Mapping[TaskAt, Needs]) -> dict[Device, Peak]:
     """Return the most bytes that each device holds at once.
 
     Args:

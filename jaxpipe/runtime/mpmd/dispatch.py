@@ -19,7 +19,7 @@ from jaxpipe import agreement, multihost
 from jaxpipe.agreement import Part
 from jaxpipe.array_types import Array, Device
 from jaxpipe.runtime.mpmd.compile_tasks import CompileJob, Needs, compile_jobs
-from jaxpipe.runtime.mpmd.instructions import Call, Instruction, Join, Place, Send, Split, Spread, Wait
+from jaxpipe.runtime.mpmd.instructions import Call, Instruction, Join, Send, Split, Spread, TaskAt, Wait
 from jaxpipe.runtime.mpmd.send_between_processes import Transfer, Transfers, of_member
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.step_graph import Port, StepGraph
@@ -51,8 +51,8 @@ class Dispatch:
     """A graph that can be followed."""
 
     graph: StepGraph  # with the specs that XLA has chosen
-    needs: dict[tuple[int, Place], Needs]  # by task and place, in all processes
-    calls: dict[tuple[int, Place], Action]  # this process's
+    needs: dict[TaskAt, Needs]  # by task and place, in all processes
+    calls: dict[TaskAt, Action]  # this process's
     steps: tuple[Step, ...]  # this process's
     registers: int  # those of the graph's values, and those for actions that have not ended
 
@@ -124,24 +124,24 @@ def _parts(graph: StepGraph) -> dict[str, Part | str]:
 
 def _compile_tasks(
     graph: StepGraph, devices: StageDevices
-) -> tuple[dict[tuple[int, Place], Action], dict[tuple[int, Place], Needs], dict[int, P]]:
+) -> tuple[dict[TaskAt, Action], dict[TaskAt, Needs], dict[int, P]]:
     """Compile the tasks of a graph: those of this process, what all need, and by register how its array is split.
 
     Where XLA chooses how results are split, programs that read them wait for it.
     """
-    waiting: dict[tuple[int, Place], Call] = {}
+    waiting: dict[TaskAt, Call] = {}
     for instruction in graph.instructions:
         if isinstance(instruction, Call):
             waiting.setdefault((instruction.task, instruction.place), instruction)
     specs = {k: value.form.spec for k, value in enumerate(graph.values) if not value.form.is_free}
-    calls: dict[tuple[int, Place], Action] = {}
-    needs: dict[tuple[int, Place], Needs] = {}
+    calls: dict[TaskAt, Action] = {}
+    needs: dict[TaskAt, Needs] = {}
     while waiting:
         ready = {key: call for key, call in waiting.items() if specs.keys() >= set(call.reads)}
         assert ready, "a program reads what no program before it has written"
         waiting = {key: call for key, call in waiting.items() if key not in ready}
-        jobs = [
-            CompileJob(
+        jobs = {
+            (number, place): CompileJob(
                 graph.tasks[number],
                 graph.donated[number],
                 devices.mesh(place),
@@ -149,9 +149,8 @@ def _compile_tasks(
                 tuple(None if graph.values[register].form.is_free else specs[register] for register in call.writes),
             )
             for (number, place), call in ready.items()
-        ]
-        keys = list(ready)
-        here = {keys[k]: program for k, program in compile_jobs(jobs, devices.target.lowers_for).items()}
+        }
+        here = compile_jobs(jobs, devices.target.lowers_for)
         calls |= {key: program.run for key, program in here.items()}
         for known in multihost.gathered({key: program.needs for key, program in here.items()}):
             needs |= known
@@ -159,7 +158,7 @@ def _compile_tasks(
     return calls, needs, specs
 
 
-def _follow_specs(graph: StepGraph, specs: dict[int, P], needs: dict[tuple[int, Place], Needs]) -> None:
+def _follow_specs(graph: StepGraph, specs: dict[int, P], needs: dict[TaskAt, Needs]) -> None:
     """Note how the results of compiled programs are split, and with them their copies."""
     for x in graph.instructions:
         if isinstance(x, Call):
@@ -174,7 +173,7 @@ def _follow_specs(graph: StepGraph, specs: dict[int, P], needs: dict[tuple[int, 
 class _Steps:
     """The steps of this process for the instructions of a graph."""
 
-    def __init__(self, graph: StepGraph, devices: StageDevices, calls: dict[tuple[int, Place], Action], call: str):
+    def __init__(self, graph: StepGraph, devices: StageDevices, calls: dict[TaskAt, Action], call: str):
         self.steps: list[Step] = []
         self._call = call
         self.registers = len(graph.avals)

@@ -9,7 +9,7 @@ Wait      let the host wait for copies
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from jaxpipe.schedules.table import StageNumber
 
@@ -19,6 +19,10 @@ class Place(NamedTuple):
 
     stage: StageNumber
     replica: int = -1
+
+
+#: The number of a task of the graph, and where it runs.
+TaskAt: TypeAlias = tuple[int, Place]
 
 
 @dataclass(frozen=True)

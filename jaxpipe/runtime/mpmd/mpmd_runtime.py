@@ -120,7 +120,7 @@ class MpmdRuntime:
         def run(state: TrainState, batch: PyTree) -> PyTree:
             if name == "evaluate":
                 return compiled.run(state, batch)[1:]
-            outputs = compiled.outputs(state, batch)
+            outputs = compiled.dispatch.run(compiled.given(state, batch))
             leaves = range(len(program.objective.results))
             parts = [[x for p, x in outputs.items() if (p.field, p.number) == ("predictions", k)] for k in leaves]
             return [self._by_replica_rows(layout, rows) for rows in parts]

@@ -82,13 +82,9 @@ class LoadedGraph:
         parts = [_parts(x, shared, self._mesh) for x, shared in pairs]
         return {number: multihost.place(parts[k](replica), sharding) for k, replica, sharding, number in self._batch}
 
-    def outputs(self, state: TrainState, batch: PyTree) -> dict[Port, Array | None]:
-        """Return the outputs of the graph."""
-        return self.dispatch.run(self.given(state, batch))
-
     def run(self, state: TrainState, batch: PyTree) -> tuple[dict[Port, Array | None], Array, list[Array]]:
         """Return the outputs of a graph with a loss, that, and the leaves of the metrics."""
-        outputs = self.outputs(state, batch)
+        outputs = self.dispatch.run(self.given(state, batch))
         loss, metrics = outputs[Port(self.layout.home, "loss")], self.reports(outputs, "metrics")
         return outputs, cast(Array, loss), [metrics[k] for k in range(len(metrics))]
 

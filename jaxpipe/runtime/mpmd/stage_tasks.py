@@ -93,24 +93,18 @@ def _forward(layout: StageLayout, s: StageNumber, arrays: Arrays) -> Arrays:
 
 def _backward(layout: StageLayout, s: StageNumber, kind: Kind, arrays: Arrays) -> Arrays:
     """Go backward through a stage, or the part of it that a kind is."""
-    stage = layout.stage(s)
-    known, sums = _available(layout, stage, arrays), _adding_to_sums(layout, s, arrays)
+    stage, overwritten = layout.stage(s), layout.objective.overwritten
+    known = _available(layout, stage, arrays)
+    # Additions to sums of single gradients, each made as soon as its gradient is there.
+    sums = {
+        t: functools.partial(_add_shaped, larger_gradient if t in overwritten else add_gradient, total)
+        for t, total in arrays["sums"].items()
+        if t not in stage.returning
+    }
     received = arrays["saved" if kind is Kind.BACKWARD_WEIGHT else "cotangents"]
     gradients, saved = stage_backward(layout.objective, stage, kind, known, arrays["stash"], received, sums)
     results = _hand_out(layout, s, arrays, gradients)
     return results | ({"saved": {t: saved[t] for t in stage.saved}} if kind is Kind.BACKWARD_INPUT else {})
-
-
-def _adding_to_sums(
-    layout: StageLayout, s: StageNumber, arrays: Arrays
-) -> dict[TensorNumber, Callable[[Array], Array]]:
-    """Return the additions to sums of single gradients, each made as soon as its gradient is there."""
-    returning, overwritten = layout.stage(s).returning, layout.objective.overwritten
-    return {
-        t: functools.partial(_add_shaped, larger_gradient if t in overwritten else add_gradient, total)
-        for t, total in arrays["sums"].items()
-        if t not in returning
-    }
 
 
 def _add_shaped(add: Callable[[Array, Array], Array], total: Array, gradient: Array) -> Array:

@@ -62,10 +62,8 @@ def partition_update(update: TracedUpdate, model: BoundModel, stage_of: Sequence
     inputs, outputs = graph.inputs, graph.outputs
     gradient_stage = [s for s, trained in zip(stage_of, update.trained, strict=True) if trained]
     first, behind = len(model.parameters), len(model.parameters) + len(gradient_stage)
-    tensor_stage: dict[TensorNumber, int] = {}
-    for t, stage in zip(inputs, (*stage_of, *gradient_stage, *state_stage), strict=True):
-        if stage is not None:
-            tensor_stage[t] = stage
+    given = zip(inputs, (*stage_of, *gradient_stage, *state_stage), strict=True)
+    tensor_stage = {t: stage for t, stage in given if stage is not None}
     wanted = (*stage_of, *state_stage)
     exchanged, rounds = _assign_stages(
         graph, tensor_stage, [t for t, s in zip(outputs, wanted, strict=True) if s is None]

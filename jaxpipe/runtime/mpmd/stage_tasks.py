@@ -122,11 +122,7 @@ def _hand_out(layout: StageLayout, s: StageNumber, arrays: Arrays, gradients: Ma
             is_sum = t in arrays["sums"]
             sums[t] = gradients[t] if is_sum else widened(gradients[t], aval.dtype).reshape(aval.shape)
     for pack in {pack.tensors[0]: pack for t, pack in packs.items() if t in gradients}.values():
-        zeros = (jnp.zeros(size, pack.aval.dtype) for size in pack.sizes)
-        parts = [
-            widened(gradients[t], pack.aval.dtype).reshape(-1) if t in gradients else zero
-            for t, zero in zip(pack.tensors, zeros, strict=True)
-        ]
+        parts = [widened(gradients[t], pack.aval.dtype).reshape(-1) for t in pack.tensors]
         number, array = pack.tensors[0], jnp.concatenate(parts).reshape(pack.aval.shape)
         packed[number] = arrays["packs"][number] + array if number in arrays["packs"] else array
     return results | {"sums": sums, "packs": packed}

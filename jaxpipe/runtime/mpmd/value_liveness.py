@@ -14,33 +14,27 @@ def remove_unread(graph: StepGraph, layout: StageLayout) -> StepGraph:
 
     Calls of one task write the same results: those that are read after any of them.
     """
-    tasks = list(graph.tasks)
     while True:
         instructions, needed = _needed(graph)
         written: dict[int, set[int]] = defaultdict(set)
         for call in instructions:
             if isinstance(call, Call):
                 written[call.task].update(k for k, number in enumerate(call.writes) if number in needed)
-        reads: dict[int, tuple[int, ...]] = {}
-        for task, kept in written.items():
-            if len(kept) < len(tasks[task].writes):
-                tasks[task], reads[task] = _trimmed(tasks[task], frozenset(kept), layout.planned.traces)
-        graph = replace(
-            graph,
-            tasks=tuple(tasks),
-            instructions=tuple(
-                replace(
-                    x,
-                    reads=tuple(x.reads[k] for k in reads[x.task]),
-                    writes=tuple(x.writes[k] for k in sorted(written[x.task])),
-                )
-                if isinstance(x, Call) and x.task in reads
-                else x
-                for x in instructions
-            ),
-        )
-        if not reads:
-            return replace(graph, inputs={port: k for port, k in graph.inputs.items() if k in needed})
+        trimmed = {
+            task: _trimmed(graph.tasks[task], frozenset(kept), layout.planned.traces)
+            for task, kept in written.items()
+            if len(kept) < len(graph.tasks[task].writes)
+        }
+        if not trimmed:
+            inputs = {port: k for port, k in graph.inputs.items() if k in needed}
+            return replace(graph, instructions=tuple(instructions), inputs=inputs)
+        for n, x in enumerate(instructions):
+            if isinstance(x, Call) and x.task in trimmed:
+                reads = tuple(x.reads[k] for k in trimmed[x.task][1])
+                writes = tuple(x.writes[k] for k in sorted(written[x.task]))
+                instructions[n] = replace(x, reads=reads, writes=writes)
+        tasks = tuple(trimmed[k][0] if k in trimmed else task for k, task in enumerate(graph.tasks))
+        graph = replace(graph, tasks=tasks, instructions=tuple(instructions))
 
 
 def _needed(graph: StepGraph) -> tuple[list[Instruction], set[int]]:

@@ -277,9 +277,9 @@ class Halving(nn.Module):
         return nn.Dense(3)(jnp.tanh(x + seen.value if self.read else x))
 
 
-def halving(read, widths):
+def halving(read, widths, model=None):
     return jaxpipe.partition(
-        Halving(read),
+        model or Halving(read),
         mesh_of(sum(widths), None),
         jnp.ones((14, 5)),
         loss=lambda model, x: jnp.square(model(x)).mean(),
@@ -309,6 +309,26 @@ def test_state_is_folded_in_the_order_of_the_micro_batches():
     updated = pipeline.parameters(state)["seen"]
     assert int(updated["count"]) == int(variables["seen"]["count"]) + 7
     assert_same_bits(updated, jax.tree.map(np.asarray, seen))
+
+
+class Counting(nn.Module):
+    """A count, to which a micro-batch adds nothing of its own."""
+
+    @nn.compact
+    def __call__(self, x):
+        count = self.variable("seen", "count", lambda: jnp.zeros((), jnp.int32))
+        count.value = count.value + 1
+        return nn.Dense(3)(jnp.tanh(nn.Dense(4)(x)))
+
+
+def test_a_count_alone_is_advanced_by_every_micro_batch():
+    pipeline = halving(False, (3, 1), Counting())
+    state = pipeline.init(jax.random.key(0))
+    before = int(pipeline.parameters(state)["seen"]["count"])
+    assert not pipeline._planned.program.placement.state[0]  # in the stage on three devices
+    for steps in (1, 2):
+        state, _ = pipeline.step(state, jnp.ones((14, 5)))
+        assert int(pipeline.parameters(state)["seen"]["count"]) == before + 7 * steps
 
 
 def test_state_that_the_next_micro_batch_reads_needs_one_device():

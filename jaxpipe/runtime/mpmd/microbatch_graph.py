@@ -132,7 +132,7 @@ class MicrobatchWriter(GraphWriter):
         kept |= {group: results[group] for group in ("stash", "saved") if group in results}
         if Kind.BACKWARD in kinds or Kind.BACKWARD_WEIGHT in kinds:
             del self._kept[s, r, j]
-        if results.get("statistics"):
+        if "statistics" in results:
             self.statistics[s, j] = place, results["statistics"]
         self.results |= {(k, r, j): (place, number) for k, number in results.get("results", {}).items()}
         if results.get("leaving"):

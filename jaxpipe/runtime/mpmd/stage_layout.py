@@ -248,11 +248,6 @@ class StageLayout:
         """The parameters of a stage whose gradient the optimizer takes."""
         return [t for t in self.stage(s).parameters if t not in self.objective.frozen]
 
-    def statistics(self, s: StageNumber) -> tuple[TensorNumber, ...]:
-        """Tensors that a micro-batch adds to the state of a stage whose members share the micro-batches."""
-        fold = self.stage(s).fold
-        return fold.statistics if fold is not None and self.schedule.has_backward else ()
-
     def renewed_state(self, s: StageNumber) -> list[TensorNumber]:
         """The state variables of a stage that a step changes."""
         stage = self.stage(s)

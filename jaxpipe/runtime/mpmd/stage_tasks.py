@@ -85,7 +85,7 @@ def _forward(layout: StageLayout, s: StageNumber, arrays: Arrays) -> Arrays:
         "state": {t: computed[new] for t, new in zip(stage.state, stage.new_state, strict=True)},
         "totals": {k: total + values[k] for k, total in arrays["totals"].items()},
         "overflows": {k: count + overflows for k, count in arrays["overflows"].items()},
-        "statistics": {t: computed[t] for t in layout.statistics(s)},
+        "statistics": {} if stage.fold is None else {t: computed[t] for t in stage.fold.statistics},
         "stash": stash,
     }
     return results | ({"results": values} if layout.collects else {})

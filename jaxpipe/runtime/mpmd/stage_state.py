@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import _compat, multihost
-from jaxpipe.array_types import Array, ArrayLike, Device, PyTree, Shaped
+from jaxpipe.array_types import Array, ArrayLike, PyTree, Shaped
 from jaxpipe.errors import ModelError
 from jaxpipe.runtime import check_state, shard_batch
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
@@ -102,10 +102,8 @@ class LoadedGraph:
 
     def _everywhere(self, field: str, number: int, old: Array, outputs: dict[Port, Array | None]) -> Array:
         """A value of all devices, of what the stages have made of it; the old one if they have not."""
-        parts: dict[Device, Array] = {}
-        for port, x in outputs.items():
-            if (port.field, port.number) == (field, number) and x is not None:
-                parts |= {shard.device: shard.data for shard in x.addressable_shards}
+        arrays = (x for port, x in outputs.items() if (port.field, port.number) == (field, number) and x is not None)
+        parts = {shard.device: shard.data for x in arrays for shard in x.addressable_shards}
         if not parts:
             return old
         local = multihost.mine(list(self._mesh.devices.flat))

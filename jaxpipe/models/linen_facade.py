@@ -16,6 +16,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import flax.linen as nn
@@ -295,7 +296,7 @@ class _InitializingLinenModel(LinenModel):
 
         def initialize(key: Array, arrays: list[Array]) -> tuple[PyTree, PyTree, PyTree]:
             args, kwargs = fill(arrays)
-            with observed_calls(self.observed, has_streams=False):
+            with observed_calls(replace(self.observed, has_streams=False)):
                 initial: Any = self.module.init_with_output(self._rngs(key), *args, mutable=mutable, **kwargs)
             sown, variables = separated(initial[1], self.observed.sown)
             return initial[0], variables, sown

@@ -9,8 +9,9 @@ import contextvars
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import flax.linen as nn
 from flax import nnx
@@ -31,100 +32,91 @@ class Observed:
       returned: of Linen, what the code behind each call can see of it, if that is taken to be what its initialization
         returns and leaves.
       writes_parameters: of NNX, whether a parameter was given a value.
+      has_streams: whether ``has_rng`` is true for every stream, as it would be if ``rngs=`` named all of them.
     """
 
     sown: set[Path] = field(default_factory=set)
     split: set[str] = field(default_factory=set)
     sown_variables: set[tuple[type[nnx.Variable], str]] = field(default_factory=set)
     returned: list[tuple[PyTreeDef, dict[Path, object]]] = field(default_factory=list, compare=False)
-    writes_parameters: bool = False
+    writes_parameters: bool = field(default=False, compare=False)
+    has_streams: bool = field(default=True, compare=False)
 
     def copy(self) -> "Observed":
         """Return the same facts, but for what is returned, to which others may be added."""
         return Observed(set(self.sown), set(self.split), set(self.sown_variables))
 
 
-#: The facts, and whether ``has_rng`` is true for every stream, as it would be if ``rngs=`` named all of them.
-_here: contextvars.ContextVar[tuple[Observed | None, bool]] = contextvars.ContextVar("here", default=(None, False))
+#: A function of Flax.
+_Flax: TypeAlias = Callable[..., Any]
+
+_here: contextvars.ContextVar[Observed | None] = contextvars.ContextVar("here", default=None)
 _lock = threading.Lock()
 _users = 0
 
-_sow, _has_rng, _pack, _nnx_sow = nn.Module.sow, nn.Module.has_rng, lift.pack, nnx.Module.sow
-_set_value, _update = nnx.Variable.set_value, nnx.update
+#: Functions of Flax by owner and name, each with what stands in its place while any thread observes calls.
+_replaced: list[tuple[object, str, _Flax, _Flax]] = []
 
 
-@functools.wraps(_sow)
-def _observed_sow(self: nn.Module, col: str, name: str, *args: PyTree, **kwargs: PyTree) -> bool:
-    observed, _ = _here.get()
-    if observed is not None and self.scope is not None:
+def _replaces(owner: object, name: str) -> Callable[[_Flax], _Flax]:
+    """Let a function run in place of one of Flax where calls are observed; it gets that one and the facts first."""
+    original = getattr(owner, name)
+
+    def decorate(observer: _Flax) -> _Flax:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            observed = _here.get()
+            return original(*args, **kwargs) if observed is None else observer(original, observed, *args, **kwargs)
+
+        _replaced.append((owner, name, original, replacement))
+        return observer
+
+    return decorate
+
+
+@_replaces(nn.Module, "sow")
+def _sow(sow: _Flax, observed: Observed, self: nn.Module, col: str, name: str, *args: Any, **kwargs: Any) -> bool:
+    if self.scope is not None:
         observed.sown.add((col, *self.scope.path, name))
-    return _sow(self, col, name, *args, **kwargs)
+    return sow(self, col, name, *args, **kwargs)
 
 
-@functools.wraps(_has_rng)
-def _observed_has_rng(self: nn.Module, name: str) -> bool:
+@_replaces(nn.Module, "has_rng")
+def _has_rng(has_rng: _Flax, observed: Observed, self: nn.Module, name: str) -> bool:
     # A stream that was not given is made of "params", as make_rng does.
-    others = _here.get()[1] and self.scope is not None and self.scope.has_rng("params")
-    return others or _has_rng(self, name)
+    others = observed.has_streams and self.scope is not None and self.scope.has_rng("params")
+    return others or has_rng(self, name)
 
 
-@functools.wraps(_pack)
-def _observed_pack(
-    fn: Callable[..., PyTree],
-    inputs: PyTree,
-    outputs: PyTree,
-    streams: Sequence[PyTree],
-    *args: PyTree,
-    **kwargs: PyTree,
-) -> Callable[..., PyTree]:
-    observed, _ = _here.get()
-    if observed is not None:
-        lists = [
-            (x,) if isinstance(x, str) else x for x in streams if isinstance(x, str | list | tuple | set | frozenset)
-        ]
-        observed.split.update(name for names in lists for name in names if name != "params")
-    return _pack(fn, inputs, outputs, streams, *args, **kwargs)
+@_replaces(lift, "pack")
+def _pack(pack: _Flax, observed: Observed, fn: Any, ins: Any, outs: Any, streams: Any, *args: Any, **kw: Any) -> _Flax:
+    lists = [(x,) if isinstance(x, str) else x for x in streams if isinstance(x, str | list | tuple | set | frozenset)]
+    observed.split.update(name for names in lists for name in names if name != "params")
+    return pack(fn, ins, outs, streams, *args, **kw)
 
 
-@functools.wraps(_nnx_sow)
-def _observed_nnx_sow(self: nnx.Module, variable_type: PyTree, name: str, *args: PyTree, **kwargs: PyTree) -> bool:
-    observed, _ = _here.get()
-    if observed is None:
-        return _nnx_sow(self, variable_type, name, *args, **kwargs)
+@_replaces(nnx.Module, "sow")
+def _nnx_sow(sow: _Flax, observed: Observed, self: Any, kind: Any, name: str, *args: Any, **kwargs: Any) -> bool:
     with warnings.catch_warnings():  # the deprecation of sow outside of nnx.capture would be told of this line
         warnings.simplefilter("ignore", DeprecationWarning)
-        stored = _nnx_sow(self, variable_type, name, *args, **kwargs)
+        stored = sow(self, kind, name, *args, **kwargs)
     variable = getattr(self, name, None)
     if isinstance(variable, nnx.Variable):
         observed.sown_variables.add((type(variable), name))
     return stored
 
 
-@functools.wraps(_set_value)
-def _observed_set_value(self: nnx.Variable, *args: PyTree, **kwargs: PyTree) -> None:
-    observed, _ = _here.get()
-    if observed is not None and isinstance(self, nnx.Param):
-        observed.writes_parameters = True
-    _set_value(self, *args, **kwargs)
+@_replaces(nnx.Variable, "set_value")
+def _set_value(set_value: _Flax, observed: Observed, self: nnx.Variable, *args: Any, **kwargs: Any) -> None:
+    observed.writes_parameters |= isinstance(self, nnx.Param)
+    set_value(self, *args, **kwargs)
 
 
-@functools.wraps(_update)
-def _observed_update(node: PyTree, *args: PyTree, **kwargs: PyTree) -> None:
-    observed, _ = _here.get()
-    before = [] if observed is None else [(x, x.get_raw_value()) for x in parameters_in(node).values()]
-    _update(node, *args, **kwargs)
-    if observed is not None and any(x.get_raw_value() is not value for x, value in before):
-        observed.writes_parameters = True
-
-
-_REPLACED: list[tuple[object, str, Callable[..., PyTree], Callable[..., PyTree]]] = [
-    (nn.Module, "sow", _observed_sow, _sow),
-    (nn.Module, "has_rng", _observed_has_rng, _has_rng),
-    (lift, "pack", _observed_pack, _pack),
-    (nnx.Module, "sow", _observed_nnx_sow, _nnx_sow),
-    (nnx.Variable, "set_value", _observed_set_value, _set_value),
-    (nnx, "update", _observed_update, _update),
-]
+@_replaces(nnx, "update")
+def _update(update: _Flax, observed: Observed, node: PyTree, *args: Any, **kwargs: Any) -> None:
+    before = [(x, x.get_raw_value()) for x in parameters_in(node).values()]
+    update(node, *args, **kwargs)
+    observed.writes_parameters |= any(x.get_raw_value() is not value for x, value in before)
 
 
 def parameters_in(node: PyTree) -> dict[Path, nnx.Param]:
@@ -133,15 +125,15 @@ def parameters_in(node: PyTree) -> dict[Path, nnx.Param]:
 
 
 @contextlib.contextmanager
-def observed_calls(observed: Observed, has_streams: bool = True) -> Iterator[None]:
+def observed_calls(observed: Observed) -> Iterator[None]:
     """Add the calls of Flax in a context to what is known of others."""
     global _users
     with _lock:
         _users += 1
         if _users == 1:
-            for owner, name, replacement, _ in _REPLACED:
+            for owner, name, _, replacement in _replaced:
                 setattr(owner, name, replacement)
-    token = _here.set((observed, has_streams))
+    token = _here.set(observed)
     try:
         yield
     finally:
@@ -149,5 +141,5 @@ def observed_calls(observed: Observed, has_streams: bool = True) -> Iterator[Non
         with _lock:
             _users -= 1
             if not _users:
-                for owner, name, _, original in _REPLACED:
+                for owner, name, original, _ in _replaced:
                     setattr(owner, name, original)

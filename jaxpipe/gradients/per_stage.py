@@ -7,8 +7,6 @@ from contextvars import ContextVar
 import jax
 import optax
 
-from jaxpipe.array_types import PyTree
-
 
 class _Stages:
     """The stage of every leaf of the gradients, and whether a transformation has asked."""
@@ -66,23 +64,13 @@ def per_stage(transformation: optax.GradientTransformation) -> optax.GradientTra
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, optax.OptState]:
-        leaves, tree = jax.tree.flatten(updates)
-        stages, numbers = _STAGES.get(), (0,) * len(leaves)
+        tree = jax.tree.structure(updates)
+        stages, numbers = _STAGES.get(), (0,) * tree.num_leaves
         if stages is not None:
             stages.asked, numbers = True, stages.numbers
-        weights = [None] * len(leaves) if params is None else jax.tree.leaves(params)
-        new = list(leaves)
         for stage in sorted(set(numbers)):
-
-            def part(values: Sequence[PyTree], stage: int = stage) -> PyTree:
-                masked = [x if n == stage else optax.MaskedNode() for x, n in zip(values, numbers, strict=True)]
-                return jax.tree.unflatten(tree, masked)
-
-            given = None if params is None else part(weights)
-            transformed, _ = transformation.update(part(leaves), state, given)
-            places = [k for k, n in enumerate(numbers) if n == stage]
-            for k, value in zip(places, jax.tree.leaves(transformed), strict=True):
-                new[k] = value
-        return jax.tree.unflatten(tree, new), state
+            mask = jax.tree.unflatten(tree, [n == stage for n in numbers])
+            updates, _ = optax.masked(transformation, mask).update(updates, optax.MaskedState(state), params)
+        return updates, state
 
     return optax.GradientTransformation(init, update)

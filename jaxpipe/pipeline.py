@@ -417,9 +417,7 @@ class Pipeline:
     @outside_jit
     def parameters(self, state: TrainState) -> PyTree:
         """The model's own variables in the model's own layout, as host arrays; all processes call it, and get all."""
-        fitted = self._fitted(state)
-        multihost.meet("Pipeline.parameters")
-        arrays = self._runtime.to_host(fitted)
+        arrays = self._runtime.to_host(self._fitted(state, "Pipeline.parameters"))
         return self._planned.model.variable_tree(arrays.parameters, arrays.variables)
 
     @outside_jit
@@ -429,8 +427,7 @@ class Pipeline:
         All processes call it, and get all. With ``parameters`` plain training goes on from it: in the fields of a flax
         ``TrainState``, or in an ``nnx.Optimizer`` by ``nnx.update(optimizer.opt_state, nnx.state(...))``.
         """
-        fitted = self._fitted(state)
-        multihost.meet("Pipeline.optimizer_state")
+        fitted = self._fitted(state, "Pipeline.optimizer_state")
         by_stage = self._planned.update.by_stage
         leaves = by_stage.state_stacks.join(self._runtime.to_host(fitted).optimizer)
         return jax.tree.unflatten(jax.tree.structure(by_stage.state_shape), leaves)
@@ -502,14 +499,14 @@ class Pipeline:
         return shard_batch.local_rows(self.mesh, size)
 
     def _contents(self, state: TrainState, data: object) -> Contents | None:
-        fitted = self._fitted(state)
-        multihost.meet("Pipeline.save or Checkpointer.save")
-        return take(self._runtime, fitted, data)
+        return take(self._runtime, self._fitted(state, "Pipeline.save or Checkpointer.save"), data)
 
-    def _fitted(self, state: TrainState) -> TrainState:
-        """Return a state with its arrays as the programs take them, once it is known to be one of this plan."""
+    def _fitted(self, state: TrainState, call: str) -> TrainState:
+        """Return a state of this plan with its arrays as the programs take them, once all processes are at a call."""
         check_state.check_state(state, self.plan.identity)
-        return self._runtime.fitted(state)
+        fitted = self._runtime.fitted(state)
+        multihost.meet(call)
+        return fitted
 
     def microbatch_key(self, state: TrainState, j: int) -> Array:
         """Return the random key of micro-batch ``j`` in the step from ``state``; ``j`` counts over replicas.

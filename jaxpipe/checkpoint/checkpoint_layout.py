@@ -116,7 +116,7 @@ def put(runtime: Runtime, saved: Saved) -> TrainState:
     sources = _sources(planned, saved)
 
     def residuals(group: str) -> Callable[[Sequence[int]], list[np.ndarray]] | None:
-        return (lambda numbers: read(saved, group, [model.paths[k] for k in numbers])) if saved.leaves[group] else None
+        return (lambda ks: read(saved, [(group, *model.paths[k]) for k in ks])) if saved.leaves[group] else None
 
     if update.exchange is not None:
         sources = replace(sources, residuals=residuals(RESIDUALS))
@@ -130,49 +130,43 @@ def put(runtime: Runtime, saved: Saved) -> TrainState:
         pairs = zip(model.paths, model.parameters, strict=False)
         wanted = {(str(i), *path): x for path, v in pairs for i, x in enumerate(loop.avals(v.aval))}
         check(saved.folder, saved.leaves[OUTER], list(wanted), list(wanted.values()), "the outer optimizer")
-        numbers = sorted({int(path[0]) for path in saved.leaves[REPLICAS]})
+        numbers = sorted({path[0] for path in saved.leaves[REPLICAS]}, key=int)
         sources = replace(sources, outer=_outer_values(planned, saved))
         if len(numbers) == planned.batching.replicas:
             pending = residuals(PENDING) if loop.settings.delay else None
-            sources = replace(sources, residuals=pending, replicas=[_sources(planned, saved, r) for r in numbers])
+            replicas = [_sources(planned, saved, REPLICAS, number) for number in numbers]
+            sources = replace(sources, residuals=pending, replicas=replicas)
     return place_state(runtime, sources, saved.key, saved.about.step, saved.about.skipped)
 
 
-def _sources(planned: ExecutablePlan, saved: Saved, replica: int | None = None) -> Sources:
-    """Return the sources of variables and optimizer state, those of a replica or those of all."""
+def _sources(planned: ExecutablePlan, saved: Saved, *prefix: str) -> Sources:
+    """Return the sources of variables and optimizer state: those of all, or those whose paths begin with some keys."""
     by_stage = planned.update.by_stage
-
-    def values(group: str, paths: Sequence[Path], stacks: Stacks, types: Sequence[DType] | None = None) -> Values:
-        if replica is None:
-            return _values(saved, group, paths, stacks, types)
-        return _values(saved, REPLICAS, [(str(replica), group, *path) for path in paths], stacks, types)
-
+    paths, stacks = planned.model.original.paths, side_by_side(planned.model.stacks)
     types = [x.dtype for x in jax.tree.leaves(by_stage.state_shape)]
     return Sources(
-        variables=values(VARIABLES, planned.model.original.paths, side_by_side(planned.model.stacks)),
-        optimizer=values(OPTIMIZER, _optimizer_paths(planned), by_stage.state_stacks, types),
+        variables=_values(saved, (*prefix, VARIABLES), paths, stacks),
+        optimizer=_values(saved, (*prefix, OPTIMIZER), _optimizer_paths(planned), by_stage.state_stacks, types),
     )
 
 
 def _outer_values(planned: ExecutablePlan, saved: Saved) -> Callable[[Sequence[int]], list[tuple[ArrayLike, ...]]]:
     """Return a function that reads outer parameters and the states of their optimizer."""
     model, stacks = planned.model.original, planned.model.stacks[0]
-    columns = [
-        _values(saved, OUTER, [(number, *path) for path in model.paths], stacks)
-        for number in sorted({path[0] for path in saved.leaves[OUTER]}, key=int)
-    ]
+    numbers = sorted({path[0] for path in saved.leaves[OUTER]}, key=int)
+    columns = [_values(saved, (OUTER, number), model.paths, stacks) for number in numbers]
     return lambda positions: list(zip(*(column(positions) for column in columns), strict=True))
 
 
 def _values(
-    saved: Saved, group: str, names: Sequence[Path], stacks: Stacks, types: Sequence[DType] | None = None
+    saved: Saved, prefix: Path, names: Sequence[Path], stacks: Stacks, types: Sequence[DType] | None = None
 ) -> Values:
-    """Return a function that reads pieces of a group of arrays."""
+    """Return a function that reads pieces of the arrays of some names, whose paths begin with a group."""
 
     def values(positions: Sequence[int]) -> list[ArrayLike]:
         pairs = [(k, stacks.leaf_of[k]) for k in positions]
         leaves = list(dict.fromkeys(n for _, n in pairs))
-        arrays = dict(zip(leaves, read(saved, group, [names[n] for n in leaves]), strict=True))
+        arrays = dict(zip(leaves, read(saved, [(*prefix, *names[n]) for n in leaves]), strict=True))
         pieces = [(n, arrays[n] if not arrays[n].ndim else stacks.cut(k, arrays[n])) for k, n in pairs]
         return [x if types is None else typed(x, types[n]) for n, x in pieces]
 

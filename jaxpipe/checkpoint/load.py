@@ -79,7 +79,7 @@ def _tree(saved: Saved, group: str, like: PyTree, name: str) -> PyTree:
     paths = list(saved.leaves[group]) if like is None else leaf_paths(structure)
     if like is not None:
         check(saved.folder, saved.leaves[group], paths, leaves, name)
-    arrays = read(saved, group, paths)
+    arrays = read(saved, [(group, *path) for path in paths])
     if like is None:
         return arrays[0] if paths == [()] else traverse_util.unflatten_dict(dict(zip(paths, arrays, strict=True)))
     return jax.tree.unflatten(structure, [typed(x, leaf.dtype) for x, leaf in zip(arrays, leaves, strict=True)])

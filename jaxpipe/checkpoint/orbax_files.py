@@ -278,11 +278,11 @@ def open_checkpoint(directory: Directory, step: int | None = None) -> Saved:
         raise damaged(folder, f"{_ABOUT}/metadata cannot be read ({type(error).__name__}: {error})") from error
 
 
-def read(saved: Saved, group: str, paths: Sequence[Path]) -> list[np.ndarray]:
-    """Some arrays of a checkpoint, of one group."""
+def read(saved: Saved, paths: Sequence[Path]) -> list[np.ndarray]:
+    """Some arrays of a checkpoint, by group and path."""
     import orbax.checkpoint as ocp  # see Writer
 
-    leaves = {(group, *path): saved.leaves[group][path] for path in paths}
+    leaves = {path: saved.leaves[path[0]][path[1:]] for path in paths}
     stored = [path for path, leaf in leaves.items() if 0 not in leaf.shape]
     # What has no bytes is not on disk.
     arrays = {path: np.zeros(leaf.shape, leaf.stored_dtype) for path, leaf in leaves.items() if 0 in leaf.shape}
@@ -301,7 +301,7 @@ def read(saved: Saved, group: str, paths: Sequence[Path]) -> list[np.ndarray]:
     wrong = [path for path, x in arrays.items() if not _is_written(x, leaves[path])]
     if wrong:
         raise damaged(saved.folder, f"{listed(list(map('/'.join, wrong)))} do not have the values that were saved")
-    return [arrays[group, *path] for path in paths]
+    return [arrays[path] for path in paths]
 
 
 def _alone() -> "ocp.options.MultiprocessingOptions":

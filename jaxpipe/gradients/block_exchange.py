@@ -13,7 +13,7 @@ collectives stand between the conditionals.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from jaxpipe import _compat
-from jaxpipe.array_types import Array, DType
+from jaxpipe.array_types import Array
 from jaxpipe.gradients import block_numbers
 from jaxpipe.gradients.blocks import Blocks, reduced_itemsize
 from jaxpipe.gradients.squared_norm import squared_norm, squares_of
@@ -172,7 +172,7 @@ def send(
         block_scores = [_scores(b, x, rule.norm) for b, x in zip(plans[s], read(s), strict=True) if not b.is_whole]
         return _pad(block_scores, wire.norms, jnp.float32)
 
-    def message(s: int, scores: Array) -> tuple[Array, Array, list[Array], list[Array]]:
+    def message(s: int, scores: Array) -> tuple[Array, Array, dict[str, Array], dict[str, Array]]:
         chosen = _choose(plans[s], scores)
         sparse = (b for b in plans[s] if not b.is_whole)
         codes = [block_numbers.encode(numbers, b.count) for b, numbers in zip(sparse, chosen, strict=True)]
@@ -182,13 +182,11 @@ def send(
     if rule.mode == "consensus":
         common = total(by_stage(scores))
         chosen, codes, whole, values = by_stage(lambda s: message(s, common))
-        picks, arrived = codes[None], [total(v)[None] for v in values]
+        picks, arrived = codes[None], jax.tree.map(lambda v: total(v)[None], values)
     else:
         chosen, codes, whole, values = by_stage(lambda s: message(s, scores(s)))
-        picks, arrived = gathered(codes), [gathered(v) for v in values]
-    names = list(map(str, wire.dtypes))
-    sums = dict(zip(names, map(total, whole), strict=True))
-    return chosen, Messages(sums, picks, dict(zip(names, arrived, strict=True)))
+        picks, arrived = gathered(codes), jax.tree.map(gathered, values)
+    return chosen, Messages(jax.tree.map(total, whole), picks, arrived)
 
 
 def averages(plan: Sequence[Blocks], messages: Messages, replicas: int) -> list[Array]:
@@ -221,10 +219,9 @@ def message_shapes(plans: Sequence[Sequence[Blocks]], rule: Rule, replicas: int)
     wire, own_blocks = _Wire(plans, rule.mode), rule.mode == "own"
     rows = replicas if own_blocks else 1
 
-    def by_type(lengths: Sequence[int], is_sum: bool, *rows: int) -> dict[str, Any]:
-        types = [jnp.promote_types(d, jnp.float32) if is_sum else d for d in wire.dtypes]
-        shapes = [jax.ShapeDtypeStruct((*rows, n), dtype) for n, dtype in zip(lengths, types, strict=True)]
-        return dict(zip(map(str, wire.dtypes), shapes, strict=True))
+    def by_type(lengths: Mapping[str, int], is_sum: bool, *rows: int) -> dict[str, Any]:
+        types = {d: jnp.promote_types(d, jnp.float32) if is_sum else d for d in lengths}
+        return {d: jax.ShapeDtypeStruct((*rows, n), types[d]) for d, n in lengths.items()}
 
     picks: Any = jax.ShapeDtypeStruct((rows, wire.number_bytes), jnp.uint8)
     return Messages(by_type(wire.whole, True), picks, by_type(wire.values, not own_blocks, rows))
@@ -248,7 +245,7 @@ class _Wire:
 
     def __init__(self, plans: Sequence[Sequence[Blocks]], mode: str):
         self._plans = plans
-        self.dtypes = sorted({b.wire_dtype for plan in plans for b in plan}, key=str)
+        dtypes = sorted({str(b.wire_dtype) for plan in plans for b in plan})
 
         def longest(length: Callable[[Blocks], int]) -> int:
             return max(sum(map(length, plan)) for plan in plans)
@@ -256,25 +253,26 @@ class _Wire:
         self.indices = longest(lambda b: b.indices)
         self.number_bytes = longest(lambda b: b.number_bytes)
         self.norms = longest(lambda b: 0 if b.is_whole else b.layers * b.count)
-        self.whole = [longest(lambda b, d=d: b.values * _is(b, str(d), True)) for d in self.dtypes]
-        self.values = [longest(lambda b, d=d: b.wire_size * _is(b, str(d), False)) for d in self.dtypes]
+        self.whole = {d: longest(lambda b, d=d: b.values * _is(b, d, True)) for d in dtypes}
+        self.values = {d: longest(lambda b, d=d: b.wire_size * _is(b, d, False)) for d in dtypes}
         #: Bytes of what is sent whole, and of the blocks.
-        self.whole_bytes = sum(reduced_itemsize(d) * n for d, n in zip(self.dtypes, self.whole, strict=True))
-        width = reduced_itemsize if mode == "consensus" else lambda dtype: dtype.itemsize
-        self.value_bytes = sum(width(d) * n for d, n in zip(self.dtypes, self.values, strict=True))
+        self.whole_bytes = sum(reduced_itemsize(d) * n for d, n in self.whole.items())
+        width = reduced_itemsize if mode == "consensus" else lambda dtype: np.dtype(dtype).itemsize
+        self.value_bytes = sum(width(d) * n for d, n in self.values.items())
 
-    def pack(self, s: int, gradients: Sequence[Array], chosen: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+    def pack(
+        self, s: int, gradients: Sequence[Array], chosen: Sequence[Array]
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
         """Whole gradients and chosen blocks, by type."""
         numbers = iter(chosen)
         parts = [
             (b, x if b.is_whole else _take(b, x, next(numbers))) for b, x in zip(self._plans[s], gradients, strict=True)
         ]
 
-        def packed(dtype: DType, is_whole: bool, length: int) -> Array:
-            return _pad([x for b, x in parts if _is(b, str(dtype), is_whole)], length, dtype)
+        def packed(lengths: Mapping[str, int], is_whole: bool) -> dict[str, Array]:
+            return {d: _pad([x for b, x in parts if _is(b, d, is_whole)], n, d) for d, n in lengths.items()}
 
-        whole = [packed(dtype, True, length) for dtype, length in zip(self.dtypes, self.whole, strict=True)]
-        return whole, [packed(dtype, False, length) for dtype, length in zip(self.dtypes, self.values, strict=True)]
+        return packed(self.whole, True), packed(self.values, False)
 
 
 def _scores(b: Blocks, x: Array, norm: str) -> Array:

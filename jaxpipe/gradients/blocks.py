@@ -106,7 +106,7 @@ class Blocks:
     def from_blocks(self, blocks: Array) -> Array:
         """Inverse of ``to_blocks``."""
         shape = [self.shape[a] for a in self._order]
-        return jnp.transpose(blocks.reshape(shape), _inverse(self._order))
+        return jnp.transpose(blocks.reshape(shape), np.argsort(self._order).tolist())
 
     @property
     def _order(self) -> tuple[int, ...]:
@@ -124,13 +124,9 @@ class Blocks:
         return tuple(a for a in range(len(self.shape)) if a not in self.numbered)
 
 
-def reduced_itemsize(dtype: DType) -> int:
+def reduced_itemsize(dtype: jax.typing.DTypeLike) -> int:
     """Bytes of an element in an all-reduce, which adds up in 32 bits or more."""
     return max(4, np.dtype(dtype).itemsize)
-
-
-def _inverse(order: Sequence[int]) -> list[int]:
-    return np.argsort(np.asarray(order)).tolist()
 
 
 def find_blocks(

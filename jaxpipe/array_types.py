@@ -52,6 +52,11 @@ class Shaped(Protocol):
         ...
 
 
+def is_key(x: Shaped) -> bool:
+    """Return whether an array holds typed random keys."""
+    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
 class Device(Protocol):
     """A device, as ``jax.devices`` returns it (``jax.Device`` has no type for annotations)."""
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from jaxpipe._version import __version__
-from jaxpipe.array_types import Array, ArrayLike, PyTreeDef, Shaped
+from jaxpipe.array_types import Array, ArrayLike, PyTreeDef, Shaped, is_key
 from jaxpipe.errors import CheckpointError
 from jaxpipe.models.variable_trees import Path, by_path
 
@@ -90,11 +90,6 @@ def contents(
 def checksum(x: np.ndarray) -> int:
     """CRC-32 of an array's bytes."""
     return zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
-
-
-def is_key(x: Shaped) -> bool:
-    """Return whether an array holds typed random keys."""
-    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _stored(x: Shaped) -> tuple[tuple[int, ...], str]:

@@ -14,7 +14,7 @@ from flax import nnx
 from jax import core
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.array_types import Array, ArrayLike, PyTree, Shaped
+from jaxpipe.array_types import Array, ArrayLike, PyTree, is_key
 from jaxpipe.errors import ModelError
 from jaxpipe.graph.graph import read_graph
 from jaxpipe.graph.program_text import program_text
@@ -78,7 +78,7 @@ def reseed(streams: nnx.State, key: Array, shapes: _KeyShapes | None = None) -> 
     for path, variable in nnx.to_flat_state(streams):
         value = variable.get_value()
         if isinstance(variable, nnx.RngKey):
-            typed = _is_typed(value)
+            typed = is_key(value)
             fresh = jax.random.fold_in(key, number)
             number += 1
             if shapes[path]:
@@ -97,17 +97,13 @@ def key_shapes(streams: nnx.State) -> _KeyShapes:
     for path, variable in nnx.to_flat_state(streams):
         if isinstance(variable, nnx.RngKey):
             value = variable.get_value()
-            shape = value.shape if _is_typed(value) else value.shape[:-1]  # the last axis of others is a key's words
+            shape = value.shape if is_key(value) else value.shape[:-1]  # the last axis of others is a key's words
             if shape and isinstance(value, jax.Array) and not isinstance(value, core.Tracer):
                 with jax.ensure_compile_time_eval():
-                    words = np.asarray(jax.random.key_data(value) if _is_typed(value) else value)
+                    words = np.asarray(jax.random.key_data(value) if is_key(value) else value)
                 shape = tuple(1 if (words == words.take([0], axis)).all() else n for axis, n in enumerate(shape))
             shapes[path] = shape
     return shapes
-
-
-def _is_typed(key: Shaped) -> bool:
-    return jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
 
 
 def _without_collected(model: nnx.Module) -> nnx.Module:

@@ -8,12 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxpipe.array_types import Array, Shaped
+from jaxpipe.array_types import Array, Shaped, is_key
 from jaxpipe.graph.graph import itemsize
-
-
-def _is_key(x: Shaped) -> bool:
-    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def word_count(aval: Shaped) -> int:
@@ -23,7 +19,7 @@ def word_count(aval: Shaped) -> int:
 
 def to_words(x: Array) -> Array:
     """An array's bits as a vector of ``uint32``; the last word is filled up with zeros."""
-    flat = jnp.ravel(jax.random.key_data(x) if _is_key(x) else x)  # a constant may be a number
+    flat = jnp.ravel(jax.random.key_data(x) if is_key(x) else x)  # a constant may be a number
     flat = flat.astype(_of_bytes(flat.dtype))
     missing = -flat.nbytes % 4 // flat.dtype.itemsize
     return (jnp.pad(flat, (0, missing)) if missing else flat).view(jnp.uint32)
@@ -31,7 +27,7 @@ def to_words(x: Array) -> Array:
 
 def from_words(words: Array, aval: Shaped) -> Array:
     """The inverse of ``to_words``, for an array of the shape and dtype of ``aval``."""
-    if _is_key(aval):
+    if is_key(aval):
         raw = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
         return jax.random.wrap_key_data(from_words(words, raw), impl=jax.random.key_impl(jnp.empty((), aval.dtype)))
     flat = words.view(_of_bytes(aval.dtype))

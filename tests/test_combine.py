@@ -153,6 +153,7 @@ def test_metrics_that_would_be_averaged_wrongly_are_refused(metrics, message):
         partition(loss)
 
 
+@pytest.mark.optimized
 def test_an_array_as_long_as_the_micro_batch_that_is_reduced_is_a_metric():
     """Four micro-batches of four examples, and the mean of four by four numbers, by class."""
 

@@ -410,6 +410,7 @@ def test_arrays_of_objects():
         memory_encoded(lambda x, names: x)(jnp.ones(2), np.array(["a", "b"]))
 
 
+@pytest.mark.optimized
 def test_a_loop_behind_stop_gradient_needs_no_derivative():
     """A fixed point, differentiated through its last iteration."""
 

@@ -73,6 +73,7 @@ def aside(params, x):
     return jax.grad(decorated, has_aux=True)(params)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("step", [twice, in_turns, under_jit, one_of_two, closed_over, aside])
 def test_replaced_equations_give_the_values_of_the_step(step):
     template = template_of(step, W, X)

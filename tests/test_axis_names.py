@@ -99,6 +99,7 @@ OTHER_CASES -= {("linen", 4, "mpmd"), ("nnx", 1, "spmd")}
 
 @pytest.mark.core
 @pytest.mark.versions
+@pytest.mark.optimized
 @pytest.mark.filterwarnings("ignore::UserWarning")  # predictions with statistics of their own
 @pytest.mark.parametrize(
     ("kind", "stages", "runtime"),

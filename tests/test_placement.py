@@ -47,6 +47,7 @@ def make(mesh, network, **options):
     )
 
 
+@pytest.mark.optimized
 def test_stages_follow_the_fast_links():
     mesh = jax.make_mesh((4,), ("stage",), devices=jax.devices()[:4])
     pipeline = make(mesh, PATH)

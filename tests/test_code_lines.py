@@ -9,7 +9,6 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "jaxpipe"
 
 #: Lines of code that the library may have; whoever needs more takes away others, or says here why there are more.
-#: Of the last change: the simulation of a changed choice of storage, which makes planning shorter, and refusals.
 BUDGET = 28_562
 
 

@@ -133,7 +133,7 @@ class Network(Printed):
 
     @cached_property
     def fastest_link(self) -> float:
-        """The bandwidth of the fastest link; 1 if there is none."""
+        """The bandwidth of the fastest link; 1 without links."""
         return float(self.bandwidth[np.isfinite(self.bandwidth)].max(initial=1.0))
 
     @property

@@ -36,7 +36,7 @@ class Chain:
         self.memory = model.room(layout)
 
     def within(self, limit: float, memory: Sequence[float] | None = None) -> list[int] | None:
-        """Return cuts whose stages take no longer than a limit, each as long as can be; None if there are none."""
+        """Return cuts that make each stage as long as a limit and the memory allow; None if no cuts keep them."""
         memory = self.memory if memory is None else memory
         cuts, last = [0], len(self.work) - 1
         for s, rate in enumerate(self.rates):

@@ -270,7 +270,6 @@ def explicit_layers(explicit):
 
 
 @pytest.mark.core
-@pytest.mark.versions
 @pytest.mark.parametrize("runtime", ["mpmd", "spmd"])
 @pytest.mark.parametrize("context", [None, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("kept", [False, True], ids=["dropped", "kept"])

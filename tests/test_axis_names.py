@@ -97,15 +97,13 @@ OTHER_CASES = set(itertools.product(["linen", "nnx"], [1, 2, 4], ["mpmd", "spmd"
 OTHER_CASES -= {("linen", 4, "mpmd"), ("nnx", 1, "spmd")}
 
 
-@pytest.mark.core
-@pytest.mark.versions
 @pytest.mark.optimized
 @pytest.mark.filterwarnings("ignore::UserWarning")  # predictions with statistics of their own
 @pytest.mark.parametrize(
     ("kind", "stages", "runtime"),
     [
-        ("linen", 4, "mpmd"),
-        ("nnx", 1, "spmd"),
+        pytest.param("linen", 4, "mpmd", marks=pytest.mark.core),
+        pytest.param("nnx", 1, "spmd", marks=pytest.mark.versions),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in sorted(OTHER_CASES)),
     ],
 )
@@ -202,11 +200,13 @@ def joined(loss=mixing_loss, stages=2, **options):
     )
 
 
-@pytest.mark.core
-@pytest.mark.versions
 @pytest.mark.parametrize(
     ("loss", "stages"),
-    [(mixing_loss, 2), (weighted_loss, 2), pytest.param(mixing_loss, 1, marks=pytest.mark.slow)],
+    [
+        pytest.param(mixing_loss, 2, marks=pytest.mark.core),
+        pytest.param(weighted_loss, 2, marks=pytest.mark.versions),
+        pytest.param(mixing_loss, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_replicas_that_a_name_mixes(loss, stages):
     pipeline = joined(loss, stages)

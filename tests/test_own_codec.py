@@ -76,7 +76,6 @@ encoded = jaxpipe.memory_encoded(network, codecs=["fast", Short()])
 
 
 @pytest.mark.core
-@pytest.mark.versions
 def test_gradients_have_the_bits_of_plain_ones_whether_tensors_fit_or_not():
     for offset, some in ((0.0, False), (0.3, True)):
         x, ws = data(offset)

@@ -26,6 +26,7 @@ from jaxpipe.planning.plan_timeline import StageSeconds, seconds_on_devices
 from jaxpipe.planning.storage.stage_levels import Fitted
 from jaxpipe.planning.trace_request import Traced, rates_in
 from jaxpipe.residuals.stored_formats import Derived, stored_bytes
+from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.gradient_precision import sum_dtype
 from jaxpipe.runtime.program import Program
@@ -58,7 +59,7 @@ def stage_seconds(
         backward = sum(profile.backward_seconds[operators]) + (0.0 if added is None else added[s])
         if program.num_microbatches > 1:
             backward += _summing_bytes(program, stage) / rates.bytes
-        share = _weight_share(stage, rates) if splits else 0.0
+        share = _weight_share(stage.vjp, rates) if splits else 0.0
         seconds.append(StageSeconds(sum(profile.forward_seconds[operators]), backward, share * backward))
     return seconds
 
@@ -277,13 +278,12 @@ def _idle_share(timeline: Timeline, widths: Sequence[int]) -> float:
     return 1 - busy / (timeline.makespan * sum(widths)) if timeline.makespan else 0.0
 
 
-def _weight_share(stage: Stage, rates: Rates) -> float:
+@functools.lru_cache(maxsize=256)  # asked again for every candidate that is described
+def _weight_share(vjp: VJPProgram, rates: Rates) -> float:
     """The part for weights of a stage's backward work, by estimate."""
-    assert stage.vjp is not None
-    parts = stage.vjp.input_steps, stage.vjp.weight_steps
     first, second = (
         sum(operator_seconds(op, step.program.tensors, rates) for step in steps for op in step.program.operators)
-        for steps in parts
+        for steps in (vjp.input_steps, vjp.weight_steps)
     )
     return second / (first + second) if second else 0.0
 
@@ -310,13 +310,9 @@ def _stored_bytes(stage: Stage) -> dict[str, dict[str, int]]:
 def _recomputed(stage: Stage) -> tuple[str, ...]:
     """The operators of more than cheap arithmetic that the backward pass runs again."""
     assert stage.vjp is not None
-    graph, formats = stage.vjp.graph, stage.vjp.plan.formats
-    again = {t for t, fmt in formats.items() if fmt is Derived.RECOMPUTE}
-    return tuple(
-        f"{op.path} {op.label}".strip()
-        for op in graph.operators
-        if weight(op) is None and not again.isdisjoint(op.outputs)
-    )
+    again = {t for t, fmt in stage.vjp.plan.formats.items() if fmt is Derived.RECOMPUTE}
+    rerun = (op for op in stage.vjp.graph.operators if weight(op) is None and not again.isdisjoint(op.outputs))
+    return tuple(f"{op.path} {op.label}".strip() for op in rerun)
 
 
 def _away(program: Program, partition: Partition, s: StageNumber) -> dict[str, Any]:

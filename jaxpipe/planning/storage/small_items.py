@@ -27,17 +27,13 @@ def without_small_items(problem: Problem, share: float = SHARE) -> Problem:
     copies = max(1, problem.held + problem.frees)
     small: dict[int, int] = {}
     left = int(share * scale)
-    for k in sorted(range(len(problem.items)), key=lambda k: problem.items[k].bytes):
-        kept = _kept_on_device(problem.items[k])
-        if not kept:
-            continue
-        size = max(option.bytes * copies + option.unpacked_bytes for option in kept)
+    kept = {k: options for k, item in enumerate(problem.items) if (options := _kept_on_device(item))}
+    for k in sorted(kept, key=lambda k: problem.items[k].bytes):
+        size = max(option.bytes * copies + option.unpacked_bytes for option in kept[k])
         if size > left:
             break
         small[k] = size
         left -= size
-    if not small:
-        return problem
     items = tuple(_always_stored(item) if k in small else item for k, item in enumerate(problem.items))
     return replace(problem, items=items, base=tuple(base + sum(small.values()) for base in problem.base))
 

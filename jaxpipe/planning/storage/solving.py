@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 from jaxpipe import multihost
 from jaxpipe.options import Solver
 from jaxpipe.planning.storage.fastest_choice import Answer, choose
+from jaxpipe.planning.storage.storage_items import Items
 from jaxpipe.planning.storage.storage_problem import Problem, SolverOptions
+from jaxpipe.residuals.vjp_program import VJPProgram
 
 
 #: How far from the best a search may stop: the share of a micro-batch's seconds on the slowest stage that a better
@@ -32,11 +34,13 @@ class Solving:
       solver: for cvxpy, or one that solves its problems.
       limit: seconds in all.
       spent: seconds that solutions have taken so far.
+      items: of programs, which stages of several candidates may have.
     """
 
     solver: str | Solver
     limit: float
     spent: float = 0.0
+    items: dict[VJPProgram, Items] = field(default_factory=dict)
     _fronts: dict[Problem, list[tuple[float, Answer]]] = field(default_factory=dict)
 
     @property

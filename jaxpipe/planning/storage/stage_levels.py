@@ -252,7 +252,7 @@ def stage_levels(
         front = Front(
             vjp=stage.vjp,
             sliced=_in_slices(program, stage, policy),
-            items_of=functools.partial(_items, program.specs, stage, prices),
+            items_of=functools.partial(_items, program.specs, stage, prices, solving.items),
             price=prices.seconds,
             policy=policy,
             held=program.in_flight(s) if stays_apart else None,
@@ -274,10 +274,13 @@ def _in_slices(program: Program, stage: Stage, policy: Policy) -> SlicedProgram 
     return in_slices(stage.graph, wrt, policy=policy, held=stage.used, seeds=[loss])
 
 
-def _items(specs: Specs, stage: Stage, prices: Prices, vjp: VJPProgram) -> Items:
+def _items(specs: Specs, stage: Stage, prices: Prices, known: dict[VJPProgram, Items], vjp: VJPProgram) -> Items:
     """Return the tensors that a program of a stage may store, as large as their parts on one of its devices."""
+    if vjp in known:
+        return known[vjp]
     graph, sized, shape = vjp.graph, None, specs.submesh.shape
     if specs.submesh.size > 1:
         split = propagate(graph, {t: specs.of_tensor(t) for t in graph.inputs}, shape).specs
         sized = replace(vjp.backward_graph, graph=of_one_device(graph, split, shape))
-    return stage_items(vjp, prices, stage.used, {*stage.parameters, *stage.borrowed}, sized)
+    known[vjp] = stage_items(vjp, prices, stage.used, {*stage.parameters, *stage.borrowed}, sized)
+    return known[vjp]

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import itertools
 import re
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -41,11 +42,12 @@ from jaxpipe.targets.known import target_of_kind
 from jaxpipe.targets.rates import Rates
 
 
+#: By program and rates; asked again for every candidate that is described.
+_weight_shares = weakref.WeakKeyDictionary[VJPProgram, dict[Rates, float]]()
+
+
 def stage_seconds(
-    program: Program,
-    partition: Partition,
-    added: Sequence[float] | None = None,
-    splits: bool | None = None,
+    program: Program, partition: Partition, added: Sequence[float] | None = None, splits: bool | None = None
 ) -> list[StageSeconds]:
     """Seconds of every stage, with what storage has ``added``.
 
@@ -59,7 +61,7 @@ def stage_seconds(
         backward = sum(profile.backward_seconds[operators]) + (0.0 if added is None else added[s])
         if program.num_microbatches > 1:
             backward += _summing_bytes(program, stage) / rates.bytes
-        share = _weight_share(stage.vjp, rates) if splits else 0.0
+        share = _weight_share(stage, rates) if splits else 0.0
         seconds.append(StageSeconds(sum(profile.forward_seconds[operators]), backward, share * backward))
     return seconds
 
@@ -278,14 +280,17 @@ def _idle_share(timeline: Timeline, widths: Sequence[int]) -> float:
     return 1 - busy / (timeline.makespan * sum(widths)) if timeline.makespan else 0.0
 
 
-@functools.lru_cache(maxsize=256)  # asked again for every candidate that is described
-def _weight_share(vjp: VJPProgram, rates: Rates) -> float:
+def _weight_share(stage: Stage, rates: Rates) -> float:
     """The part for weights of a stage's backward work, by estimate."""
-    first, second = (
-        sum(operator_seconds(op, step.program.tensors, rates) for step in steps for op in step.program.operators)
-        for steps in (vjp.input_steps, vjp.weight_steps)
-    )
-    return second / (first + second) if second else 0.0
+    assert stage.vjp is not None
+    shares = _weight_shares.setdefault(stage.vjp, {})
+    if rates not in shares:
+        first, second = (
+            sum(operator_seconds(op, step.program.tensors, rates) for step in steps for op in step.program.operators)
+            for steps in (stage.vjp.input_steps, stage.vjp.weight_steps)
+        )
+        shares[rates] = second / (first + second) if second else 0.0
+    return shares[rates]
 
 
 def _device_ids(request: Request, devices: Sequence[int]) -> tuple[int, ...]:

@@ -10,8 +10,9 @@ import optax
 import pytest
 
 import jaxpipe
-from tests.support.compare import assert_same_bits
+from tests.support.compare import FUSION, assert_same_bits, relative_l2
 from tests.support.meshes import mesh_of
+from tests.support.plain_training import gradient_of_batch
 
 
 KEY = jax.random.key(0)
@@ -66,6 +67,45 @@ def test_values_that_depend_on_a_batch_of_shapes_alone():
 def test_a_pipeline_that_is_planned_when_it_is_initialized():
     pipeline = partition(2, batch=None)
     assert_same_bits(pipeline.parameters(pipeline.init(KEY, X)), jax.tree.map(np.asarray, Flow().init(KEY, X)))
+
+
+class Tied(nn.Module):
+    """A decoder that reads the variables of the encoder."""
+
+    def setup(self):
+        self.layer, self.head = nn.Dense(6), nn.Dense(3)
+
+    def encode(self, x):
+        return jnp.tanh(self.layer(x))
+
+    def decode(self, z):
+        return z @ self.layer.variables["params"]["kernel"].T, self.head(z)
+
+    def __call__(self, x):
+        return self.decode(self.encode(x))
+
+
+def test_a_method_reads_variables_of_the_call_before():
+    def loss(model, x):
+        decoded, z = model(x)[0], model(x, method="encode")
+        return jnp.square(decoded - x).mean() + jnp.square(model(z, method="decode")[1]).mean()
+
+    variables = Tied().init(KEY, X)
+
+    def plain(variables, _, x, j):
+        z = Tied().apply(variables, x, method="encode")
+        decoded, values = Tied().apply(variables, z, method="decode")
+        return jnp.square(decoded - x).mean() + jnp.square(values).mean(), None
+
+    pipeline = jaxpipe.partition(
+        Tied(), mesh_of(2), X, loss=loss, optimizer=optax.sgd(0.1), num_microbatches=4, profile="analytic"
+    )
+    state = pipeline.init(KEY)
+    assert_same_bits(pipeline.parameters(state), jax.tree.map(np.asarray, variables))
+    (value, _), gradients = pipeline.value_and_grad(state, X)
+    expected, expected_gradients, _ = gradient_of_batch(plain, variables, None, X, 4)
+    assert float(value) == pytest.approx(float(expected), rel=FUSION)
+    assert relative_l2(gradients, expected_gradients["params"]) < FUSION
 
 
 def test_values_that_depend_on_the_arguments_of_an_inner_call_are_refused_by_name():

@@ -263,7 +263,7 @@ class _InitializingLinenModel(LinenModel):
         while True:
             known = self.observed.copy()
             try:
-                variables = self._variables if self._given else self._with_initial(key, args, kwargs)
+                variables = self._variables if self._given else self._with_needed(key, args, kwargs)
                 result, new = self._apply(without_sown(variables, known), key, *args, **kwargs)
             except InvalidRngError as error:
                 missing = re.search(r'needs PRNG for "(\w+)"', str(error))
@@ -287,6 +287,19 @@ class _InitializingLinenModel(LinenModel):
     def _check_returned(self, result: PyTree) -> None:
         if self._assumed:
             self.observed.returned.append(self._seen(result))
+
+    def _with_needed(self, key: Array, args: PyTree, kwargs: PyTree) -> PyTree:
+        """Return the variables that a call needs; a method that reads those of calls before finds none at its own."""
+        try:
+            return self._with_initial(key, args, kwargs)
+        except InvalidRngError:
+            raise
+        except Exception:
+            with contextlib.suppress(Exception):
+                known = without_sown(self._variables, self.observed)
+                self._output = super()._apply(known, key, *args, **kwargs)[0]
+                return self._variables
+            raise
 
     def _with_initial(self, key: Array, args: PyTree, kwargs: PyTree) -> PyTree:
         """Return the variables of calls so far, and those that a call needs besides."""

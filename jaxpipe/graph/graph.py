@@ -452,6 +452,14 @@ def without_literals(equation: Equation, values: Sequence[T]) -> list[T]:
     return [value for atom, value in zip(equation.invars, values, strict=True) if not _compat.is_literal(atom)]
 
 
+def with_copies(graph: Graph, positions: Sequence[int]) -> Graph:
+    """The same program, some of whose results an operator makes although they are there."""
+    builder = GraphBuilder(graph.tensors, graph.constants)
+    builder.operators = list(graph.operators)
+    copies = [builder.emit(None, [graph.outputs[k]], "")[0] for k in positions]
+    return builder.build(graph.inputs, replaced(graph.outputs, positions, copies)) if positions else graph
+
+
 def replaced(values: Sequence[T], positions: Sequence[int], others: Sequence[T]) -> list[T]:
     """Return values of which those at some positions are others."""
     changed = dict(zip(positions, others, strict=True))

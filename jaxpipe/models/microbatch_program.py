@@ -11,16 +11,7 @@ import jax.numpy as jnp
 from jaxpipe.array_types import Array, PyTree, PyTreeDef, TensorNumber
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph import sharding_annotations
-from jaxpipe.graph.graph import (
-    Graph,
-    GraphBuilder,
-    behind_rules,
-    dependents,
-    is_differentiable,
-    live,
-    read_graph,
-    replaced,
-)
+from jaxpipe.graph.graph import Graph, behind_rules, dependents, is_differentiable, live, read_graph, with_copies
 from jaxpipe.graph.operator_order import parameter_work_in_place
 from jaxpipe.graph.sharding_annotations import Annotations
 from jaxpipe.graph.split_scan import MixedRowsError, split_rows, with_layer_paths
@@ -273,7 +264,10 @@ def _trace(
         graph = _cut(graph, model, counts, number, name)
         counts[:2] = len(model.parameters), len(model.state)
         parameters = model.parameters
-    graph = _with_copies(graph, len(parameters), counts[1])
+    # State that becomes another variable, maybe of another stage, is made by an operator of its own stage, as any.
+    variables = graph.inputs[: sum(counts[:2])]
+    pairs = enumerate(zip(variables[counts[0] :], graph.outputs[number:], strict=True), number)
+    graph = with_copies(graph, [k for k, (t, new) in pairs if new != t and new in variables])
     graph = graph.with_parameters([k < len(parameters) for k in range(sum(counts))])
     graph = parameter_work_in_place(graph, [graph.inputs[len(parameters) + len(state)]])
     p, s, (k,), i, b = map(tuple, split(graph.inputs, counts))
@@ -293,23 +287,6 @@ def _trace(
         overwritten=frozenset(p[position] for position in model.overwritten),
         joined=model.joined,
     )
-
-
-def _with_copies(graph: Graph, count: int, states: int) -> Graph:
-    """Return the same program, in which an operator makes new state that is another variable, maybe of another stage.
-
-    State that changes places, or gets the value of a parameter, is then in the stage of this operator, as any state.
-    """
-    variables, old = graph.inputs[: count + states], graph.inputs[count : count + states]
-    number = len(graph.outputs) - states
-    pairs = enumerate(zip(old, graph.outputs[number:], strict=True), number)
-    moved = [k for k, (t, new) in pairs if new != t and new in variables]
-    if not moved:
-        return graph
-    builder = GraphBuilder(graph.tensors, graph.constants)
-    builder.operators = list(graph.operators)
-    copies = [builder.emit(None, [graph.outputs[k]], "")[0] for k in moved]
-    return builder.build(graph.inputs, replaced(graph.outputs, moved, copies))
 
 
 def _cut(graph: Graph, model: BoundModel, counts: Sequence[int], number: int, name: str) -> Graph:

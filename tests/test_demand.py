@@ -10,6 +10,8 @@ from jaxpipe import memory_encoded
 from jaxpipe.graph.allowed_codecs import parse
 from jaxpipe.graph.graph import trace
 from jaxpipe.residuals.backward_graph import build_backward_graph
+from jaxpipe.residuals.vjp_program import build
+from jaxpipe.targets.building import building_for
 from tests.support.compare import assert_same_bits
 
 
@@ -158,3 +160,15 @@ def test_results_without_a_cotangent_are_not_multiplied_by_zero():
     assert expected[1].tolist() == [0, 0, 0]
     actual = jax.vjp(jaxpipe.memory_encoded(one_of_two), x, y)[1](jnp.ones(3))
     assert [a.tolist() for a in actual] == [e.tolist() for e in expected]
+
+
+@pytest.mark.parametrize("target", ["cpu", "H100", "v5e"])
+@pytest.mark.parametrize("codecs", ["fast", "smallest", {"recompute"}])
+def test_two_computed_numbers_are_compared_once(codecs, target):
+    """One of two equal ones that is computed again may be rounded otherwise: no gradient would reach it."""
+    with building_for(target):
+        graph = trace(lambda x, y: jnp.maximum(jnp.tanh(x) * y, jnp.tanh(x) * 0.5 + y).max(1), X, X)
+        program = build(graph, graph.inputs, policy=parse(codecs))
+    compared = {t for op in program.graph.operators if op.name == "eq" for t in op.outputs}
+    assert len(compared) == 3
+    assert compared <= program.plan.codecs.keys()

@@ -43,6 +43,9 @@ REARRANGES = _names("broadcast_in_dim reshape squeeze transpose")
 #: Tests of which of two numbers is the larger one.
 ORDERINGS = _names("ge gt le lt")
 
+#: These, and tests of whether two numbers are equal.
+COMPARISONS = ORDERINGS | _names("eq ne")
+
 #: Matrix products and convolutions.
 PRODUCTS = _names("conv_general_dilated dot_general")
 

@@ -17,9 +17,9 @@ from jaxpipe.array_types import TensorNumber
 from jaxpipe.errors import ModelError
 from jaxpipe.graph.allowed_codecs import FAST, Policy
 from jaxpipe.graph.codec import Codec, Demand, SavedTensor
-from jaxpipe.graph.graph import Graph, Operator, element_bits
+from jaxpipe.graph.graph import Graph, Operator, element_bits, is_differentiable
 from jaxpipe.graph.op_cost import contraction, gpu_product_work, is_product, product_work, rerun_work
-from jaxpipe.graph.primitives import ADDITIONS, ELEMENTWISE, ORDERINGS, VIEWS
+from jaxpipe.graph.primitives import ADDITIONS, COMPARISONS, ELEMENTWISE, ORDERINGS, VIEWS
 from jaxpipe.graph.reverse_walk import closure
 from jaxpipe.residuals.backward_graph import BackwardGraph
 from jaxpipe.residuals.codecs import allowed
@@ -185,22 +185,23 @@ def fallback(
     return [*program, producer], leaves
 
 
+def _viewed(t: TensorNumber, producers: Mapping[TensorNumber, Operator]) -> TensorNumber:
+    """Return what a tensor is a view of, itself if of nothing."""
+    while t in producers and producers[t].name in VIEWS and len(producers[t].inputs) == 1:
+        (t,) = producers[t].inputs
+    return t
+
+
 def sums_of_branches(graph: Graph, given: Container[TensorNumber]) -> frozenset[TensorNumber]:
     """Return the sums that several operators read, of two tensors that are not given: residual connections.
 
     What was broadcast is no branch, but a bias: whoever has the other tensor adds it again for nothing.
     """
     readers = Counter(t for op in graph.operators for t in op.inputs)
-    producers = graph.producers
-
-    def elements(t: TensorNumber) -> int:
-        while t in producers and producers[t].name in VIEWS and len(producers[t].inputs) == 1:
-            (t,) = producers[t].inputs
-        return graph.tensors[t].size
 
     def joins(op: Operator) -> bool:
         size = graph.tensors[op.outputs[0]].size
-        return sum(t not in given and elements(t) >= size for t in op.inputs) > 1
+        return sum(t not in given and graph.tensors[_viewed(t, graph.producers)].size >= size for t in op.inputs) > 1
 
     sums = (op for op in graph.operators if op.name in ADDITIONS and readers[op.outputs[0]] > 1)
     return frozenset(op.outputs[0] for op in sums if joins(op))
@@ -381,17 +382,13 @@ class _Cuts:
     @functools.cached_property
     def _costs(self) -> dict[Operator, int]:
         """The work of the operators that may run again; by a save policy whatever it takes."""
-        graph = self.backward_graph.graph
-        on_cpu, kept = current().runs_early, kept_by_policies(graph)
-        allowed = (
-            op
-            for op in graph.operators
-            if not op.has_effects
-            and op not in kept
-            and (op.saved is not None or ("alias" if op.name in VIEWS else "recompute") in self.codecs[op.outputs[0]])
-        )
-        costs = ((op, _rerun_cost(graph, op, on_cpu) if op.saved is None else 0) for op in allowed)
-        return {op: cost for op, cost in costs if cost is not None}
+        graph, on_cpu = self.backward_graph.graph, current().runs_early
+        kept, costs = run_once(graph), dict[Operator, int | None]()
+        for op in graph.operators:
+            codec = "alias" if op.name in VIEWS else "recompute"
+            if not op.has_effects and op not in kept and (op.saved is not None or codec in self.codecs[op.outputs[0]]):
+                costs[op] = _rerun_cost(graph, op, on_cpu) if op.saved is None else 0
+        return {op: cost for op, cost in costs.items() if cost is not None}
 
 
 def _behind_products(graph: Graph, available: frozenset[TensorNumber]) -> frozenset[TensorNumber]:
@@ -428,9 +425,7 @@ def _input_seen(
     t: TensorNumber, graph: Graph, derivation: Mapping[TensorNumber, Operator], price: Mapping[TensorNumber, int]
 ) -> TensorNumber:
     """The input of which a tensor is a view, if it has no more bytes: the caller holds it anyway. Else the tensor."""
-    source = t
-    while source in derivation and derivation[source].name in VIEWS and len(derivation[source].inputs) == 1:
-        (source,) = derivation[source].inputs
+    source = _viewed(t, derivation)
     return source if source in graph.inputs and price[source] <= price[t] else t
 
 
@@ -480,6 +475,21 @@ def kept_by_policies(graph: Graph) -> set[Operator]:
         elif not op.saved:
             again.update(op.outputs)
     return kept
+
+
+def run_once(graph: Graph) -> set[Operator]:
+    """Return the operators that never run again: those that save policies keep, and comparisons of computed numbers.
+
+    A maximum equals one of the numbers that it is of. One of the two computed again, among other operators, may be
+    rounded otherwise, and equals it no more.
+    """
+
+    def is_computed(t: TensorNumber) -> bool:
+        op = graph.producers.get(_viewed(t, graph.producers))
+        return op is not None and len(op.inputs) > 0 and is_differentiable(graph.tensors[t].aval)
+
+    compared = (op for op in graph.operators if op.name in COMPARISONS and len(op.inputs) > 1)
+    return kept_by_policies(graph).union(op for op in compared if all(map(is_computed, op.inputs)))
 
 
 def _rerun_cost(graph: Graph, op: Operator, on_cpu: bool) -> int | None:

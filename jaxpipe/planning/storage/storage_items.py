@@ -26,8 +26,8 @@ from jaxpipe.residuals.choose_formats import (
     ResidualPlan,
     derived_from,
     in_the_way,
-    kept_by_policies,
     recomputation,
+    run_once,
     smallest_format,
     sums_of_branches,
     with_fallbacks,
@@ -99,7 +99,7 @@ def stage_items(
     position = {t: k for k, t in enumerate(tensors)}
     everything = ResidualPlan({**chosen, **dict.fromkeys(held, KEEP)})
     events, base = _events(backward_graph, everything, available, position, released)
-    items, formats, stuck = [], [], kept_by_policies(graph)
+    items, formats, stuck = [], [], run_once(graph)
     for t in tensors:
         options = [chosen[t]]
         if not chosen[t].fuses:

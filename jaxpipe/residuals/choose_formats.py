@@ -383,7 +383,7 @@ class _Cuts:
     def _costs(self) -> dict[Operator, int]:
         """The work of the operators that may run again; by a save policy whatever it takes."""
         graph, on_cpu = self.backward_graph.graph, current().runs_early
-        kept, costs = run_once(graph), dict[Operator, int | None]()
+        kept, costs = run_once(self.backward_graph), dict[Operator, int | None]()
         for op in graph.operators:
             codec = "alias" if op.name in VIEWS else "recompute"
             if not op.has_effects and op not in kept and (op.saved is not None or codec in self.codecs[op.outputs[0]]):
@@ -477,19 +477,30 @@ def kept_by_policies(graph: Graph) -> set[Operator]:
     return kept
 
 
-def run_once(graph: Graph) -> set[Operator]:
+def run_once(backward_graph: BackwardGraph) -> set[Operator]:
     """Return the operators that never run again: those that save policies keep, and comparisons of computed numbers.
 
     A maximum equals one of the numbers that it is of. One of the two computed again, among other operators, may be
-    rounded otherwise, and equals it no more.
+    rounded otherwise, and equals it no more. What a derivative rule compares in its backward pass is not made again.
     """
+    graph = backward_graph.graph
 
-    def is_computed(t: TensorNumber) -> bool:
+    def maker(t: TensorNumber) -> Operator | None:
         op = graph.producers.get(_viewed(t, graph.producers))
-        return op is not None and len(op.inputs) > 0 and is_differentiable(graph.tensors[t].aval)
+        return op if op is not None and op.inputs and is_differentiable(graph.tensors[t].aval) else None
 
-    compared = (op for op in graph.operators if op.name in COMPARISONS and len(op.inputs) > 1)
-    return kept_by_policies(graph).union(op for op in compared if all(map(is_computed, op.inputs)))
+    once = kept_by_policies(graph)
+    once.update(op for op in filter(_compares, graph.operators) if all(map(maker, op.inputs)))
+    for step in backward_graph.steps:
+        needs, views = dict(zip(step.program.inputs, step.needs, strict=False)), step.program.producers
+        read = {_viewed(t, views) for op in filter(_compares, step.program.operators) for t in op.inputs}
+        once.update(op for t in read & needs.keys() if (op := maker(needs[t])) is not None)
+    return once
+
+
+def _compares(op: Operator) -> bool:
+    """Return whether an operator compares two numbers; a max-pool compares elements of one array, all made at once."""
+    return op.name in COMPARISONS and len(op.inputs) > 1 and not op.label.endswith("max_pool")
 
 
 def _rerun_cost(graph: Graph, op: Operator, on_cpu: bool) -> int | None:

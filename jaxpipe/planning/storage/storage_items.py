@@ -99,7 +99,7 @@ def stage_items(
     position = {t: k for k, t in enumerate(tensors)}
     everything = ResidualPlan({**chosen, **dict.fromkeys(held, KEEP)})
     events, base = _events(backward_graph, everything, available, position, released)
-    items, formats, stuck = [], [], run_once(graph)
+    items, formats, stuck = [], [], run_once(backward_graph)
     for t in tensors:
         options = [chosen[t]]
         if not chosen[t].fuses:

@@ -69,9 +69,7 @@ def read(path: str | os.PathLike[str]) -> Profile:
         backward_seconds=tuple(1e-3 * row["backward_compute_time"] for row in costs),
         parameter_bytes=tuple(row["parameter_size"] for row in costs),
         residual_bytes=tuple(row["activation_size"] for row in costs),
-        edges=tuple(
-            sorted(Edge(position[a], position[b], rows[a][1]["activation_size"]) for a, b in edges),
-        ),
+        edges=tuple(sorted(Edge(position[a], position[b], rows[a][1]["activation_size"]) for a, b in edges)),
         source=path.name,
     )
 

@@ -415,11 +415,7 @@ def trace(function: Callable[..., PyTree], *avals: Shaped) -> Graph:
 
 
 def read_graph(
-    closed: AnyJaxpr,
-    inline_shards: bool = False,
-    policy: Policy | None = None,
-    boundaries: bool = True,
-    path: str = "",
+    closed: AnyJaxpr, inline_shards: bool = False, policy: Policy | None = None, boundaries: bool = True, path: str = ""
 ) -> Graph:
     """Read a traced program as a graph; wrappers inlined, dead operators dropped.
 

@@ -16,15 +16,7 @@ from jaxpipe.graph.graph import is_differentiable
 from jaxpipe.graph.sharding_annotations import with_axes
 from jaxpipe.models.bind_linen import bind_linen
 from jaxpipe.models.bind_nnx import bind_nnx, check_factory, nnx_factory
-from jaxpipe.models.bound_model import (
-    BoundModel,
-    Called,
-    Model,
-    UserFunction,
-    Variable,
-    check_variables,
-    with_values,
-)
+from jaxpipe.models.bound_model import BoundModel, Called, Model, UserFunction, Variable, check_variables, with_values
 from jaxpipe.models.call_function import call_function
 from jaxpipe.models.check_batch import batch_size, shape_of
 from jaxpipe.models.example_state import Axes, example_axes

@@ -98,9 +98,7 @@ def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> 
     """Trace a model for batches of the given shapes, and profile its operators; raises as ``partition``."""
     asked, start = (request, batch, variables), time.perf_counter()
     request, batching, microbatch, layers = agreed(
-        "jaxpipe.partition",
-        lambda: _trace_programs(*asked),
-        lambda x: program_parts(x[0], x[3], x[1]),
+        "jaxpipe.partition", lambda: _trace_programs(*asked), lambda x: program_parts(x[0], x[3], x[1])
     )
     seconds = time.perf_counter() - start
     model, objective, update = layers.model, layers.objective, layers.update

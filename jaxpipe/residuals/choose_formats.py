@@ -409,9 +409,7 @@ def _behind_products(graph: Graph, available: frozenset[TensorNumber]) -> frozen
 
 
 def derived_from(
-    backward_graph: BackwardGraph,
-    stored: Mapping[TensorNumber, Codec],
-    derivation: Mapping[TensorNumber, Operator],
+    backward_graph: BackwardGraph, stored: Mapping[TensorNumber, Codec], derivation: Mapping[TensorNumber, Operator]
 ) -> ResidualPlan:
     """Return the formats given, and the rest by the operators given, as far as the backward pass needs them."""
     available = backward_graph.graph.derived_from_parameters

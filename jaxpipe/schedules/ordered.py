@@ -62,11 +62,7 @@ def from_orders(
 
 
 def from_words(
-    name: str,
-    words: Iterable[Iterable[str]],
-    num_microbatches: int,
-    num_chunks: int = 1,
-    stage_of: StageMapLike = None,
+    name: str, words: Iterable[Iterable[str]], num_microbatches: int, num_chunks: int = 1, stage_of: StageMapLike = None
 ) -> Schedule:
     """Each device's order in words, without the numbers of micro-batches.
 

@@ -20,10 +20,7 @@ STAGE, DATA = "stage", "data"
 REPLICA = "replica"
 
 #: Names for the axis of stages and for the axis of replicas.
-COMMON_NAMES = {
-    STAGE: (STAGE, "stages", "pipe", "pipeline", "pp"),
-    DATA: (DATA, "dp", "batch", "replica", "replicas"),
-}
+COMMON_NAMES = {STAGE: (STAGE, "stages", "pipe", "pipeline", "pp"), DATA: (DATA, "dp", "batch", "replica", "replicas")}
 
 _MEANING = {name: axis for axis, names in COMMON_NAMES.items() for name in names}
 

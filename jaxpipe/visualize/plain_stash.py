@@ -12,8 +12,7 @@ def plain_stash_bytes(program: Program) -> tuple[int, ...]:
     """By stage, what ``jax.grad`` keeps of one micro-batch: decorations and the plan's storage are not looked at."""
     stages = [
         replace(
-            stage,
-            graph=replace(stage.graph, operators=tuple(replace(op, policy=None) for op in stage.graph.operators)),
+            stage, graph=replace(stage.graph, operators=tuple(replace(op, policy=None) for op in stage.graph.operators))
         )
         for stage in program.stages
     ]

@@ -84,7 +84,5 @@ def _backward(equation: Equation, kept: Sequence[Array], cotangents: Sequence[An
 
 #: On GPUs the indices. XLA:CPU adds up the rows of what is fused with a comparison in another order.
 RULE = DerivativeRule(
-    lambda equation, operands, results: [operands[1]],
-    _backward,
-    lambda op: applies(op) and not current().runs_early,
+    lambda equation, operands, results: [operands[1]], _backward, lambda op: applies(op) and not current().runs_early
 )

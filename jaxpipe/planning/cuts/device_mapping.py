@@ -82,12 +82,7 @@ def movable_bytes(wanted: Demand, bandwidth: np.ndarray, latency: np.ndarray, ma
     return best
 
 
-def best_mapping(
-    partition: Partition,
-    schedule: Schedule,
-    stash_bytes: Sequence[float],
-    period: float,
-) -> Partition:
+def best_mapping(partition: Partition, schedule: Schedule, stash_bytes: Sequence[float], period: float) -> Partition:
     """The partition with its stages on other devices, if swaps can move more then and a step takes about no longer.
 
     Up to ``MOST_DEVICES`` devices every mapping is looked at, those that differ in exchanges of like devices once;

@@ -26,8 +26,7 @@ def chain_of_links(network: Network) -> tuple[int, ...]:
     """
     count = network.num_devices
     pairs = sorted(
-        itertools.combinations(range(count), 2),
-        key=lambda p: (-network.bandwidth[p], network.latency[p], p),
+        itertools.combinations(range(count), 2), key=lambda p: (-network.bandwidth[p], network.latency[p], p)
     )
     chains: dict[int, list[int]] = {d: [d] for d in range(count)}
     for a, b in pairs:

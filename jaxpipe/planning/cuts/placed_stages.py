@@ -215,10 +215,7 @@ def as_planned(placed: Partition, plan: Plan) -> Partition:
         )
     ]
     return replace(
-        placed,
-        stages=tuple(stages),
-        bottleneck_seconds=plan.step_seconds,
-        lower_bound_seconds=plan.lower_bound_seconds,
+        placed, stages=tuple(stages), bottleneck_seconds=plan.step_seconds, lower_bound_seconds=plan.lower_bound_seconds
     )
 
 

@@ -36,11 +36,7 @@ MOST_SHIFTED, SHORTER = 100, 1e-4
 
 
 def shortest_step(
-    space: CutSpace,
-    model: Synchronous,
-    classes: Sequence[Sequence[int]],
-    limits: Limits,
-    slack: float,
+    space: CutSpace, model: Synchronous, classes: Sequence[Sequence[int]], limits: Limits, slack: float
 ) -> Found | None:
     """Return stages with a short step; None if none fit."""
     orders = _orders(model.network, classes)

@@ -29,14 +29,7 @@ from cvxpy.error import SolverError
 from scipy.sparse import csr_array
 
 from jaxpipe.planning.storage.quiet_solver import silence_highs
-from jaxpipe.planning.storage.storage_problem import (
-    NOT_STORED,
-    Option,
-    Problem,
-    Solution,
-    SolverOptions,
-    outcome_of,
-)
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, Option, Problem, Solution, SolverOptions, outcome_of
 
 
 #: What storing as many bytes as there are in all costs beside the costliest item: of equals, the smallest stash.

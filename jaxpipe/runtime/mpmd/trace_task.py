@@ -40,11 +40,7 @@ Traces: TypeAlias = dict[Hashable, Any]
 
 
 def trace_task(
-    label: str,
-    work: Work,
-    form: Callable[[Path], Form],
-    operands: Arrays,
-    consumes: bool = False,
+    label: str, work: Work, form: Callable[[Path], Form], operands: Arrays, consumes: bool = False
 ) -> Traced:
     """Trace work, a function of arrays by group that returns such, on operands of some shapes.
 

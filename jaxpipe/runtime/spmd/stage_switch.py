@@ -35,11 +35,7 @@ def switch(index: ArrayLike, branches: Sequence[Callable[..., T]], *operands: Py
 
 
 def overwrite(
-    index: Array,
-    branches: Sequence[Callable[..., T]],
-    buffers: T,
-    arrays: Sequence[Array],
-    unless: Array | None = None,
+    index: Array, branches: Sequence[Callable[..., T]], buffers: T, arrays: Sequence[Array], unless: Array | None = None
 ) -> T:
     """Switch among branches ``(buffers, arrays, turn) -> buffers`` that overwrite their buffers, unless those stay.
 

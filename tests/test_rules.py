@@ -40,6 +40,7 @@ def encoded_vjp(function, x, cotangent):
     return outputs[0], gradient
 
 
+ONES = (1, 1, 1, 1)
 WINDOWS = [
     ((2, 2), (2, 2)),
     ((3, 3), (2, 2)),
@@ -169,6 +170,26 @@ def test_a_max_pool_without_windows(rows, height, stride):
     y, gradient = encoded_vjp(function, x, jnp.ones((1, 0, 2, 2)))
     assert y.shape == (1, 0, 2, 2)
     assert gradient is None or not gradient.any()
+
+
+@pytest.mark.parametrize(
+    ("window", "strides", "barriers"), [((3, 3), (1, 1), 2), ((3, 5), (2, 1), 3), ((3, 3), (2, 2), 0)]
+)
+def test_a_target_that_fuses_few_slices_adds_up_in_the_same_order(window, strides, barriers):
+    """Of windows of 3 x 5 at strides of 2 x 1, ten positions meet in every other row, and five in the rest."""
+    x, shape, strides = jax.random.normal(jax.random.key(0), (2, 9, 8, 3)), (1, *window, 1), (1, *strides, 1)
+    y, vjp = jax.vjp(lambda x: pool(x, window, strides[1:3], "SAME"), x)
+    cotangent = jax.random.normal(jax.random.key(1), y.shape)
+    windows = max_pool.Windows(shape, strides, lax.padtype_to_pads(x.shape, shape, strides, "SAME"), ONES, ONES)
+
+    def gradient(x, cotangent):
+        return max_pool.scatter_to_maxima(cotangent, max_pool.find_maxima(x, windows)[1], x.shape, windows)
+
+    with building_for("v5e"):
+        text = str(jax.make_jaxpr(gradient)(x, cotangent))
+        actual = jax.jit(gradient)(x, cotangent)
+    assert text.count("optimization_barrier") == barriers
+    assert_same_bits(actual, vjp(cotangent)[0])
 
 
 @pytest.mark.core

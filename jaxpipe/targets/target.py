@@ -39,6 +39,7 @@ class Target:
       pads_contractions: matrix products pad contractions that are no multiple of a few numbers, in a copy.
       serial_scatter: a scatter runs one element after the other.
       fuses_into_readers: what several read is computed again for each of them.
+      fused_slices: how many slices of an array XLA adds up in one kernel; it writes more of them; 0: any number.
       keeps_checkpoints: XLA does not merge what ``jax.checkpoint`` computes again with the forward pass.
       exact_predictions: bytes that are estimated for stage programs are XLA's, so that plans are not compiled.
       is_host: it is the host itself: its memory and its cores are the host's, and what starts a program that waits for
@@ -70,6 +71,7 @@ class Target:
     pads_contractions: bool = False
     serial_scatter: bool = False
     fuses_into_readers: bool = False
+    fused_slices: int = 0
     keeps_checkpoints: bool = True
     exact_predictions: bool = False
     is_host: bool = False

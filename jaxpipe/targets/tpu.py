@@ -50,6 +50,7 @@ def _tpu(
         files=("/dev/accel*", "/dev/vfio/[0-9]*"),
         variables=_ABSENT,
         order="stepwise",
+        fused_slices=4,
         **others,
     )
 
@@ -71,4 +72,4 @@ TPUS = (
 )
 
 #: Any other TPU.
-TPU = Target("tpu", "tpu", order="stepwise")
+TPU = Target("tpu", "tpu", order="stepwise", fused_slices=4)

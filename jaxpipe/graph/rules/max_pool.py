@@ -24,6 +24,7 @@ from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, Array
 from jaxpipe.graph.graph import Operator, is_differentiable
 from jaxpipe.graph.operator_vjp import Halves, from_rule
+from jaxpipe.targets.building import current
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,8 @@ def scatter_to_maxima(cotangent: Array, position: Array, shape: Sequence[int], w
     A position of ``prod(windows.shape) + 1`` sends its cotangent nowhere. Element ``p = s q + r`` of a dimension with
     stride ``s`` lies in the windows ``q - t`` at offset ``r + s t``, if the window has a position at that offset.
     For each ``r`` the terms of all ``q`` are added up, as large as the pool's result; then the sums are put side by
-    side. Larger ``t``, that is earlier windows, come first: XLA's order.
+    side. Larger ``t``, that is earlier windows, come first: XLA's order. Where XLA fuses few terms, few are added at a
+    time.
     """
     strides = windows.strides
     reach = [-(-k // s) for k, s in zip(windows.extent, strides, strict=True)]
@@ -145,15 +147,22 @@ def scatter_to_maxima(cotangent: Array, position: Array, shape: Sequence[int], w
         dimension = len(first)
         if dimension < len(strides):
             return _interleave([sums((*first, r)) for r in range(strides[dimension])], dimension)
-        terms = []
-        for shift in itertools.product(*(range(t - 1, -1, -1) for t in reach)):
-            code = codes.get(tuple(r + s * t for r, s, t in zip(first, strides, shift, strict=True)))
-            if code is not None:
+        codes_of = {
+            shift: code
+            for shift in itertools.product(*(range(t - 1, -1, -1) for t in reach))
+            if (code := codes.get(tuple(r + s * t for r, s, t in zip(first, strides, shift, strict=True)))) is not None
+        }
+        most, total, seen, sent = current().fused_slices or len(codes), [], positions, cotangents
+        for k in range(0, len(codes_of), most):
+            if total:
+                total, seen, sent = lax.optimization_barrier((total, seen, sent))
+            for shift, code in itertools.islice(codes_of.items(), k, k + most):
                 start = [t - 1 - moved for t, moved in zip(reach, shift, strict=True)]
                 stop = [low + cell for low, cell in zip(start, cells, strict=True)]
-                hit = lax.slice(positions, start, stop) == code
-                terms.append(jnp.where(hit, lax.slice(cotangents, start, stop), zero))
-        return functools.reduce(jnp.add, terms) if terms else jnp.zeros(cells, cotangent.dtype)
+                hit = lax.slice(seen, start, stop) == code
+                total.append(jnp.where(hit, lax.slice(sent, start, stop), zero))
+            total = [functools.reduce(jnp.add, total)]
+        return total[0] if total else jnp.zeros(cells, cotangent.dtype)
 
     starts = [low for low, _ in windows.padding]
     apart = windows.base_dilation if set(windows.base_dilation) != {1} else None

@@ -181,7 +181,9 @@ def test_bytes_on_a_tpu_are_the_measured_ones():
         "Mixer 32x224 bfloat16": "Mixer, 32 x 224, in bfloat16",
         "UNet bfloat16": "U-Net in bfloat16",
     }
-    titles |= {f"{name} bfloat16": f"{name} in bfloat16" for name in ("AlexNet", "VGG16", "NiN")}
+    titles |= {
+        f"{name} bfloat16": f"{name} in bfloat16" for name in ("AlexNet", "VGG16", "NiN", "OverFeat", "GoogLeNet")
+    }
     first_page = table_rows(DOCS.parent / "README.md")
     short = {
         "GPT-2 8x512 bfloat16": "GPT-2 small",

@@ -26,6 +26,11 @@ def stored(function, *more, shape=(4, 64)):
     return sorted((row.storage, row.bytes) for row in residual_report(encoded, *arguments).tensors)
 
 
+def but_for_maxima(rows):
+    """The gradient of ``maximum(x, 0)`` on JAX 0.10 compares both with the maximum; what that says is stored."""
+    return [row for row in rows if row[0] != "mask" or jax.__version_info__ >= (0, 11)]
+
+
 ACTIVATIONS = {
     # Straight pieces: the slope is one of two, so one bit tells it.
     "relu": (jax.nn.relu, ONE_BIT),
@@ -81,7 +86,8 @@ STRUCTURE = {
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations(name):
     function, expected = ACTIVATIONS[name]
-    assert stored(function) == expected
+    rows = stored(function)
+    assert (rows if "mask" in dict(expected) else but_for_maxima(rows)) == expected
 
 
 @pytest.mark.parametrize("name", STRUCTURE)
@@ -118,7 +124,7 @@ def test_normalizations_store_their_input_and_the_statistics(norm, expected):
         return Normalized().apply({"params": params, **rest}, x, mutable=list(rest))[0]
 
     report = residual_report(outputs, variables["params"], x)
-    assert sorted((row.storage, row.bytes) for row in report.tensors) == expected
+    assert but_for_maxima(sorted((row.storage, row.bytes) for row in report.tensors)) == expected
 
 
 @pytest.mark.core

@@ -485,7 +485,8 @@ def run_once(backward_graph: BackwardGraph) -> set[Operator]:
 
     def maker(t: TensorNumber) -> Operator | None:
         op = graph.producers.get(_viewed(t, graph.producers))
-        return op if op is not None and op.inputs and is_differentiable(graph.tensors[t].aval) else None
+        is_free = op is not None and op.saved is None and op.inputs  # a save policy decides as in jax.checkpoint
+        return op if is_free and is_differentiable(graph.tensors[t].aval) else None
 
     once = kept_by_policies(graph)
     once.update(op for op in filter(_compares, graph.operators) if all(map(maker, op.inputs)))

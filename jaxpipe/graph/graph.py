@@ -449,7 +449,7 @@ def without_literals(equation: Equation, values: Sequence[T]) -> list[T]:
 
 
 def with_copies(graph: Graph, positions: Sequence[int]) -> Graph:
-    """The same program, some of whose results an operator makes although they are there."""
+    """Return the same program, with operators that copy some of its results."""
     builder = GraphBuilder(graph.tensors, graph.constants)
     builder.operators = list(graph.operators)
     copies = [builder.emit(None, [graph.outputs[k]], "")[0] for k in positions]

@@ -4,11 +4,10 @@ Large models repeat layers, so all items that are alike are given up at once: in
 only when all of them have given up the same item. Where that is not enough, items are given up one by one, too.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Problem, Simulated, outcome_of, simulated
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Problem, Simulated, simulated
 
 
 #: How many changes are tried before each is made, where items are given up one by one.
@@ -21,46 +20,39 @@ Groups = Sequence[Sequence[int]]
 
 def give_up(problem: Problem) -> tuple[int, ...] | None:
     """Return a fast choice within the limits; None if none is found."""
-    walk = simulated(problem, _descended(problem, [item.fastest[1] for item in problem.items], _alike(problem)))
-    if walk is None or not walk.fits():
-        walk = simulated(problem, _smallest(problem))
+    walk = _descended(problem, [item.fastest[1] for item in problem.items], _alike(problem))
+    if not walk.fits():
+        walk = simulated(problem, give_up_all(problem))
     if walk is None or not walk.fits():
         return None
     ends = [_taken_back(walk, order) for order in (_by_rate, _by_seconds)]
     return tuple(min(ends, key=lambda end: end.total_seconds).choice)
 
 
-def give_up_all(problem: Problem) -> tuple[int, ...] | None:
-    """Return the choice with the lowest peak that is found; None if none can be run."""
-    choice = _smallest(problem)
-    return None if outcome_of(problem, choice) is None else tuple(choice)
+def give_up_all(problem: Problem) -> tuple[int, ...]:
+    """Return the choice with the lowest peak that is found.
 
-
-def _smallest(problem: Problem) -> list[int]:
-    """Give up alike items and then single ones until nothing makes the peak lower; the other way around, too."""
+    Alike items and then single ones are given up until nothing makes the peak lower; the other way around, too.
+    """
     unlimited = replace(problem, capacity=min(0, *problem.base))
     fastest = [item.fastest[1] for item in problem.items]
     single, alike = ([(k,) for k in range(len(fastest))], MOST_TRIALS), (_alike(problem), None)
     ends = []
     for first, second in ((single, alike), (alike, single)):
-        ends.append(_descended(unlimited, _descended(unlimited, fastest, *first), *second))
-    outcomes = [outcome_of(problem, choice) for choice in ends]
-    peaks = [math.inf if outcome is None else outcome.peak_bytes for outcome in outcomes]
-    return ends[peaks.index(min(peaks))]
+        ends.append(_descended(unlimited, _descended(unlimited, fastest, *first).choice, *second))
+    return tuple(min(ends, key=lambda end: end.bytes.max(initial=0)).choice)
 
 
-def _descended(problem: Problem, choice: Sequence[int], groups: Groups, most_trials: int | None = None) -> list[int]:
+def _descended(problem: Problem, choice: Sequence[int], groups: Groups, most_trials: int | None = None) -> Simulated:
     """Change groups of items until the limits hold, or no single change brings them nearer.
 
     Of the changes so many are simulated in a step, the cheapest for each byte first; all, if left out.
     """
-    now = simulated(problem, choice)
-    while now is None or not now.fits():
-        step = _best_step(problem, choice, now, groups, most_trials)
-        if step is None:
-            break
-        now, choice = step, step.choice
-    return list(choice)
+    now = simulated(problem, _possible(problem, choice))
+    assert now is not None
+    while not now.fits() and (step := _best_step(now, groups, most_trials)) is not None:
+        now = step
+    return now
 
 
 def _by_seconds(item: Item) -> float:
@@ -97,13 +89,27 @@ def _cost(item: Item) -> tuple:
     return item.options, item.bytes, item.seconds, len(item.uses)
 
 
-def _moves(
-    problem: Problem, choice: Sequence[int], now: Simulated | None, group: Sequence[int]
-) -> list[tuple[float, int]]:
+def _possible(problem: Problem, choice: Sequence[int]) -> list[int]:
+    """Return the choice with all that is needed and cannot be computed again stored, each in its fastest form."""
+    items, choice = problem.items, list(choice)
+    needed = [bool(item.uses) for item in items]
+    for k in range(len(items) - 1, -1, -1):  # who is computed from an item comes before it
+        if not needed[k] or choice[k] != NOT_STORED:
+            continue
+        if items[k].seconds is None:
+            options = items[k].options
+            choice[k] = min(range(len(options)), key=lambda o, of=options: (of[o].seconds, of[o].bytes))
+        else:
+            for source in items[k].sources:
+                needed[source] = True
+    return choice
+
+
+def _moves(problem: Problem, choice: Sequence[int], group: Sequence[int]) -> list[tuple[float, int]]:
     """Return the changes of a group that may give bytes, as seconds for each byte of an item and the new option."""
     item, here = problem.items[group[0]], choice[group[0]]
     if here == NOT_STORED:
-        return [(0.0, position) for position in range(len(item.options))] if now is None else []
+        return []
     option = item.options[here]
     moves = [
         ((other.seconds - option.seconds) / (option.bytes - other.bytes), position)
@@ -115,24 +121,18 @@ def _moves(
     return moves
 
 
-def _best_step(
-    problem: Problem, choice: Sequence[int], now: Simulated | None, groups: Groups, most_trials: int | None
-) -> Simulated | None:
+def _best_step(now: Simulated, groups: Groups, most_trials: int | None) -> Simulated | None:
     """Return the choice after the change that costs fewest seconds for each byte by which it lowers the excess."""
-    moves = [(price, group, position) for group in groups for price, position in _moves(problem, choice, now, group)]
-    best = None
-    before, seconds = (None, 0.0) if now is None else (now.excess(), now.total_seconds)
+    moves = [(price, group, position) for group in groups for price, position in _moves(now.problem, now.choice, group)]
+    best, before, seconds = None, now.excess(), now.total_seconds
     for _, group, position in sorted(moves)[:most_trials]:
-        if now is None:
-            other = simulated(problem, [position if k in group else chosen for k, chosen in enumerate(choice)])
-        else:
-            other = now.changed(dict.fromkeys(group, position))
+        other = now.changed(dict.fromkeys(group, position))
         if other is None:
             continue
         after = other.excess()
-        if before is not None and after >= before:
+        if after >= before:
             continue
-        gain = 1.0 if before is None else (before[0] - after[0]) or 1e-3 * (before[1] - after[1])
+        gain = (before[0] - after[0]) or 1e-3 * (before[1] - after[1])
         price = (max(0.0, other.total_seconds - seconds) / gain, -gain)
         if best is None or price < best[0]:
             best = price, other

@@ -248,8 +248,10 @@ class Simulated:
             k = -heapq.heappop(later)
             if affected and affected[-1] == k:
                 continue
-            read = [first[d] for d in problem.dependents[k] if choice[d] == NOT_STORED and last[d] >= 0]
-            begin, end = min([problem.first_uses[k], *read]), max([problem.last_uses[k], *read])
+            begin, end = problem.first_uses[k], problem.last_uses[k]
+            for d in problem.dependents[k]:
+                if choice[d] == NOT_STORED and last[d] >= 0:
+                    begin, end = min(begin, first[d]), max(end, first[d])
             if k not in options and (begin, end) == (first[k], last[k]):
                 continue
             affected.append(k)
@@ -258,7 +260,8 @@ class Simulated:
                 return None
             if NOT_STORED in (choice[k], self.choice[k]):
                 for source in problem.items[k].sources:
-                    heapq.heappush(later, -source)
+                    if source not in options:
+                        heapq.heappush(later, -source)
         lists = self.change.copy(), self.seconds.copy(), self.link_seconds.copy(), self.stored.copy()
         walk = Simulated(problem, self.choice, self.first, self.last, *lists)
         walk._add(affected, -1)
@@ -273,16 +276,15 @@ class Simulated:
         for k in items:
             item, begin, end, chosen = problem.items[k], first[k], last[k], choice[k]
             if chosen == NOT_STORED:
-                again = item.seconds or 0.0 if end >= 0 else 0.0
-                self.seconds[k], self.link_seconds[k] = again, 0.0
-                alive = [(begin, item.bytes)]
+                self.seconds[k], self.link_seconds[k] = item.seconds or 0.0 if end >= 0 else 0.0, 0.0
+                alive = ((begin, item.bytes),)
             else:
                 option = item.options[chosen]
                 self.seconds[k], self.link_seconds[k] = option.seconds, option.link_seconds
                 stash += option.bytes
                 held += option.bytes * (problem.held if option.held is None else option.held)
                 swapped += option.bytes * (option.held is not None)
-                alive = [(0, option.bytes * problem.frees), (begin, option.unpacked_bytes)]
+                alive = ((0, option.bytes * problem.frees), (begin, option.unpacked_bytes))
             for start, size in alive:
                 if size and end >= 0:
                     change[start] += sign * size
@@ -292,7 +294,7 @@ class Simulated:
     @property
     def bytes(self) -> np.ndarray:
         """The bytes in memory, by event."""
-        return self.problem.base_bytes + np.cumsum(self.change[:-1]) + self.stored[1]
+        return self.problem.base_bytes + self.change[:-1].cumsum() + self.stored[1]
 
     def fits(self) -> bool:
         """Return whether the limits of the problem hold."""
@@ -307,7 +309,7 @@ class Simulated:
     @property
     def total_seconds(self) -> float:
         """The seconds of all items, of swaps those beyond the work that they overlap with."""
-        late = max(0.0, _in_turn(self.link_seconds) - self.problem.overlap)
+        late = max(0.0, _in_turn(self.link_seconds) - self.problem.overlap) if self.stored[2] else 0.0
         return _in_turn(self.seconds) + late
 
     @property

@@ -1,8 +1,10 @@
 """A user's function of one micro-batch, as a graph."""
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import jax
@@ -61,6 +63,11 @@ class MicrobatchProgram:
     index: TensorNumber | None = None
     examples: Axes = ()
     overwritten: frozenset[TensorNumber] = frozenset()
+
+    @cached_property
+    def text(self) -> str:
+        """Its operators, a line for each, the same in every process: without addresses of objects."""
+        return re.sub(r"0x[0-9a-f]+", "", str(self.graph))
 
     @property
     def given(self) -> tuple[TensorNumber, ...]:

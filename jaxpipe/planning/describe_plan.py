@@ -160,7 +160,7 @@ def describe(traced: Traced, program: Program, partition: Partition, update: Upd
     if request.network is not None and request.replicas > 1 and are_linked(request.network, rings):
         dense = max(program.sum_bytes(program.trained(d)) for d in program.device_numbers)
         exchanges = planned_exchanges(update, dense, request.network, rings, timeline.makespan)
-    described = f"{program.objective.graph}{program.on_devices}"
+    described = f"{program.objective.text}{program.on_devices}"
     annotations = program.objective.annotations.notes((*request.mesh.axis_names, *shape), shape)
     return Plan(
         stages=tuple(
@@ -183,7 +183,7 @@ def describe(traced: Traced, program: Program, partition: Partition, update: Upd
         host=request.host,
         staleness=program.schedule.staleness if program.schedule.versions is not None else (),
         notes=(*annotations, *_sum_notes(program), *_cut_notes(traced, program), *traced.notes),
-        fingerprint=hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", described).encode()).hexdigest()[:16],
+        fingerprint=hashlib.sha256(described.encode()).hexdigest()[:16],
         runtime=runtime,
         axes=dict(shape),
         per_stage=update.by_stage.per_stage,

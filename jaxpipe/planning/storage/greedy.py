@@ -4,6 +4,7 @@ Large models repeat layers, so all items that are alike are given up at once: in
 only when all of them have given up the same item. Where that is not enough, items are given up one by one, too.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -30,16 +31,18 @@ def give_up(problem: Problem) -> tuple[int, ...] | None:
 
 
 def give_up_all(problem: Problem) -> tuple[int, ...]:
-    """Return the choice with the lowest peak that is found.
+    """Return the choice with the lowest peak that is found, whatever the capacity."""
+    return _given_up(replace(problem, capacity=min(0, *problem.base)))
 
-    Alike items and then single ones are given up until nothing makes the peak lower; the other way around, too.
-    """
-    unlimited = replace(problem, capacity=min(0, *problem.base))
+
+@functools.lru_cache(maxsize=256)  # asked again with every budget; a problem holds numbers alone
+def _given_up(problem: Problem) -> tuple[int, ...]:
+    """Give up alike items and then single ones until nothing makes the peak lower; the other way around, too."""
     fastest = [item.fastest[1] for item in problem.items]
     single, alike = ([(k,) for k in range(len(fastest))], MOST_TRIALS), (_alike(problem), None)
     ends = []
     for first, second in ((single, alike), (alike, single)):
-        ends.append(_descended(unlimited, _descended(unlimited, fastest, *first).choice, *second))
+        ends.append(_descended(problem, _descended(problem, fastest, *first).choice, *second))
     return tuple(min(ends, key=lambda end: end.bytes.max(initial=0)).choice)
 
 

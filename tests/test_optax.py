@@ -284,6 +284,12 @@ def test_labels_by_a_function_that_takes_nothing_but_the_tree(model):
     traced = trace_update(optax.multi_transform(transforms, by_position), model)
     assert traced.owner == (None, 2, 3, 2, 3)
 
+    def by_path(given):
+        assert jax.tree.leaves(given)
+        return jax.tree.map_with_path(lambda path, _: "first" if path[-1].key == "bias" else "second", given)
+
+    assert trace_update(optax.multi_transform(transforms, by_path), model).owner == (None, 1, 3, 1, 3)
+
 
 # Which gradients are needed
 

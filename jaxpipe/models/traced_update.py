@@ -301,20 +301,23 @@ def _owners(
     """The parameter that each leaf of the optimizer state belongs to; None for one that belongs to none.
 
     Optax tells it. It calls ``init`` with something else than a tree of parameters, which functions that choose
-    parameters (labels, masks) may not take; ``init`` then gets parameters each of which is a tree of its own.
+    parameters (labels, masks) may not take. A leaf then belongs to the parameter whose path ends its own.
     """
-    count = len(model.parameters)
-    numbers = model.parameter_tree([_Owned(k, None) for k in range(count)])
+    numbers = model.parameter_tree([_Owned(k, None) for k in range(len(model.parameters))])
+    numbers_of_leaves: list[int | None] = []
     try:
         marked = optax.tree_map_params(
             optimizer, _marked, shape, numbers, transform_non_params=lambda x: _Owned(None, x), is_leaf=lambda _: True
         )
     except Exception:
-        apart = model.parameter_tree([_Owned(k, v.aval) for k, v in enumerate(model.parameters)])
-        marked = jax.eval_shape(optimizer.init, apart)
-    numbers_of_leaves: list[int | None] = []
-    for part in jax.tree.leaves(marked, is_leaf=lambda x: isinstance(x, _Owned)):
-        numbers_of_leaves += [part.number] * len(jax.tree.leaves(part.value)) if isinstance(part, _Owned) else [None]
+        flat = jax.tree_util.tree_flatten_with_path(numbers, is_leaf=_is_owned)[0]
+        number_at = {path: part.number for path, part in flat if path}
+        for path, _ in jax.tree_util.tree_flatten_with_path(shape)[0]:
+            ends = (number_at.get(path[k:]) for k in range(len(path)))
+            numbers_of_leaves.append(next((k for k in ends if k is not None), None))
+        return tuple(numbers_of_leaves)
+    for part in jax.tree.leaves(marked, is_leaf=_is_owned):
+        numbers_of_leaves += [part.number] * len(jax.tree.leaves(part.value)) if _is_owned(part) else [None]
     return tuple(numbers_of_leaves)
 
 
@@ -333,15 +336,14 @@ def _with_masters(state_shape: optax.OptState, owner: Sequence[int | None]) -> s
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["number"])
 @dataclass(frozen=True, eq=False)
 class _Owned:
-    """A tree that belongs to a parameter, by its number; it has the parameter's shape and dtype as attributes."""
+    """A tree that belongs to a parameter, by its number."""
 
     number: int | None
     value: PyTree
 
-    def __getattr__(self, name: str) -> object:
-        if name in ("shape", "ndim", "dtype", "size"):
-            return getattr(self.value, name)
-        raise AttributeError(name)
+
+def _is_owned(part: object) -> bool:
+    return isinstance(part, _Owned)
 
 
 def _marked(part: PyTree, numbers: PyTree) -> PyTree:

@@ -1,6 +1,6 @@
 """``PlanOptions``: settings of ``partition`` that few need."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -103,17 +103,19 @@ class PlanOptions:
     fresh_profile: bool = False
 
     def __post_init__(self) -> None:
-        if self.zero not in (0, 1):
-            raise PartitionError(
-                f"PlanOptions(zero={self.zero!r}); it must be 0, or 1 to split the optimizer state over replicas. "
-                "Split parameters with shardings= over an axis of their own, such as fsdp."
-            )
+        rules, axes = self.axis_rules, self.batch_axes
+        pairs = isinstance(rules, Sequence) and all(isinstance(x, Sequence) and len(x) == 2 for x in rules)
+        names = isinstance(axes, Collection | None) and not isinstance(axes, str)
+        for name, good, rule in (
+            ("zero", self.zero in (0, 1), "0, or 1 for ZeRO-1; shardings= splits parameters over an axis such as fsdp"),
+            ("shardings", isinstance(self.shardings, Mapping), "a mapping from names of variables to partition specs"),
+            ("axis_rules", pairs, "pairs of a logical axis and axes of the mesh, such as [('embed', 'model')]"),
+            ("batch_axes", names, "a sequence of names, such as ('fsdp',)"),
+        ):
+            if not good:
+                raise PartitionError(f"PlanOptions({name}={getattr(self, name)!r}); it must be {rule}.")
         for name, spec in self.shardings.items():
             if not isinstance(spec, PartitionSpec):
                 raise PartitionError(
                     f"PlanOptions(shardings={{{name!r}: {spec!r}}}); each value must be a jax.sharding.PartitionSpec."
                 )
-        if isinstance(self.batch_axes, str):
-            raise PartitionError(
-                f"PlanOptions(batch_axes={self.batch_axes!r}); pass a sequence of names: ({self.batch_axes!r},)."
-            )

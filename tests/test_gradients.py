@@ -259,6 +259,14 @@ def test_codes_never_lose_more_than_there_was(bits, lost):
     assert np.isnan(decoded(bits, np.array([[1.0, np.nan]], np.float32))).all()
 
 
+@pytest.mark.parametrize("bits", CODES)
+def test_codes_are_the_same_with_64_bit_numbers(bits):
+    x = np.random.default_rng(0).normal(size=(8, 100))
+    usual = decoded(bits, x)
+    with jax.enable_x64(True):
+        assert_same_bits(decoded(bits, x).astype(np.float32), usual)
+
+
 def test_bytes_of_codes():
     """By hand: of [100, 40] two blocks, each a number, a scale and 100 elements of a quarter of a byte."""
     tree = shapes({"kernel": (100, 40)})
@@ -541,6 +549,7 @@ def test_without_checked_types_the_result_is_the_same():
         ({"blocks": {"*kernel": (0, 0)}}, "names an axis twice"),
         ({"warmup": [(0, 1.0)]}, "warmup"),
         ({"warmup": (100, 1.0)}, "warmup: 100; each entry must be"),
+        ({"warmup": 100}, "warmup: 100; each entry must be"),
         ({"decay": 1.5}, "decay=1.5"),
         ({"bits": 4}, "bits=4"),
         ({"bits": 2, "mode": "consensus"}, "bits=2 with mode='consensus'"),

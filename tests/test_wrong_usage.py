@@ -182,6 +182,8 @@ ARGUMENTS = {
         options(devices_per_stage="2"),
         ["devices_per_stage='2'", "a number of devices for every stage"],
     ),
+    "compile a text": (PartitionError, options(compile="no"), ["compile='no'", "True or False"]),
+    "measure again": (PartitionError, options(fresh_profile="no"), ["fresh_profile='no'", "True or False"]),
     "unroll": (PartitionError, options(unroll_scans="yes"), ["unroll_scans='yes'", "the number of iterations"]),
     "mesh a list": (PartitionError, {"mesh": ["cpu"]}, ["mesh is list", "jax.make_mesh((4,), ('stage',))"]),
     "mesh of other axes": (
@@ -224,6 +226,24 @@ def test_an_argument_of_the_wrong_kind_is_refused_before_tracing(case):
     with pytest.raises(error) as raised:
         partition(**{"loss": untouched, **arguments})
     check(raised, *words)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"zero": "1"},
+        {"shardings": [("kernel", "model")]},
+        {"axis_rules": 5},
+        {"axis_rules": [("embed",)]},
+        {"batch_axes": "fsdp"},
+        {"batch_axes": 3},
+    ],
+)
+def test_an_option_of_the_wrong_kind_is_refused_where_it_is_written(settings):
+    (name, value), *_ = settings.items()
+    with pytest.raises(PartitionError) as raised:
+        jaxpipe.PlanOptions(**settings)
+    check(raised, f"PlanOptions({name}={value!r}); it must be")
 
 
 # The loss

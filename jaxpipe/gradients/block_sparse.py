@@ -153,7 +153,7 @@ def block_sparse(
             f"bits={bits!r} with mode={mode!r}; it must be 2, 0.5 or None, and None by consensus, where values are "
             "added up on their way."
         )
-    for phase in warmup:
+    for phase in warmup if isinstance(warmup, Sequence) else (warmup,):
         if not isinstance(phase, (tuple, list)) or len(phase) != 2 or not isinstance(phase[0], int) or phase[0] < 1:
             raise PartitionError(f"warmup: {phase!r}; each entry must be (steps, k) with 1 or more steps.")
     phases = (*((steps, count) for steps, count in warmup), (None, k))

@@ -96,8 +96,8 @@ CODES: dict[float, ValueCode] = {2: SignAndMagnitude(), 0.5: LargestOfEight()}
 
 
 def _levels(codes: Array) -> Array:
-    """The values that codes of 2 bits stand for in a block of scale 1."""
-    return jnp.where(codes >= 2, LARGE, SMALL) * jnp.where(codes % 2 == 1, -1.0, 1.0)
+    """The values that codes of 2 bits stand for in a block of scale 1, ``float32``."""
+    return jnp.where(codes >= 2, jnp.float32(LARGE), jnp.float32(SMALL)) * jnp.where(codes % 2 == 1, -1.0, 1.0)
 
 
 def _packed(codes: Array, bits: int) -> Array:

@@ -275,7 +275,9 @@ def _check_axis_name(name: str | None, replicas: int, exchanged: bool) -> Replic
 def _check_options(options: PlanOptions) -> PlanOptions:
     if not isinstance(options, PlanOptions):
         raise PartitionError(f"options={options!r}; pass jaxpipe.PlanOptions(...), or leave it out.")
-    check_flag(options.allow_over_budget, "allow_over_budget")
+    flags = {"allow_over_budget": options.allow_over_budget, "fresh_profile": options.fresh_profile}
+    for name, flag in {**flags, "compile": options.compile or False}.items():
+        check_flag(flag, name)
     if options.time_limit is not None:
         check_seconds(options.time_limit, "time_limit")
     check_solver(options.solver)

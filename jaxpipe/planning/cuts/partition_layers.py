@@ -209,9 +209,9 @@ def _nothing_fits(
         least = least_memory(space if space.is_chain else cut_space(profile, reorder=False), free, limits)
     if least == math.inf or not model.memory:
         return PartitionError(
-            f"There are no {num_stages or 'possible'} stages: the profile has {len(space.crossing) - 2} places "
-            "to cut, and devices of one stage, or of two that follow each other, need a link (bandwidth above 0). Ask "
-            "for fewer stages (num_stages), or for fewer devices in each (replicate)."
+            f"No {num_stages or 'possible'} stages were found: the profile has {len(space.crossing) - 2} places "
+            "to cut, and devices of one stage, or of two that follow each other, need a link (bandwidth above 0). Use "
+            "fewer stages, fewer devices in each, or a network with more links."
         )
     given = sorted(set(model.memory))
     text = bytes_text(given[0]) if len(given) == 1 else f"{bytes_text(given[0])} to {bytes_text(given[-1])}"

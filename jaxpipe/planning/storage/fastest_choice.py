@@ -111,15 +111,14 @@ def raised(budget: int, least: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)  # asked again with every budget; a problem holds numbers alone
-def lowest_peak(problem: Problem, options: SolverOptions) -> Answer | None:
-    """A choice with as low a peak as is found in the time, whatever it costs; None if nothing can be had at all.
+def lowest_peak(problem: Problem, options: SolverOptions) -> Answer:
+    """A choice with as low a peak as is found in the time, whatever it costs.
 
     Equal problems have equal answers, also where the time was too short to prove that nothing is lower.
     """
     solved = kept_or_solved(without_small_items(problem), replace(options, gap=0.0, least_peak=True))
     tidied = filter(None, (_tidy(problem, choice) for choice in (solved.choice, give_up_all(problem))))
-    lowest = min(tidied, key=lambda pair: pair[1].peak_bytes, default=None)
-    return None if lowest is None else Answer(*lowest, "lowest peak", 0.0)
+    return Answer(*min(tidied, key=lambda pair: pair[1].peak_bytes), "lowest peak", 0.0)
 
 
 def _tidy(problem: Problem, choice: tuple[int, ...] | None) -> tuple[tuple[int, ...], Outcome] | None:

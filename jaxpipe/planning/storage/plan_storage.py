@@ -126,7 +126,7 @@ def plan_storage(
     answer = choose(replace(unlimited, capacity=budget), options)
     if answer is None:
         lowest = lowest_peak(unlimited, options)
-        if lowest is None or not allow_over_budget:
+        if not allow_over_budget:
             raise _too_small(items, budget, lowest)
         budget = raised(asked, lowest.outcome.peak_bytes)
         answer = choose(replace(unlimited, capacity=budget), options) or lowest
@@ -157,11 +157,7 @@ def _rows(items: Items, answer: Answer) -> tuple[TensorChoice, ...]:
     return tuple(rows)
 
 
-def _too_small(items: Items, budget: int, lowest: Answer | None) -> MemoryBudgetError:
-    if lowest is None:
-        return MemoryBudgetError(
-            f"budget_bytes={budget}: no plan was found for any budget in the time. Raise time_limit."
-        )
+def _too_small(items: Items, budget: int, lowest: Answer) -> MemoryBudgetError:
     peak = max(range(len(lowest.outcome.bytes)), key=lowest.outcome.bytes.__getitem__)
     cotangents = items.problem.base[peak]
     sizes = [(row.bytes, f"{row.name} ({bytes_text(row.bytes)}, {row.storage})") for row in _rows(items, lowest)]

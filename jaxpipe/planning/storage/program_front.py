@@ -178,9 +178,9 @@ class Front:
     @cached_property
     def smallest(self) -> Point:
         """The smallest point that is found without a solver, whatever it costs."""
-        answers = ((way, lowest_peak(self._problem(way, math.inf), SolverOptions(time_limit=0.0))) for way in self.ways)
-        points = [self._point(way, answer) for way, answer in answers if answer is not None]
-        return min(points, key=lambda point: point.bytes, default=self.default)
+        options = SolverOptions(time_limit=0.0)
+        points = (self._point(way, lowest_peak(self._problem(way, math.inf), options)) for way in self.ways)
+        return min(points, key=lambda point: point.bytes)
 
     def _with_fewer_reruns(self, room: float) -> Point:
         """Return default storage, but that as few products run again as fit, where that is faster."""

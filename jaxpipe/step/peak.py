@@ -108,7 +108,10 @@ def _temporaries(allocation: Allocation, buffers: CompiledBuffers, sort: "_Sort"
 
 
 def _fullest(allocation: Allocation, buffers: CompiledBuffers) -> list[tuple[Buffer, bool]]:
-    """Return the buffers that are live when most of an allocation is used, and whether the backward pass finds each."""
+    """Return the buffers that are live when most of an allocation is used, and whether each waits for a backward pass.
+
+    That one begins while they live: zeros of a gradient are made at the very beginning, and micro-batches take turns.
+    """
     known = buffers.buffers
     end = len(allocation.events)
     begins = {event.buffer: moment for moment, event in enumerate(allocation.events) if event.begins}
@@ -126,8 +129,8 @@ def _fullest(allocation: Allocation, buffers: CompiledBuffers) -> list[tuple[Buf
             place = places_of[event.buffer]
             del places[place][event.buffer]
             size -= 0 if places[place] else known[place].bytes
-    backward = min((m for n, m in begins.items() if _is_backward(known[n])), default=end)
-    return [(known[n], begins[n] < backward <= ends.get(n, end)) for n in fullest]
+    backward = [m for n, m in begins.items() if _is_backward(known[n])]
+    return [(known[n], any(begins[n] < m <= ends.get(n, end) for m in backward)) for n in fullest]
 
 
 def _is_backward(buffer: Buffer) -> bool:

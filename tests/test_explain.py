@@ -362,6 +362,39 @@ def test_arguments_may_be_sharded_and_static():
     assert explanation.total_bytes == xla_bytes(jitted, weights, x, 0.5, True, 2)
 
 
+def test_places_count_static_arguments():
+    """A static number has the shape and type of the number behind it."""
+
+    def step(weights, power, count, x):
+        def loss(weights):
+            return (functools.reduce(lambda x, w: jnp.tanh(x @ w), weights, x) ** power).sum()
+
+        return jax.tree.map(jnp.subtract, weights, jax.grad(loss)(weights)), count + 1
+
+    weights, x = [float_array(WIDTH, WIDTH)] * 4, float_array(8, WIDTH)
+    explanation = jaxpipe.explain(step, weights, 3, int_array(), x, static_argnums=1)
+    inputs = {part.name: part.bytes for part in explanation.parts if part.cause in ("parameters", "batch")}
+    assert inputs == {f"weights[{k}]": 4 * WIDTH * WIDTH for k in range(4)} | {"x": 4 * 8 * WIDTH}
+    assert {part.name for part in explanation.parts if part.cause == "other arguments"} == {"count"}
+    assert measure(explanation, "donate").line == "jax.jit(step, donate_argnums=(0, 2))"
+
+
+def test_a_budget_is_kept_as_the_line_is_written():
+    def step(state, mode, batch):
+        assert mode == "train"
+        return linen_step(state, batch)
+
+    options = {"donate_argnums": 0, "static_argnums": 1}
+    explanation = jaxpipe.explain(step, linen_state(Net()), "train", BATCH, **options)
+    assert explanation.refused == ()
+    shown = measure(explanation, "a budget")
+    written = re.fullmatch(r"step = jaxpipe.jit\(step, memory=(\d+), donate_argnums=0\)  # .*", shown.line)
+    assert written is not None
+    decorated = jaxpipe.jit(step, memory=int(written[1]), **options)
+    plan = decorated.lower(linen_state(jaxpipe.memory_encoded(Net)()), "train", BATCH).plan
+    assert plan.needed_bytes == shown.bytes <= int(written[1])
+
+
 def test_arguments_that_are_not_used_take_nothing():
     """JAX drops them from the program, so that the others have other numbers there."""
 

@@ -6,7 +6,7 @@ machine alone. Slices of logits are what ``jaxpipe.jit`` may choose within a bud
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,10 +109,14 @@ def donate(explained: Explained) -> Measure | None:
     chosen = [k for k, a in enumerate(arguments) if a.position in positions or a.donated]
     compiled = _flat(explained.step, donate_argnums=chosen).lower(*(a.array for a in arguments)).compile()
     numbers = sorted(positions | {p for p in kept if p is not None})
-    shown = numbers[0] if len(numbers) == 1 else tuple(numbers)
-    line = f"{explained.jit}(step, donate_argnums={shown})"
+    line = f"{explained.jit}(step, donate_argnums={_shown(numbers)})"
     note = "" if explained.jit == "nnx.jit" else "the step overwrites it"
     return _measure(explained, "donate the state", line, explained.step, reserved_bytes(compiled), note=note)
+
+
+def _shown(numbers: Sequence[int]) -> str:
+    """Return places of arguments as they are written."""
+    return str(numbers[0] if len(numbers) == 1 else tuple(numbers))
 
 
 def _flat(step: TracedStep, **options: Any) -> Any:
@@ -169,22 +173,26 @@ def within_budget(explained: Explained) -> Measure | None:
         return None
     memory = explained.target.memory
     pool = explained.bytes if memory is None else int(memory * pool_fraction(explained.target.target))
+    traced = {a.position for a in explained.step.arguments}
     donated = sorted({a.position for a in explained.step.arguments if a.donated and a.position is not None})
 
     def step(*args: PyTree) -> PyTree:
         return explained.jitted(*args)
 
     with wrapped_modules(explained.args) as args:
+        static = [k for k, x in enumerate(args) if k not in traced and jax.tree.leaves(x)]
+        options = {"static_argnums": static, "donate_argnums": donated}
         budget = pool if pool < explained.bytes else explained.bytes // 2
         try:
-            plan = jit(step, memory=budget, donate_argnums=donated).lower(*args).plan
+            plan = jit(step, memory=budget, **options).lower(*args).plan
         except MemoryBudgetError as error:
             if error.smallest is None:
                 raise
             budget = error.smallest
-            plan = jit(step, memory=budget, donate_argnums=donated).lower(*args).plan
+            plan = jit(step, memory=budget, **options).lower(*args).plan
     more, saved = plan.products - plan.plain_products, explained.bytes - plan.needed_bytes
-    line = f"step = jaxpipe.jit(step, memory={budget})  # with the model decorated"
+    donates = f", donate_argnums={_shown(donated)}" if donated else ""
+    line = f"step = jaxpipe.jit(step, memory={budget}{donates})  # with the model decorated"
     name = f"a budget of {bytes_text(budget)}, decorated"
     return Measure(name, line, plan.needed_bytes, saved, more)
 

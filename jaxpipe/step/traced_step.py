@@ -132,7 +132,7 @@ def trace_step(step: Any, args: Sequence[PyTree]) -> TracedStep:
     infos = [info for _, info in flat]
     unused = Counter(map(_shape_and_type, jax.tree.leaves(traced.out_info)))
     leaves = _leaves(args)
-    places = _places([leaf.value for leaf in leaves], infos)
+    places = _places([leaf.value for leaf in leaves], traced.jaxpr.in_avals)
     if places is None:  # in the structure of nnx.jit
         chosen = [_Leaf(path[1:], None, info) for path, info in flat]
     else:
@@ -174,14 +174,14 @@ def _leaves(args: PyTree) -> list[_Leaf]:
     ]
 
 
-def _places(leaves: Sequence[Any], infos: Sequence[Any]) -> list[int] | None:
-    """Return which leaves of the arguments are those of the traced program: numbers may be static."""
-    places, wanted = [], list(map(_shape_and_type, infos))
+def _places(leaves: Sequence[Any], inputs: Sequence[Any]) -> list[int] | None:
+    """Return which leaves of the arguments are those of the traced program: numbers, of weak types, may be static."""
+    places, wanted = [], [(_shape_and_type(x), x.weak_type) for x in inputs]
     for k, leaf in enumerate(leaves):
         if not is_array(leaf) and not isinstance(leaf, int | float | complex):
             continue
-        kind = _shape_and_type(jax.eval_shape(lambda x: x, leaf))
-        if len(places) < len(wanted) and kind == wanted[len(places)]:
+        x = jax.eval_shape(lambda x: x, leaf)
+        if len(places) < len(wanted) and (_shape_and_type(x), x.weak_type) == wanted[len(places)]:
             places.append(k)
         elif is_array(leaf):
             return None

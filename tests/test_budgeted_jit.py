@@ -1,5 +1,6 @@
 """``jaxpipe.jit``: a step of one's own within a budget."""
 
+import copy
 import dataclasses
 import functools
 import gc
@@ -297,6 +298,21 @@ def test_a_step_sharded_over_devices_counts_bytes_of_one(training):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
+def test_a_refusal_counts_bytes_of_these_shardings():
+    """Arguments of the same shapes that are sharded otherwise take other bytes."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    weights, x = [jnp.eye(32)] * 4, jnp.ones((1024, 32))
+    parts = jax.device_put(x, NamedSharding(mesh, P("data")))
+    step, least = jax.grad(tower), []
+    budgeted = jaxpipe.jit(step, memory="20kB")
+    for rows in (parts, x):
+        with pytest.raises(jaxpipe.MemoryBudgetError) as caught:
+            budgeted.lower(weights, rows)
+        least.append(caught.value.smallest)
+    assert reserved(jaxpipe.jit(step, memory=least[1]).lower(weights, x).compile()) <= least[1]
+    assert least[0] < least[1]
+
+
 def test_static_arguments_and_shapes(training):
     step, (state, x, y) = training
 
@@ -434,7 +450,7 @@ def test_a_negative_place_counts_from_the_last_argument():
         return jax.grad(tower)(weights, factor * x)
 
     args = {"weights": [jnp.ones((32, 32)) / 32] * 4, "x": jnp.ones((8, 32)), "factor": 3}
-    budgeted = jaxpipe.jit(step, memory="1GiB", static_argnums=-1)
+    budgeted = jaxpipe.jit(step, memory="1GiB", static_argnums=np.int64(-1))
     expected = plainly(step, *args.values(), static_argnums=2)[0]
     assert_equal(budgeted(*args.values()), expected)
     try:
@@ -494,6 +510,7 @@ def test_stages_and_caches_are_those_of_a_jitted_function(training):
     budgeted = jaxpipe.jit(step, memory="1GiB")
     lowered = budgeted.lower(*args)
     assert budgeted.lower(*args) is lowered
+    assert copy.copy(lowered).plan == lowered.plan
     compiled = budgeted.trace(*args).lower().compile()
     assert_same_bits(compiled(*args), jax.jit(step)(*args))
     budgeted.clear_cache()

@@ -89,7 +89,7 @@ class BudgetedLowered:
         return self._variant.jaxpr
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._variant.lowered, name)
+        return getattr(object.__getattribute__(self, "_variant").lowered, name)  # copies ask before it is set
 
 
 class BudgetedFunction:
@@ -100,7 +100,7 @@ class BudgetedFunction:
         functools.update_wrapper(self, step)
         self._step, self._memory, self._options = step, memory, options
         self._lowered: dict[Any, BudgetedLowered] = {}
-        self._variants: dict[Any, StepVariants] = {}  # by shapes and types, of the first arguments of these
+        self._variants: dict[Any, StepVariants] = {}  # by shapes and types of shards, of the first arguments of these
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """Run the step. The first call for arguments of some shapes plans and compiles."""
@@ -132,8 +132,8 @@ class BudgetedFunction:
                 f"{self._name} was given a static argument that has no hash ({error}). Static arguments are compared "
                 "from call to call: pass a tuple in place of a list, a frozen dataclass, or the argument as an array."
             ) from None
-        same = Compared(structure), static
-        key = same, tuple(map(_signature, leaves)), _compat.trace_context()
+        same = Compared(structure), static, _compat.trace_context()
+        key = same, tuple(map(_signature, leaves))
         if key not in self._lowered:
             alike = same, tuple(map(_shape, leaves))
             self._lowered[key] = self._planned(args, kwargs, leaves, alike)
@@ -288,7 +288,8 @@ def _signature(leaf: Any) -> Any:
 
 
 def _shape(leaf: Any) -> Any:
-    """Return the shape and type of an argument; a number has those of the array that it becomes."""
+    """Return the shape, that of a device's part, and the type; a number has those of the array that it becomes."""
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        return leaf.shape, leaf.dtype
-    return ((), jnp.result_type(leaf)) if isinstance(leaf, int | float | complex) else type(leaf)
+        sharding = getattr(leaf, "sharding", None)
+        return leaf.shape, leaf.shape if sharding is None else sharding.shard_shape(leaf.shape), leaf.dtype
+    return ((), (), jnp.result_type(leaf)) if isinstance(leaf, int | float | complex) else type(leaf)

@@ -362,6 +362,18 @@ def test_arguments_may_be_sharded_and_static():
     assert explanation.total_bytes == xla_bytes(jitted, weights, x, 0.5, True, 2)
 
 
+def test_a_mesh_in_the_context_says_on_which_devices():
+    def step(weights, x):
+        return weights - jax.grad(lambda w: jnp.tanh(x @ w).sum())(weights)
+
+    arguments, spec = (float_array(HIDDEN, WIDTH), float_array(ROWS, HIDDEN)), jax.sharding.PartitionSpec
+    options = {"in_shardings": (spec(), spec("data"))}
+    with jax.set_mesh(jax.make_mesh((8,), ("data",))):
+        explanation = jaxpipe.explain(step, *arguments, **options)
+        assert explanation.total_bytes == xla_bytes(jax.jit(step, **options), *arguments)
+    assert explanation.bytes_by_cause()["batch"] == 4 * ROWS * HIDDEN // 8
+
+
 def test_places_count_static_arguments():
     """A static number has the shape and type of the number behind it."""
 

@@ -148,8 +148,8 @@ class Explanation(Printed):
         return [f"The largest batch that fits, as the step is: {self.largest_batch}."]
 
 
-#: Parts of errors that JAX raises for arguments on other devices than those that a step itself names.
-_OTHER_DEVICES = ("incompatible devices", "does not match the sharding on the respective arg")
+#: Parts of errors that JAX raises for arguments on other devices than those that a step itself or a context names.
+_OTHER_DEVICES = ("incompatible devices", "does not match the sharding on the respective arg", "match the aval mesh")
 
 
 def _sum(parts: Sequence[PeakPart]) -> int:

@@ -374,6 +374,17 @@ def test_a_mesh_in_the_context_says_on_which_devices():
     assert explanation.bytes_by_cause()["batch"] == 4 * ROWS * HIDDEN // 8
 
 
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_a_random_key_is_no_batch(make):
+    def step(weights, key, x):
+        kept = jax.random.bernoulli(key, 0.5, x.shape)
+        return weights - jax.grad(lambda w: jnp.tanh(jnp.where(kept, x, 0) @ w).sum())(weights)
+
+    explanation = jaxpipe.explain(step, float_array(HIDDEN, WIDTH), make(0), float_array(ROWS, HIDDEN))
+    assert explanation.batch == ROWS
+    assert explanation.bytes_by_cause()["batch"] == 4 * ROWS * HIDDEN
+
+
 def test_places_count_static_arguments():
     """A static number has the shape and type of the number behind it."""
 

@@ -103,20 +103,19 @@ def donate(explained: Explained) -> Measure | None:
     """Give the memory of the state to the new state."""
     arguments = explained.step.arguments
     positions = {a.position for a in arguments if a.updated and not a.donated and a.position is not None}
-    kept = {a.position for a in arguments if a.donated}
     if not positions:
         return None
     chosen = [k for k, a in enumerate(arguments) if a.position in positions or a.donated]
     compiled = _flat(explained.step, donate_argnums=chosen).lower(*(a.array for a in arguments)).compile()
-    numbers = sorted(positions | {p for p in kept if p is not None})
-    line = f"{explained.jit}(step, donate_argnums={_shown(numbers)})"
+    numbers = sorted({p for k in chosen if (p := arguments[k].position) is not None})
+    line = f"{explained.jit}(step{_donating(numbers)})"
     note = "" if explained.jit == "nnx.jit" else "the step overwrites it"
     return _measure(explained, "donate the state", line, explained.step, reserved_bytes(compiled), note=note)
 
 
-def _shown(numbers: Sequence[int]) -> str:
-    """Return places of arguments as they are written."""
-    return str(numbers[0] if len(numbers) == 1 else tuple(numbers))
+def _donating(places: Sequence[int]) -> str:
+    """Return how arguments in these places are donated, as it is written behind the step."""
+    return f", donate_argnums={places[0] if len(places) == 1 else tuple(places)}" if places else ""
 
 
 def _flat(step: TracedStep, **options: Any) -> Any:
@@ -173,28 +172,23 @@ def within_budget(explained: Explained) -> Measure | None:
         return None
     memory = explained.target.memory
     pool = explained.bytes if memory is None else int(memory * pool_fraction(explained.target.target))
-    traced = {a.position for a in explained.step.arguments}
     donated = sorted({a.position for a in explained.step.arguments if a.donated and a.position is not None})
 
     def step(*args: PyTree) -> PyTree:
         return explained.jitted(*args)
 
     with wrapped_modules(explained.args) as args:
-        static = [k for k, x in enumerate(args) if k not in traced and jax.tree.leaves(x)]
-        options = {"static_argnums": static, "donate_argnums": donated}
+        untraced = (k for k in range(len(args)) if all(a.position != k for a in explained.step.arguments))
+        options = {"static_argnums": [k for k in untraced if jax.tree.leaves(args[k])], "donate_argnums": donated}
         budget = pool if pool < explained.bytes else explained.bytes // 2
         try:
             plan = jit(step, memory=budget, **options).lower(*args).plan
         except MemoryBudgetError as error:
-            if error.smallest is None:
-                raise
-            budget = error.smallest
+            budget = error.smallest or budget
             plan = jit(step, memory=budget, **options).lower(*args).plan
-    more, saved = plan.products - plan.plain_products, explained.bytes - plan.needed_bytes
-    donates = f", donate_argnums={_shown(donated)}" if donated else ""
-    line = f"step = jaxpipe.jit(step, memory={budget}{donates})  # with the model decorated"
-    name = f"a budget of {bytes_text(budget)}, decorated"
-    return Measure(name, line, plan.needed_bytes, saved, more)
+    needed, more = plan.needed_bytes, plan.products - plan.plain_products
+    line = f"step = jaxpipe.jit(step, memory={budget}{_donating(donated)})  # with the model decorated"
+    return Measure(f"a budget of {bytes_text(budget)}, decorated", line, needed, explained.bytes - needed, more)
 
 
 def half_the_batch(explained: Explained) -> Measure | None:

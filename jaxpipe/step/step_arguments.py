@@ -1,8 +1,7 @@
 """Arguments of a step: the static ones, whose values count, and all others, of which shapes do."""
 
 import inspect
-import numbers
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,7 +144,7 @@ def split_static(
     """Return static arguments by place or name, and all others; of names and places ``jax.jit`` infers each other."""
     given_names, given_places = options.get("static_argnames"), options.get("static_argnums")
     names = {given_names} if isinstance(given_names, str) else set(given_names or ())
-    places = {given_places} if isinstance(given_places, numbers.Integral) else set(given_places or ())
+    places = set(given_places or ()) if isinstance(given_places, Iterable | None) else {given_places}
     if given_names is None or given_places is None:
         known = _parameters(step) if names or places else []
         names |= {known[place] for place in places if -len(known) <= place < len(known)}

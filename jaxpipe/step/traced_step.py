@@ -208,9 +208,6 @@ _OPTIMIZER = {"opt_state", "optimizer_state", "optimizer", "opt_states"}
 _PARAMETERS = {"params", "parameters"}
 _STATE = {"batch_stats", "model_state", "extra_variables", "mutable"}
 
-#: The shape and type of what ``jax.random.PRNGKey`` returns.
-_LEGACY_KEY = ((2,), "uint32")
-
 
 def _roles(leaves: Sequence[_Leaf], results: Counter[Hashable]) -> list[Role]:
     """Return roles by names in paths; without names, an argument that is updated is state."""
@@ -228,7 +225,8 @@ def _roles(leaves: Sequence[_Leaf], results: Counter[Hashable]) -> list[Role]:
         else:
             rest = Role.BATCH if any(x.shape for x in values) else Role.OTHER
         for k, x in zip(members, values, strict=True):
-            is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) or _shape_and_type(x) == _LEGACY_KEY
+            # The second is what jax.random.PRNGKey returns.
+            is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) or _shape_and_type(x) == ((2,), "uint32")
             roles[k] = named[k] or (Role.OTHER if is_key else rest)
     return [roles[k] for k in range(len(leaves))]
 

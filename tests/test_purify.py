@@ -1,10 +1,13 @@
+from dataclasses import dataclass
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpipe import memory_encoded
+from jaxpipe import ModelError, memory_encoded
 from jaxpipe.models.purify_nnx import purify
 from tests.support.compare import assert_same_bits, relative_l2
 
@@ -169,6 +172,30 @@ def test_variables_by_themselves_change_as_under_nnx_grad():
 def test_arrays_in_a_container_are_held_and_bare_arrays_are_not():
     call = purify(lambda p, x, *, flag: x, {"w": jnp.ones(2)}, jnp.ones(3), flag=True)
     assert dict(zip(call.names, call.held, strict=True)) == {"0['w']": True, "1": False}
+
+
+@pytest.mark.parametrize("is_linen", [True, False])
+def test_a_result_with_arrays_that_jax_cannot_see_is_refused_until_its_class_is_a_pytree(is_linen):
+    @dataclass
+    class Output:
+        logits: jax.Array
+        kind: str
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Output(jnp.square(self.param("w", nn.initializers.ones, 3) * x), "net")
+
+    def function(variables, x):
+        return Output(jnp.square(variables["params"]["w"] * x), "function")
+
+    module, x = memory_encoded(Net)(), jnp.arange(3.0)
+    call = module.apply if is_linen else memory_encoded(function)
+    gradient = jax.jit(jax.grad(lambda w: call({"params": {"w": w}}, x).logits.sum()))
+    with pytest.raises(ModelError, match=r"class Output, which is no pytree, with traced arrays in it \(logits\)"):
+        gradient(jnp.ones(3))
+    jax.tree_util.register_dataclass(Output, ["logits"], ["kind"])
+    assert gradient(jnp.ones(3)).tolist() == [0, 2, 8]  # of (w x)^2 with respect to w
 
 
 def test_modules_run_under_their_paths(model):

@@ -13,7 +13,7 @@ from flax.linen import transforms
 
 from jaxpipe.array_types import Array, PyTree
 from jaxpipe.models.decorated_class import twin_class
-from jaxpipe.models.purify_nnx import PureCall, check_numeric, part
+from jaxpipe.models.purify_nnx import PureCall, check_numeric, part, part_results
 
 
 #: ``PureCall -> result``; what a decorator does with the call.
@@ -90,7 +90,7 @@ def _lift(method: Callable[..., PyTree], *, runner: Runner) -> Callable[..., PyT
             groups, keys, new_args, new_kwargs = fill(arrays)
             scopes = scope_fn(groups, keys)
             output = method(scopes, *new_args, **new_kwargs)
-            results, finish = part((output, repack_fn(scopes)))
+            results, finish = part_results((output, repack_fn(scopes)))
             return [x for _, x in results]
 
         parameters = tuple(path[0].idx == 0 and _keys(path)[:1] == ["params"] for path in paths)

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from flax import nnx
 from flax.nnx import graphlib
+from jax.core import Tracer
 
 from jaxpipe.array_types import Array, PyTree
 from jaxpipe.errors import DifferentiationError, ModelError
@@ -87,7 +88,7 @@ def purify(function: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> 
         rebuilt, rest = iter(copies), iter(leaves[count:])
         new_args, new_kwargs = fill([next(rebuilt if is_node(x) else rest) for _, x in given])
         with module_scopes(copies):
-            output, give = part(function(*new_args, **new_kwargs))
+            output, give = part_results(function(*new_args, **new_kwargs))
         is_same = nnx.graphdef(copies) == graphdef
         origin = graphlib.RefMap.from_indexmap(numbers)
         new_graphdef, state = graphlib.flatten(copies, ref_outer_index=origin, graph=True)
@@ -179,6 +180,20 @@ def part(
         return jax.tree.unflatten(treedef, [next(new) if x is None else x[0] for x in rest])
 
     return [(path, x) for path, x in flat if wanted(x)], fill
+
+
+def part_results(results: PyTree) -> tuple[list[tuple[jax.tree_util.KeyPath, Any]], Callable[[Sequence[Any]], PyTree]]:
+    """Part what a traced call returned; raise ``ModelError`` for an object with arrays in it that is no pytree."""
+    for x in jax.tree.leaves(results):
+        held = {} if is_array(x) else getattr(x, "__dict__", {})
+        names = [name for name, value in held.items() if any(isinstance(y, Tracer) for y in jax.tree.leaves(value))]
+        if names:
+            raise ModelError(
+                f"The call returned an object of class {type(x).__name__}, which is no pytree, with traced arrays in "
+                f"it ({', '.join(names)}). Make its class a pytree, with flax.struct.dataclass or "
+                "jax.tree_util.register_dataclass, or return the arrays."
+            )
+    return part(results)
 
 
 def check_numeric(names: Sequence[str], arrays: Sequence[Array]) -> None:

@@ -50,6 +50,28 @@ def test_levels_run_the_products_that_flax_s_remat_runs(every, saved):
     assert count_products(variants.variant(level).jaxpr) == count_products(jax.make_jaxpr(remat)(VARIABLES, X).jaxpr)
 
 
+def test_blocks_with_sums_over_a_named_axis_have_levels_too():
+    class Synced(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x + nn.Dense(16)(nn.BatchNorm(False, axis_name="batch")(jnp.tanh(nn.Dense(32)(x))))
+
+    def synced_step(net):
+        def loss(variables, x):
+            rows = jax.vmap(lambda row: net.apply(variables, row, mutable=["batch_stats"])[0], axis_name="batch")(x)
+            return (rows**2).mean()
+
+        return jax.grad(loss)
+
+    variables, x = Net(Synced).init(jax.random.key(0), X), jnp.ones((4, *X.shape))
+    step = synced_step(jaxpipe.memory_encoded(Net)(Synced))
+    variants = StepVariants(Call(step, {}, (variables, x), {}, jax.devices()[0]))
+    remat = jax.make_jaxpr(synced_step(Net(nn.remat(Synced))))(variables, x)
+    level = "nn.remat of every Net/Block_*"
+    assert level in variants.front.hand_placed
+    assert count_products(variants.variant(level).jaxpr) == count_products(remat.jaxpr)
+
+
 def test_a_program_without_blocks_has_none():
     class Plain(nn.Module):
         @nn.compact

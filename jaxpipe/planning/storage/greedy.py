@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Problem, Simulated, simulated
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Problem, Simulated, possible, simulated
 
 
 #: How many changes are tried before each is made, where items are given up one by one.
@@ -51,7 +51,7 @@ def _descended(problem: Problem, choice: Sequence[int], groups: Groups, most_tri
 
     Of the changes so many are simulated in a step, the cheapest for each byte first; all, if left out.
     """
-    now = simulated(problem, _possible(problem, choice))
+    now = simulated(problem, possible(problem, choice))
     assert now is not None
     while not now.fits() and (step := _best_step(now, groups, most_trials)) is not None:
         now = step
@@ -90,22 +90,6 @@ def _alike(problem: Problem) -> Groups:
 
 def _cost(item: Item) -> tuple:
     return item.options, item.bytes, item.seconds, len(item.uses)
-
-
-def _possible(problem: Problem, choice: Sequence[int]) -> list[int]:
-    """Return the choice with all that is needed and cannot be computed again stored, each in its fastest form."""
-    items, choice = problem.items, list(choice)
-    needed = [bool(item.uses) for item in items]
-    for k in range(len(items) - 1, -1, -1):  # who is computed from an item comes before it
-        if not needed[k] or choice[k] != NOT_STORED:
-            continue
-        if items[k].seconds is None:
-            options = items[k].options
-            choice[k] = min(range(len(options)), key=lambda o, of=options: (of[o].seconds, of[o].bytes))
-        else:
-            for source in items[k].sources:
-                needed[source] = True
-    return choice
 
 
 def _moves(problem: Problem, choice: Sequence[int], group: Sequence[int]) -> list[tuple[float, int]]:

@@ -15,7 +15,7 @@ from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.op_cost import is_product
 from jaxpipe.graph.save_policy import is_saved
 from jaxpipe.planning.storage.storage_items import Items
-from jaxpipe.planning.storage.storage_problem import NOT_STORED
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, possible
 from jaxpipe.residuals.equal_blocks import modules_by_family
 
 
@@ -63,7 +63,8 @@ def hand_placed(items: Items) -> dict[Placement, tuple[int, ...]]:
             for saved in POLICIES:
                 policy = getattr(jax.checkpoint_policies, POLICIES[saved])
                 kept = {t for op in block_of if is_product(op) and is_saved(policy, op.equation) for t in op.outputs}
-                choices.setdefault(_choice(items, inner - kept, products), Placement(family, every, saved))
+                choice = possible(items.problem, _choice(items, inner - kept, products))
+                choices.setdefault(choice, Placement(family, every, saved))
     return {placement: choice for choice, placement in choices.items() if choice != items.default}
 
 

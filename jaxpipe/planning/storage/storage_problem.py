@@ -202,6 +202,25 @@ class Solution:
     bound: float | None = None
 
 
+def possible(problem: Problem, choice: Sequence[int]) -> tuple[int, ...]:
+    """Return the choice with all that is needed and cannot be computed again stored, each in its fastest form.
+
+    As what a collective returns, for what is computed from it.
+    """
+    items, choice = problem.items, list(choice)
+    needed = [bool(item.uses) for item in items]
+    for k in range(len(items) - 1, -1, -1):  # who is computed from an item comes before it
+        if not needed[k] or choice[k] != NOT_STORED:
+            continue
+        if items[k].seconds is None:
+            options = items[k].options
+            choice[k] = min(range(len(options)), key=lambda o, of=options: (of[o].seconds, of[o].bytes))
+        else:
+            for source in items[k].sources:
+                needed[source] = True
+    return tuple(choice)
+
+
 def outcome_of(problem: Problem, choice: Sequence[int]) -> Outcome | None:
     """Return what a choice costs: one option (its position) or ``NOT_STORED`` for each item.
 

@@ -204,7 +204,11 @@ def test_bytes_on_a_tpu_are_the_measured_ones():
             names = ("plain", "dots-no-batch", "blocks", "fast", "60%")
             rounded = [f"{sizes[name] / 2**20:,.0f} / {products[name]}" for name in names]
             assert first_page[f"{short[row['name']]} on a v5e"] == rounded
-    assert len(rows) >= 4
+    llama = next(row for row in rows if row["name"] == "Llama 8x512 bfloat16")
+    size, count = llama["temporaries"]["86%"] / 2**20, llama["products"]["86%"]
+    text = " ".join((DOCS / "devices.md").read_text().split())
+    assert f"Within 86 %, the Llama-like model takes {size:,.1f} MiB and {count} products" in text
+    assert size * 2**20 < llama["temporaries"]["dots-no-batch"] and count < llama["products"]["dots-no-batch"]
 
 
 def test_seconds_on_a_tpu_are_the_estimated_ones():

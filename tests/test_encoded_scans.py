@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import jaxpipe
+from jaxpipe.costs.count_products import count_products
 
 
 pytestmark = pytest.mark.optimized
@@ -248,3 +249,58 @@ def assert_close(given, expected):
     for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(expected), strict=True):
         # XLA fuses other operators, and then rounds otherwise.
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6 * float(jnp.abs(b).max()))
+
+
+class Recurrent(nn.Module):
+    """A gated linear recurrence, as state space models have it."""
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.LayerNorm()(x)
+        decay, value, gate = nn.sigmoid(nn.Dense(WIDTH)(h)), nn.Dense(WIDTH)(h), nn.gelu(nn.Dense(WIDTH)(h))
+
+        def step(carry, row):
+            carry = row[0] * carry + row[1]
+            return carry, carry
+
+        rows = jnp.swapaxes(decay, 0, 1), jnp.swapaxes((1 - decay) * value, 0, 1)
+        y = jnp.swapaxes(jax.lax.scan(step, jnp.zeros_like(x[:, 0]), rows)[1], 0, 1)
+        return x + nn.Dense(WIDTH)(y * gate)
+
+
+class Recurrences(nn.Module):
+    block: type = Recurrent
+
+    @nn.compact
+    def __call__(self, x):
+        for k in range(4):
+            x = self.block(name=f"Recurrent_{k}")(x)
+        return x
+
+
+def test_small_budgets_of_blocks_with_scans_are_not_above_flax_s_remat():
+    """A larger budget runs no more products, and gradients are those of the plain step."""
+    x = jax.random.normal(jax.random.key(0), (8, 64, WIDTH))
+    params = Recurrences().init(jax.random.key(1), x)
+
+    def step_of(net):
+        return lambda params, x: jax.grad(lambda params: (net.apply(params, x) ** 2).mean())(params)
+
+    def compiled(step):
+        sizes = step.compile().memory_analysis()
+        return sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
+
+    plain = jax.jit(step_of(Recurrences())).lower(params, x)
+    remat = jax.jit(step_of(Recurrences(nn.remat(Recurrent))))
+    budget, most = compiled(remat.lower(params, x)), compiled(plain)
+    encoded = step_of(jaxpipe.memory_encoded(Recurrences)())
+    plans = []
+    for memory in (budget, (budget + most) // 2):
+        step = jaxpipe.jit(encoded, memory=memory)
+        assert_close(step(params, x), plain.compile()(params, x))
+        plans.append(step.lower(params, x).plan)
+    assert plans[1].products <= plans[0].products <= count_products(remat.trace(params, x).jaxpr.jaxpr)[0]
+    with pytest.raises(jaxpipe.MemoryBudgetError) as refused:
+        jaxpipe.jit(encoded, memory=budget // 8).lower(params, x)
+    assert refused.value.smallest <= budget
+    assert jaxpipe.jit(encoded, memory=refused.value.smallest).lower(params, x).plan.products >= plans[0].products

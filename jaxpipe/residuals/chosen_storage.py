@@ -134,3 +134,7 @@ class Choices:
 #: A context in which decorated programs that are traced run as some choices say, and are noted there; None, as outside
 #: of such a step: by default.
 choosing = jax.make_user_context(default_value=None)
+
+#: True where decorated programs that are traced have ``jax.checkpoint`` around their blocks with scans in them, across
+#: which nothing is stored otherwise.
+checkpoints_scans = jax.make_user_context(default_value=False)

@@ -2,6 +2,7 @@
 
 # More than 15 of our modules: a step, its levels, its devices and its errors come together here.
 import functools
+import math
 import time
 import types
 from collections.abc import Callable, Hashable
@@ -22,7 +23,7 @@ from jaxpipe.errors import MemoryBudgetError, ModelError
 from jaxpipe.residuals.choose_formats import KEPT_BY_POLICIES, kept_by_policies
 from jaxpipe.step.fit_step import fitting_level, smallest
 from jaxpipe.step.step_arguments import Call, Compared, is_step, jitter, split_arguments, split_static, without_values
-from jaxpipe.step.step_front import PLAIN
+from jaxpipe.step.step_front import DEFAULT, PLAIN
 from jaxpipe.step.step_variants import StepVariants, Variant
 from jaxpipe.step.target_device import devices_of
 from jaxpipe.targets.known import target_of
@@ -30,6 +31,10 @@ from jaxpipe.text.printed import PlainTable, Printed
 from jaxpipe.text.progress import progress
 from jaxpipe.text.units import asked_bytes, bytes_text, device_bytes, seconds_text
 from jaxpipe.text.value_text import shown
+
+
+#: Behind the name of a level of a step whose blocks with scans are checkpointed.
+CHECKPOINTED_SCANS = ", with jax.checkpoint around blocks with scans"
 
 
 @dataclass(frozen=True)
@@ -168,28 +173,26 @@ class BudgetedFunction:
         call = Call(self._step, self._options, shapes, named_shapes, device)
         variants = StepVariants(call, self._variants.get(alike))
         self._variants.setdefault(alike, variants)
-        while True:
-            level = fitting_level(variants, budget)
-            if level is None:
-                raise self._refusal(variants, budget, device)
-            # What is known from disk is checked once more.
-            if "compiled" in vars(variants.variant(level)) or variants.compile(level).bytes <= budget:
-                break
-        needed, plain = variants.known[level], variants.known[PLAIN]
+        tried, level = _fitted(variants, budget)
+        if level is None:
+            raise self._refusal(variants, min(map(smallest, tried)).bytes, budget, device)
+        chosen = tried[-1]
+        needed, plain = chosen.known[level], variants.known[PLAIN]
+        compiling = sum(x.seconds for x in tried)
         plan = StepPlan(
             budget_bytes=budget,
             needed_bytes=needed.bytes,
             plain_bytes=plain.bytes,
             products=needed.products,
             plain_products=plain.products,
-            storage=level,
-            compilations=variants.compilations,
-            compile_seconds=variants.seconds,
-            planning_seconds=time.perf_counter() - start - variants.seconds,
+            storage=level + CHECKPOINTED_SCANS * (chosen is not variants),
+            compilations=sum(x.compilations for x in tried),
+            compile_seconds=compiling,
+            planning_seconds=time.perf_counter() - start - compiling,
         )
-        return BudgetedLowered(plan, variants.variant(level))
+        return BudgetedLowered(plan, chosen.variant(level))
 
-    def _refusal(self, variants: StepVariants, budget: int, device: Device) -> Exception:
+    def _refusal(self, variants: StepVariants, least: int, budget: int, device: Device) -> Exception:
         """Return the error for a budget that no level keeps."""
         plain = variants.needs(PLAIN).bytes
         asked = asked_bytes(self._memory, budget)
@@ -205,8 +208,7 @@ class BudgetedFunction:
                 "loss = jaxpipe.memory_encoded(loss), or the model's class; where nothing is differentiated, a smaller "
                 "batch needs less."
             )
-        least, sizes = smallest(variants).bytes, variants.plain.compiled.memory_analysis()
-        decorated = variants.needs(variants.front.first).bytes
+        sizes, decorated = variants.plain.compiled.memory_analysis(), variants.needs(variants.front.first).bytes
         state = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
         donates = (
             "" if sizes.alias_size_in_bytes else " Nothing is donated: donate_argnums=0 saves a copy of the state."
@@ -279,6 +281,31 @@ def jit(step: Callable[..., Any] | None = None, *, memory: int | str, **jit_argu
     except (TypeError, ValueError):
         nnx.jit(step, **jit_arguments)  # which takes the shardings of states, and options of its own
     return BudgetedFunction(step, memory, jit_arguments)
+
+
+def _fitted(variants: StepVariants, budget: int) -> tuple[list[StepVariants], str | None]:
+    """Return the levels that were tried, those of the step with the fewest products last, and its level; or None.
+
+    A stash does not reach across scans; checkpoints do, of blocks with scans, which may be less and run less again.
+    """
+    level = _level_within(variants, budget)
+    if level == PLAIN or all(program.iterations is None for program in variants.programs.values()):
+        return [variants], level
+    others, fewest = variants.with_checkpointed_scans, math.inf if level is None else variants.known[level].products
+    if others is None or others.variant(DEFAULT).products >= fewest:
+        return [variants], level
+    other = _level_within(others, budget)
+    if other is None or others.known[other].products >= fewest:
+        return [others, variants], level
+    return [variants, others], other
+
+
+def _level_within(variants: StepVariants, budget: int) -> str | None:
+    """Return the level that keeps a budget, compiled; what is known from disk is checked once more."""
+    while (level := fitting_level(variants, budget)) is not None:
+        if "compiled" in vars(variants.variant(level)) or variants.compile(level).bytes <= budget:
+            break
+    return level
 
 
 def _signature(leaf: Any) -> Any:

@@ -20,7 +20,7 @@ from jaxpipe.array_types import PyTree
 from jaxpipe.costs.count_products import count_products
 from jaxpipe.costs.profile_cache import cache_folder
 from jaxpipe.costs.reserved_bytes import reserved_bytes
-from jaxpipe.residuals.chosen_storage import Choices, DecoratedProgram, choosing
+from jaxpipe.residuals.chosen_storage import Choices, DecoratedProgram, checkpoints_scans, choosing
 from jaxpipe.residuals.stored_passes import StoredPasses
 from jaxpipe.residuals.undecorated import Undecorated, undecorated
 from jaxpipe.step.step_arguments import Call, jitter, split_arguments
@@ -57,6 +57,11 @@ class Variant:
         """The compiled step."""
         return self.lowered.compile()
 
+    @cached_property
+    def products(self) -> int:
+        """The matrix products and convolutions that it runs."""
+        return count_products(self.jaxpr)[0]
+
     @property
     def jaxpr(self) -> Jaxpr:
         """The traced step."""
@@ -66,17 +71,18 @@ class Variant:
 class StepVariants:
     """The levels of a step for some arguments."""
 
-    def __init__(self, call: Call, like: "StepVariants | None" = None):
+    def __init__(self, call: Call, like: "StepVariants | None" = None, stored: "StepVariants | None" = None):
         """Trace the plain step.
 
         Args:
           call: the step.
           like: the same step for arguments of the same shapes, whose needs are taken to be these, until it is compiled.
+          stored: the same step; here decorated programs have ``jax.checkpoint`` around their blocks with scans.
         """
-        self._call, self._like = call, like
-        self._variants: dict[str, Variant] = {}
+        self._call, self._like, self._scans = call, like, stored is not None
+        self._variants: dict[str, Variant] = {} if stored is None else {PLAIN: stored.plain}
         self._met: dict[str, DecoratedProgram] = {}
-        self._undecorated = Undecorated()
+        self._undecorated = Undecorated() if stored is None else stored._undecorated
         self.compilations = 0
         self.seconds = 0.0  # of compilations
         self.plain = self.variant(PLAIN)
@@ -93,6 +99,12 @@ class StepVariants:
             self.variant(DEFAULT)
         self.known |= self._kept.get(_digest(self._met), {})
         return self._met
+
+    @cached_property
+    def with_checkpointed_scans(self) -> "StepVariants | None":
+        """The levels of the step with ``jax.checkpoint`` around blocks with scans; None if there are no such blocks."""
+        others = StepVariants(self._call, stored=self)
+        return None if others.programs.keys() <= self.programs.keys() else others
 
     @cached_property
     def front(self) -> StepFront:
@@ -115,7 +127,7 @@ class StepVariants:
             size = reserved_bytes(variant.compiled)
         self.compilations += 1
         self.seconds += time.perf_counter() - start
-        self.known[level] = Needs(size, count_products(variant.jaxpr)[0])
+        self.known[level] = Needs(size, variant.products)
         tell(f"Step with {level} storage: XLA reserves {bytes_text(size)}")
         self._kept.setdefault("" if level == PLAIN else _digest(self.programs), {})[level] = self.known[level]
         multihost.from_first(lambda: keep(self._path, self._kept))
@@ -130,7 +142,7 @@ class StepVariants:
 
     @cached_property
     def _template(self) -> StepTemplate | None:
-        with phase("trace"), building_for(self._call.device):
+        with phase("trace"), building_for(self._call.device), checkpoints_scans(self._scans):
             return step_template(self._call, self._met, self._undecorated)
 
     def _traced(self, level: str) -> Variant:
@@ -148,6 +160,7 @@ class StepVariants:
                     stack.enter_context(undecorated(self._undecorated))
                 elif template is None:
                     stack.enter_context(choosing(choices))
+                    stack.enter_context(checkpoints_scans(self._scans))
                 stack.enter_context(building_for(call.device))
                 return step(*args, **kwargs)
 

@@ -87,7 +87,9 @@ class Explanation(Printed):
         batch = f", a batch of {self.batch}" if self.batch else ""
         head = f"{bytes_text(self.total_bytes)} at the peak on {self.device}{batch}, {self.products} products."
         refused = [f"Not possible with this step: {text}." for text in self.refused]
-        return [head, self._cause_table(), *self._pool_lines(), *self._measure_parts(), *refused, *self._batch_lines()]
+        largest = self.largest_batch
+        last = [] if largest is None else [f"The largest batch that fits, as the step is: {largest}."]
+        return [head, self._cause_table(), *self._pool_lines(), *self._measure_parts(), *refused, *last]
 
     def _cause_table(self) -> PlainTable:
         table = PlainTable()
@@ -132,20 +134,10 @@ class Explanation(Printed):
         lines = []
         for number, m in enumerate(self.measures, 1):
             name = f"{m.name} ({m.note})" if m.note else m.name
-            table.add_row(
-                str(number),
-                bytes_text(m.saved_bytes),
-                bytes_text(m.bytes),
-                f"{m.products:+d}" if m.products else "0",
-                name,
-            )
+            more = f"{m.products:+d}" if m.products else "0"
+            table.add_row(str(number), bytes_text(m.saved_bytes), bytes_text(m.bytes), more, name)
             lines.append(f"{number}  {m.line}")
         return ["Measures, each compiled by itself, and the line to write:", table, *lines]
-
-    def _batch_lines(self) -> list[str]:
-        if self.largest_batch is None:
-            return []
-        return [f"The largest batch that fits, as the step is: {self.largest_batch}."]
 
 
 #: Parts of errors that JAX raises for arguments on other devices than those that a step itself or a context names.

@@ -112,8 +112,7 @@ def largest_batch(explained: Explained) -> int | None:
 
 def _next(known: dict[int, int], room: int) -> int:
     """Return the batch at which the line through the two sizes that are nearest to the limit meets it."""
-    nearest = sorted(known, key=lambda batch: abs(known[batch] - room))[:2]
-    (low, high) = sorted(nearest)
+    low, high = sorted(sorted(known, key=lambda batch: abs(known[batch] - room))[:2])
     slope = (known[high] - known[low]) / max(high - low, 1)
     if slope <= 0:
         return high

@@ -95,10 +95,8 @@ def _parts(buffers: CompiledBuffers, arguments: Sequence[Argument], step: Traced
 def _temporaries(allocation: Allocation, buffers: CompiledBuffers, sort: "_Sort") -> Iterator[PeakPart]:
     """Yield the buffers of an allocation when most of it is used, and what is unused then."""
     if not allocation.events:  # XLA has not told which of several is there when
-        buffer = buffers.buffers[allocation.buffers[0]]
-        cause, name = (
-            (sort.cause(buffer, False), _module_path(buffer)) if len(allocation.buffers) == 1 else (UNKNOWN, "")
-        )
+        buffer, *others = (buffers.buffers[n] for n in allocation.buffers)
+        cause, name = (UNKNOWN, "") if others else (sort.cause(buffer, False), _module_path(buffer))
         yield PeakPart(cause, name, allocation.bytes)
         return
     live = _fullest(allocation, buffers)
@@ -191,9 +189,8 @@ def _long_axes(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _logits(program: AnyJaxpr) -> tuple[int, int] | None:
     """Return the size and last axis of the result of the forward pass's last product, if no other result has them."""
-    products = [shape for shape in _forward_products(program, "") if shape]
-    kinds = Counter((math.prod(shape), shape[-1]) for shape in products)
-    last = next(reversed(list(kinds)), None) if products else None
+    kinds = Counter((math.prod(shape), shape[-1]) for shape in _forward_products(program, "") if shape)
+    last = next(reversed(kinds), None)
     return last if last and kinds[last] == 1 and last[0] == max(size for size, _ in kinds) else None
 
 

@@ -128,8 +128,7 @@ class StepFront:
             return front.smallest
         if kind == "room":
             room = self._room(number)
-            within = None if room >= front.default.bytes else front.within(room)
-            return within or (front.default if room >= front.default.bytes else front.smallest)
+            return front.default if room >= front.default.bytes else front.within(room) or front.smallest
         placed = self._placements.get(level)
         return front.default if placed is None else front.hand_placed.get(placed[0], front.default)
 

@@ -90,18 +90,18 @@ def devices_of(leaves: Sequence[Any], options: Mapping[str, Any]) -> list[Device
 def _of_kind(kind: str) -> TargetDevice:
     present = [*jax.devices(), *_devices("cpu")]
     for device in present:
-        words = {device.platform.lower(), *re.findall(r"\w+", device.device_kind.lower())}
-        if kind.lower() in words:
+        if kind.lower() in (device.platform.lower(), *re.findall(r"\w+", device.device_kind.lower())):
             return _present(device)
     absent = {target.name.lower(): target for target in known_targets() if target.topology is not None}
-    if kind.lower() in absent:
-        target = absent[kind.lower()]
+    target = absent.get(kind.lower())
+    if target is not None:
         try:
             devices = absent_devices(target, _MOST_SHARDS)
         except Exception as error:  # whatever kind of error a backend that does not start raises
             variables = " ".join(f"{name}={value}" for name, value in target.variables.items())
+            text = (str(error) or type(error).__name__).splitlines()[0][:120]
             raise PartitionError(
-                f"device={kind!r} is not here, and compiling for an absent one failed ({_first_line(error)}). It needs "
+                f"device={kind!r} is not here, and compiling for an absent one failed ({text}). It needs "
                 f"its compiler, which pip install 'jaxpipe[{target.extra}]' brings, and, before JAX starts, "
                 f"{variables} (the command `jaxpipe explain` sets them)."
             ) from error
@@ -130,10 +130,6 @@ def _devices(platform: str) -> list[Any]:
 
 def _memory(device: Any) -> int | None:
     return None if target_of(device).is_host else memory_of(device)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0][:120]
 
 
 def placed(args: PyTree, target: TargetDevice) -> PyTree:

@@ -35,13 +35,9 @@ def next_place(known: Mapping[int, int], estimate: Callable[[int], float], count
         wrong = known[high] - estimate(high) if high in known else 0
         within = (k for k in range(high) if estimate(k) + wrong <= budget)
         return next(within, None if high in known else high - 1)
-    fall = _fall(known, estimate, low, high)
+    # The bytes that are saved for each one that is estimated to be.
+    first, last = (low, high) if high in known else (min(known), low)
+    estimated = estimate(first) - estimate(last)
+    fall = (known[first] - known[last]) / estimated if estimated > 0 else 1.0
     within = (k for k in range(low + 1, high) if known[low] - fall * (estimate(low) - estimate(k)) <= budget)
     return next(within, None if high in known else high - 1)
-
-
-def _fall(known: Mapping[int, int], estimate: Callable[[int], float], low: int, high: int) -> float:
-    """Return the bytes that are saved for each one that is estimated to be."""
-    ends = (low, high) if high in known else (min(known), low)
-    estimated = estimate(ends[0]) - estimate(ends[1])
-    return (known[ends[0]] - known[ends[1]]) / estimated if estimated > 0 else 1.0

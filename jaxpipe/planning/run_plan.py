@@ -202,9 +202,8 @@ def run_plan(traced: Traced) -> PlannedStep:
             f"{made_with(request.mesh)}. Leave out plan= to plan again."
         ) from None
     sizes = {f"stages[{k}].stash_bytes": stage.stash_bytes for k, stage in enumerate(plan.stages)}
-    check_same(
-        sizes, {f"stages[{s}].stash_bytes": program.stash_bytes(program.stages[s]) for s in program.stage_numbers}
-    )
+    here = {f"stages[{k}].stash_bytes": program.stash_bytes(stage) for k, stage in enumerate(program.stages)}
+    check_same(sizes, here)
     same = recipe.made_with == made_with(request.mesh)
     if not same:
         plan = replace(plan, compiled_each_device=(), compiled_stage_memory=())
@@ -232,14 +231,12 @@ def _check_cuts(traced: Traced, plan: Plan) -> None:
 
 def _check_program(traced: Traced, recipe: Recipe) -> None:
     """Raise ``PartitionError`` with the modules in which a traced program is not that of a recipe."""
-    graph, modules = traced.objective.graph, _modules(traced.objective)
-    changed = [
-        path or "the loss" for path in {**recipe.modules, **modules} if recipe.modules.get(path) != modules.get(path)
-    ]
+    planned, now = recipe.modules, _modules(traced.objective)
+    changed = [path or "the loss" for path in {**planned, **now} if planned.get(path) != now.get(path)]
     where = f" in {listed(changed)}" if changed else ""
     check_same({"variables of the model": recipe.variables}, {"variables of the model": _variables(traced)})
     name = f"program of model and loss{where}"
-    check_same({name: recipe.program}, {name: digest(program_text(graph))})
+    check_same({name: recipe.program}, {name: digest(program_text(traced.objective.graph))})
     check_same({"optimizer's state": recipe.optimizer}, {"optimizer's state": _optimizer(traced)})
 
 

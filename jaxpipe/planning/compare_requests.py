@@ -1,6 +1,5 @@
 """The requests of several processes, and the programs that these lead to, as texts to compare."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 import flax
@@ -54,10 +53,7 @@ def request_parts(request: Request, batches: Sequence[PyTree], functions: Mappin
         "cuts=": stable_text(request.cuts),
         "plan=": "" if request.plan is None else request.plan.to_json(),
         **{f"{name}=": "left out" if function is None else "given" for name, function in functions.items()},
-        **{
-            f"PlanOptions({option.name}=)": stable_text(getattr(request.options, option.name))
-            for option in dataclasses.fields(request.options)
-        },
+        **{f"PlanOptions({name}=)": stable_text(value) for name, value in vars(request.options).items()},
     }
 
 

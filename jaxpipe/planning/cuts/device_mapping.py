@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxpipe.planning.cuts.choose_plan import ROUNDING
 from jaxpipe.planning.cuts.cost_models import Layout, Stages, Synchronous
-from jaxpipe.planning.cuts.cut_space import CutSpace, space_of
+from jaxpipe.planning.cuts.cut_space import space_of
 from jaxpipe.planning.cuts.layouts import Limits, all_layouts, device_classes
 from jaxpipe.planning.cuts.placed_stages import Partition, cost_stages
 from jaxpipe.schedules.swap_points import swap_points
@@ -94,7 +94,9 @@ def best_mapping(partition: Partition, schedule: Schedule, stash_bytes: Sequence
     wanted = demand(schedule, stash_bytes, period)
     if not wanted.excess.any():
         return partition
-    model, space = _pricing(partition)
+    model = Synchronous(partition.network, partition.num_microbatches, frozen=bool(partition.profile.frozen))
+    stops = np.array([0, *(stage.operators.stop for stage in partition.stages)])
+    space = space_of(partition.profile, np.argsort(partition.order) < stops[:, None])  # the cuts of the partition alone
 
     def better(best: np.ndarray, others: np.ndarray) -> np.ndarray:
         return _best_scored(partition, wanted, best, others, lambda x: model.objective(space, _stages(x)))
@@ -114,13 +116,6 @@ def best_mapping(partition: Partition, schedule: Schedule, stash_bytes: Sequence
         bottleneck_seconds=model.objective(space, stages),
         searched=partition.searched if partition.searched.endswith(how) else f"{partition.searched}, {how}",
     )
-
-
-def _pricing(partition: Partition) -> tuple[Synchronous, CutSpace]:
-    """Return the partitioner's own price, and the cuts of a partition alone."""
-    model = Synchronous(partition.network, partition.num_microbatches, frozen=bool(partition.profile.frozen))
-    stops = np.array([0, *(stage.operators.stop for stage in partition.stages)])
-    return model, space_of(partition.profile, np.argsort(partition.order) < stops[:, None])
 
 
 def _stages(mapping: np.ndarray) -> Stages:
@@ -171,8 +166,7 @@ def _mappings(partition: Partition) -> Iterator[Layout]:
 def _exchanges(mapping: np.ndarray) -> np.ndarray:
     """All mappings in which two devices of different stages have changed places."""
     mappings = []
-    places = list(np.ndindex(mapping.shape))
-    for first, second in itertools.combinations(places, 2):
+    for first, second in itertools.combinations(np.ndindex(mapping.shape), 2):
         if first[0] != second[0]:
             other = mapping.copy()
             other[first], other[second] = mapping[second], mapping[first]

@@ -39,8 +39,7 @@ def read(path: str | os.PathLike[str]) -> Profile:
         raise PartitionError(f"{path} cannot be read: {error.strerror or error}.") from error
     if len(text) > MOST_CHARACTERS:
         raise PartitionError(f"{path} has {len(text):,} characters; at most {MOST_CHARACTERS:,} are read.")
-    lines = text.splitlines()
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         if edge := _EDGE.fullmatch(line.rstrip()):

@@ -221,10 +221,9 @@ class Network(Printed):
             latency[inside] = node.latency_seconds
             name = node.name if node.name and given.count(node.name) == 1 else f"{node.name or 'node'} {k}"
             names += [f"{name}/{d}" for d in range(node.devices)]
-        fields = "speed", "memory_bytes", "host_bandwidth_bytes_per_second"
         of_devices = {
             field: np.concatenate([np.broadcast_to(getattr(node, field), node.devices) for node in nodes])
-            for field in fields
+            for field in ("speed", "memory_bytes", "host_bandwidth_bytes_per_second")
         }
         return cls(bandwidth, latency, names=tuple(names), **of_devices)  # type: ignore[arg-type]
 

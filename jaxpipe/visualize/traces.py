@@ -71,10 +71,8 @@ def _row(timeline: Timeline, process: int, device: int) -> list[dict[str, object
     for span in sorted((s for s in timeline.spans if s.stage == device), key=lambda span: span.start):
         if span.start - now > shortest:
             add("wait", "wait", now, span.start)
-        action = span.action
-        add(
-            str(action), KIND_NAMES[action.kind], span.start, span.end, microbatch=action.microbatch, chunk=action.chunk
-        )
+        kind, microbatch, chunk = span.action
+        add(str(span.action), KIND_NAMES[kind], span.start, span.end, microbatch=microbatch, chunk=chunk)
         now = span.end
     if timeline.makespan - now > shortest:
         add("wait", "wait", now, timeline.makespan)

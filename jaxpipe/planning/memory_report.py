@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.box import SIMPLE_HEAD
-
 from jaxpipe.text.printed import PlainTable, Printed
 from jaxpipe.text.units import bytes_text
 
@@ -37,7 +35,7 @@ class MemoryReport(Printed):
             "host memory, compiled": self.compiled_host_bytes,
         }
         shown = {name: sizes for name, sizes in columns.items() if any(sizes)}
-        table = PlainTable(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
+        table = PlainTable()
         for name in ("device", *shown):
             table.add_column(name, justify="right")
         for device, sizes in enumerate(zip(*shown.values(), strict=True)):

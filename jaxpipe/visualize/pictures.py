@@ -1,7 +1,7 @@
 """Pictures of a plan: who computes what when, what each device holds, what each stage costs; by matplotlib."""
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxpipe.plan import Plan, short_modules
@@ -254,14 +254,13 @@ def _draw_components(axes: "Axes", plan: Plan, report: MemoryReport | None) -> N
     axes.legend(reverse=True, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
 
 
-def _draw_stash(rows: Iterable["Axes"], plan: Plan, schedule: Schedule) -> None:
+def _draw_stash(rows: Sequence["Axes"], plan: Plan, schedule: Schedule) -> None:
     """Draw a row for each device; one program reserves room for stashes, as much on all."""
     reserved = _reserved_stash(plan)
     bars_of = [_stash_bars(plan, schedule, d) for d in range(schedule.num_devices)]
     totals = [sum(column) for bars in bars_of for column in zip(*(held for _, held in bars), strict=True)]
     scale, unit = byte_unit(max(reserved, *totals))
     ticks = range(len(schedule.ticks))
-    last = schedule.num_devices - 1
     for d, axes in enumerate(rows):
         below = [0.0] * len(ticks)
         for k, (label, held) in enumerate(bars_of[d]):
@@ -278,9 +277,8 @@ def _draw_stash(rows: Iterable["Axes"], plan: Plan, schedule: Schedule) -> None:
         axes.set_xlim(-0.5, len(ticks) - 0.5)
         axes.margins(y=0.15)
         axes.spines[["top", "right"]].set_visible(False)
-        if d == last:
-            axes.set_xlabel("tick of the schedule")
-            axes.locator_params(axis="x", integer=True)
+    rows[-1].set_xlabel("tick of the schedule")
+    rows[-1].locator_params(axis="x", integer=True)
 
 
 def _reserved_stash(plan: Plan) -> int:

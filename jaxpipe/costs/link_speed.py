@@ -72,9 +72,8 @@ def measure_host_links(
     """
     local_devices = [device for device in devices if _is_mine(device)]
     sizes = sorted(set(sizes))
-    mine = np.full((len(devices), len(sizes)), np.nan)
-    for k, size in enumerate(sizes):
-        mine[[_is_mine(device) for device in devices], k] = _host_seconds(local_devices, size, repeats)
+    here = [_host_seconds(local_devices, size, repeats) for size in sizes]
+    mine = np.array([here if _is_mine(device) else [np.nan] * len(sizes) for device in devices])
     latency, bandwidth = zip(*(fit_link(sizes, seconds) for seconds in _slowest(mine)), strict=True)
     return bandwidth, latency
 

@@ -87,10 +87,8 @@ class Partition(Printed):
     def to_json(self) -> str:
         """The partition with all that it was made from, as JSON."""
         data = asdict(self)
-        data["stages"] = [
-            {**row, "operators": [stage.operators.start, stage.operators.stop]}
-            for row, stage in zip(data["stages"], self.stages, strict=True)
-        ]
+        for row in data["stages"]:
+            row["operators"] = [row["operators"].start, row["operators"].stop]
         data["profile"], data["network"] = (json.loads(part.to_json()) for part in (self.profile, self.network))
         return json.dumps(data, indent=1)
 
@@ -119,12 +117,8 @@ class Partition(Printed):
 
     def _printed(self) -> list[PlainTable | str]:
         used = len({device for stage in self.stages for device in stage.devices})
-        table = PlainTable(
-            "stage",
-            "operators",
-            "devices",
-            title=f"{len(self.stages)} stages on {used} of {self.network.num_devices} devices, {self.cost_model}",
-        )
+        title = f"{len(self.stages)} stages on {used} of {self.network.num_devices} devices, {self.cost_model}"
+        table = PlainTable("stage", "operators", "devices", title=title)
         table.add_numbers("compute", "sending", "sends on", "parameters", "residuals", "in flight", "memory")
         for k, stage in enumerate(self.stages):
             first, last = (self.profile.names[self.order[stage.operators[end]]] for end in (0, -1))

@@ -198,12 +198,11 @@ class Schedule:
           [['F', 'B']]
         """
         together = [{a.kind for a in actions} for tick in self.ticks for actions in tick]
+        used = [kind for kind in KINDS if any(kind in kinds for kinds in together)]
         if self.frozen:
-            return (tuple(kind for kind in KINDS if any(kind in kinds for kinds in together)),)
+            return (tuple(used),)
         phases: list[list[Kind]] = []
-        for kind in KINDS:
-            if not any(kind in kinds for kinds in together):
-                continue
+        for kind in used:
             if not phases or any(kind in kinds and not kinds.isdisjoint(phases[-1]) for kinds in together):
                 phases.append([])
             phases[-1].append(kind)

@@ -39,10 +39,6 @@ class WorkGraph:
     num_devices: int
     num_microbatches: int
 
-    def of_device(self, device: int) -> list[int]:
-        """Return the numbers of a device's operations."""
-        return [o for o, operation in enumerate(self.operations) if operation.device == device]
-
     def mirrored(self) -> "WorkGraph":
         """Return the graph with time running backward: an operation needs those that needed it."""
         needs: list[list[tuple[int, float]]] = [[] for _ in self.operations]
@@ -91,7 +87,7 @@ def list_scheduled(graph: WorkGraph, ranks: Ranks, patience: float) -> Sequenced
     other.
     """
     operations, m = graph.operations, graph.num_microbatches
-    numbers = [graph.of_device(d) for d in range(graph.num_devices)]
+    numbers = [[o for o, x in enumerate(operations) if x.device == d] for d in range(graph.num_devices)]
     needs = [x.needs for x in operations]
     # By operation, the other devices that read its result, and the seconds of the message.
     followers = [

@@ -140,17 +140,15 @@ class BudgetSearch:
     def _small(self, budget: int) -> PlannedStep:
         """Return the smallest plan of all candidates, or the fastest of the first that is within a budget."""
         least = {candidate: self._estimated(candidate).least for candidate in self.candidates}
-        best: PlannedStep | None = None
+        plans: list[PlannedStep] = []
         for candidate in sorted(self.candidates, key=least.__getitem__):
             if least[candidate] > (1 + INEXACT) * min(least.values()):
                 break
             search = self._search(candidate)
-            small = search.small(budget)
-            if small.needed_bytes <= budget:
-                return search.fastest(budget) or small
-            best = small if best is None else min(best, small, key=lambda plan: plan.needed_bytes)
-        assert best is not None
-        return best
+            plans.append(search.small(budget))
+            if plans[-1].needed_bytes <= budget:
+                return search.fastest(budget) or plans[-1]
+        return min(plans, key=lambda plan: plan.needed_bytes)
 
     def _search(self, candidate: Candidate) -> LevelSearch:
         """Return the levels of a candidate, with what its devices need besides what their stages store."""

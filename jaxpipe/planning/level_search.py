@@ -81,9 +81,8 @@ class LevelSearch:
     ) -> dict[int, PlannedStep]:
         """Measure levels until no other can use a budget better; returns all that are known."""
         for _ in range(MOST_LEVELS):
-            place = next_place(
-                {k: plan.needed_bytes for k, plan in plans.items()}, estimates.__getitem__, len(estimates), budget
-            )
+            known = {k: plan.needed_bytes for k, plan in plans.items()}
+            place = next_place(known, estimates.__getitem__, len(estimates), budget)
             if place is None:
                 break
             measure(place)

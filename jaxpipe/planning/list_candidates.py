@@ -226,10 +226,8 @@ def searched_candidates(candidates: Sequence[Candidate], sources: Sequence[Candi
         for limits, waiting in _limits(alike):
             arguments["in_flight"] = list(limits)
             least = max(calls, makespan_bound(*size, **arguments))
-            fastest = min(x.seconds for x in best)
-            if fixed.traced.request.budget is None and least > (1 + ALIKE) * fastest:
-                continue
-            if needless(least, waiting):
+            too_long = least > (1 + ALIKE) * min(x.seconds for x in best)
+            if (too_long and fixed.traced.request.budget is None) or needless(least, waiting):
                 continue
             count = fixed.schedule.total_stages
             tell(f"Searching for a schedule of {count} stages with {list(limits)} stashes in flight")

@@ -74,9 +74,8 @@ def search_plan(traced: Traced) -> PlannedStep:
     log.append(f"chosen: {_described(planned.candidate)}")
     asked = None if budget == traced.request.budget else traced.request.budget
     plan = replace(planned.plan, budget=budget, raised_from=asked, search=tuple(log))
-    return with_recipe(
-        replace(planned, plan=plan, candidate=replace(planned.candidate))
-    )  # without what the search has made of it
+    candidate = replace(planned.candidate)  # without what the search has made of it
+    return with_recipe(replace(planned, plan=plan, candidate=candidate))
 
 
 def _described(candidate: Candidate) -> str:

@@ -31,10 +31,9 @@ def refusal(search: BudgetSearch, budget: int, smallest: PlannedStep) -> MemoryB
         if smallest.compiled is None
         else f"which XLA reserves for its compiled step ({bytes_text(predicted)} predicted)"
     )
-    kept = kept_by_policies(smallest.program.objective.graph)
     largest = largest_stored(smallest)
     stored = f" Largest tensors stored at that budget: {', '.join(largest)}." if largest else ""
-    stored += KEPT_BY_POLICIES if kept else ""
+    stored += KEPT_BY_POLICIES if kept_by_policies(smallest.program.objective.graph) else ""
     least, bound = lower_bound(smallest)
     over = ", which alone is over this budget" if least > budget else ""
     more = None if over else search.more_microbatches(budget)

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -83,7 +82,13 @@ def place_stages(
         if request.network is None:
             straight = replace(stay(straight, request.mesh), network=traced.links)
     if num_chunks > 1:
-        return (_several_on_each(straight, num_chunks, **asked),)
+        # Cuts are those for devices that are all alike, as every device has stages from each part of the program.
+        groups = num_chunks * [stage.devices for stage in straight.stages]
+        bandwidth = straight.network.bandwidth
+        rates = bandwidth[np.isfinite(bandwidth) & (bandwidth > 0)]
+        copies = Network.uniform(len(groups) * len(groups[0]), float(rates.min()) if rates.size else NO_LINK)
+        chunks = partition_layers(straight.profile, copies, num_stages=len(groups), **asked)
+        return (on_devices(chunks, groups, straight.network),)
     even = balanced(straight)
     return (even,) if request.runtime == "spmd" else tuple(dict.fromkeys((straight, even)))
 
@@ -103,19 +108,6 @@ def best_placed(schedule: Schedule, partitions: Sequence[Partition]) -> int:
 
     first, second = map(seconds, partitions)
     return int(second < (1 - SHORTER) * first)
-
-
-def _several_on_each(whole: Partition, num_chunks: int, **asked: Any) -> Partition:
-    """Return stages that take turns on the devices of a partition, several on each.
-
-    Cuts are those for devices that are all alike, as every device has stages from each part of the program.
-    """
-    network = whole.network
-    groups = num_chunks * [stage.devices for stage in whole.stages]
-    rates = network.bandwidth[np.isfinite(network.bandwidth) & (network.bandwidth > 0)]
-    copies = Network.uniform(len(groups) * len(groups[0]), float(rates.min()) if rates.size else NO_LINK)
-    chunks = partition_layers(whole.profile, copies, num_stages=len(groups), **asked)
-    return on_devices(chunks, groups, network)
 
 
 def _obstacle(traced: Traced) -> str:

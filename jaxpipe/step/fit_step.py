@@ -119,12 +119,9 @@ def _prediction(variants: StepVariants) -> Callable[[str, float], float]:
 
 def _best(variants: StepVariants, budget: int) -> str | None:
     """Return the known level within a budget that runs the fewest products; of these, the first by estimates."""
-    levels = [*variants.front.levels, *variants.front.hand_placed]
-
-    def rank(level: str) -> tuple[int, int]:
-        return variants.known[level].products, levels.index(level)
-
-    return min((x for x in levels if x in variants.known and variants.known[x].bytes <= budget), key=rank, default=None)
+    levels, known = (*variants.front.levels, *variants.front.hand_placed), variants.known
+    within = (x for x in levels if x in known and known[x].bytes <= budget)
+    return min(within, key=lambda x: known[x].products, default=None)
 
 
 def smallest(variants: StepVariants) -> Needs:

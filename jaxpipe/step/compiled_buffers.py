@@ -158,9 +158,7 @@ def _instructions(module: bytes) -> dict[int, tuple[str, str, list[tuple[int, ..
     """Return, by the number of an instruction, its name, JAX's name, and the shapes of its result or of its parts."""
     records = dict[int, dict[int, Any]]()
     roots = dict[int, int]()
-    for field, computation in _fields(module):
-        if field != 3:
-            continue
+    for computation in (value for field, value in _fields(module) if field == 3):
         fields = list(_fields(computation))
         roots[dict(fields).get(5, 0)] = dict(fields).get(6, 0)
         for inner, value in fields:
@@ -187,10 +185,9 @@ def _shapes(shape: bytes) -> Iterator[tuple[int, ...]]:
     """Yield the dimensions of an array, or those of the parts of a tuple."""
     fields = list(_fields(shape))
     parts = [value for field, value in fields if field == 4]
-    if parts:
-        for part in parts:
-            yield next(_shapes(part), ())
-    else:
+    for part in parts:
+        yield next(_shapes(part), ())
+    if not parts:
         yield tuple(k for field, value in fields if field == 3 for k in _numbers(value))
 
 

@@ -129,7 +129,6 @@ def trace_step(step: Any, args: Sequence[PyTree]) -> TracedStep:
             "explain was given no array among the arguments of the step. Pass them as the step gets them, such as "
             "explain(step, state, batch); shapes (jax.ShapeDtypeStruct) will do."
         )
-    infos = [info for _, info in flat]
     unused = Counter(map(_shape_and_type, jax.tree.leaves(traced.out_info)))
     leaves = _leaves(args)
     places = _places([leaf.value for leaf in leaves], traced.jaxpr.in_avals)
@@ -148,7 +147,7 @@ def trace_step(step: Any, args: Sequence[PyTree]) -> TracedStep:
             donated=info.donated,
             updated=role is not Role.BATCH and _take(unused, _shape_and_type(info)),
         )
-        for leaf, info, role in zip(chosen, infos, roles, strict=True)
+        for leaf, (_, info), role in zip(chosen, flat, roles, strict=True)
     ]
     return TracedStep(traced, arguments, places)
 

@@ -180,9 +180,8 @@ class Profile:
         columns = {field: getattr(self, field) for field in ("names", *NUMBERS) if getattr(self, field)}
         rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         head = {name: getattr(self, name) for name in ("source", "device_kind", "together")}
-        head |= {
-            name: value for name in ("rates", "measurement", "frozen", "scan_groups") if (value := getattr(self, name))
-        }
+        known = "rates", "measurement", "frozen", "scan_groups"
+        head |= {name: value for name in known if (value := getattr(self, name))}
         lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in msgspec.to_builtins(head).items()]
         for key, entries in (("operators", rows), ("edges", self.edges)):
             listed = ",\n  ".join(map(json.dumps, entries))
@@ -241,14 +240,11 @@ class ProfileFile:
         return Profile(**columns, **rest)
 
 
-#: Fields with one number for each operator.
-NUMBERS = tuple(
-    field.name
-    for field in dataclasses.fields(Profile)
-    if field.name.endswith(("_seconds", "_bytes", "_spread", "_flops"))
-)
 #: Fields that every profile has.
 REQUIRED = ("names", "forward_seconds", "backward_seconds", "parameter_bytes", "residual_bytes")
+
+#: Fields with one number for each operator.
+NUMBERS = (*REQUIRED[1:], "forward_spread", "backward_spread", "forward_flops")
 
 
 def _check_costs(values: Iterable[Any], name: Callable[[int], str]) -> None:

@@ -247,28 +247,25 @@ def _default_microbatches(size: int, request: Request) -> int:
 
 @phase("profile")
 def _profile(request: Request, objective: MicrobatchProgram, frozen: tuple[str, ...]) -> Profile:
-    graph = objective.graph
+    graph, source = objective.graph, request.profile
     if request.plan is not None:
         return plan_profile(request.plan, graph, request.mesh)
-    if isinstance(request.profile, Profile):
-        count = len(request.profile.names)
+    if isinstance(source, Profile):
+        count = len(source.names)
         if count != len(graph.operators):
             raise PartitionError(
                 f"profile= has {count} operators, the model has {len(graph.operators)}. Profile this very model, with "
                 "micro-batches of this size and the same unroll_scans."
             )
-        if request.profile.frozen not in ((), frozen):
-            other = sorted(set(frozen) ^ set(request.profile.frozen))[0]
+        if source.frozen not in ((), frozen):
+            other = sorted(set(frozen) ^ set(source.frozen))[0]
             raise PartitionError(
-                f"profile= was made with {len(request.profile.frozen)} parameters that are not trained, and optimizer= "
+                f"profile= was made with {len(source.frozen)} parameters that are not trained, and optimizer= "
                 f"does not train {len(frozen)}; {other} is among one of them only. Pass the same optimizer to "
                 "profile_model, or none: a profile with the work for all gradients in it does for any optimizer."
             )
-        given = request.profile
-        target = target_of_kind(given.device_kind) or target_of(request.mesh.devices.flat[0])
-        rates = given.rates or target.rates
-        return without_frozen_work(replace(given, rates=rates), objective, frozen)
-    source = request.profile
+        target = target_of_kind(source.device_kind) or target_of(request.mesh.devices.flat[0])
+        return without_frozen_work(replace(source, rates=source.rates or target.rates), objective, frozen)
     how = f"estimated for {source.device}" if isinstance(source, EstimateFor) else source
     how = "by a function" if callable(how) else how
     tell(f"Profiling {len(graph.operators)} operators, {how}")

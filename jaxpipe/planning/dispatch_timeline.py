@@ -39,8 +39,6 @@ def dispatched_timeline(schedule: Schedule, work: Sequence[Sequence[float]], dis
     count = schedule.total_stages
     forward, backward_input, backward_weight = work
     first = {s: {kinds[0] for kinds in program_kinds(schedule, s)} for s in range(count)}
-    whole = Kind.BACKWARD_INPUT if schedule.splits_backward else Kind.BACKWARD
-
     stage_replicas = dispatching.stage_replicas
 
     def called(kind: Kind, seconds: Sequence[float]) -> list[float]:
@@ -49,7 +47,7 @@ def dispatched_timeline(schedule: Schedule, work: Sequence[Sequence[float]], dis
 
     return schedule.simulate(
         forward=called(Kind.FORWARD, forward),
-        backward_input=called(whole, backward_input),
+        backward_input=called(schedule.backward_kind, backward_input),
         backward_weight=called(Kind.BACKWARD_WEIGHT, backward_weight),
         communication=_links(schedule, dispatching),
         begins=_calls(schedule, dispatching.processes, stage_replicas.round_size),
@@ -77,12 +75,11 @@ def search_arguments(schedule: Schedule, work: Sequence[Sequence[float]], dispat
     turns = [dispatching.stage_replicas.per_device(schedule.device(s)) for s in stages]
     trained = [n * (s >= schedule.frozen) for s, n in enumerate(turns)]
     call = [CALL_SECONDS * trained[s] * (s + 1 < len(stages)) for s in stages]
-    weight = [(seconds + CALL_SECONDS) * trained[s] for s, seconds in enumerate(backward_weight)]
     most = schedule.num_microbatches * schedule.num_chunks
     return {
         "forward": [n * (seconds + CALL_SECONDS) for n, seconds in zip(turns, forward, strict=True)],
         "backward_input": [seconds * trained[s] + call[s] for s, seconds in enumerate(backward_input)],
-        "backward_weight": weight,
+        "backward_weight": [(seconds + CALL_SECONDS) * trained[s] for s, seconds in enumerate(backward_weight)],
         "backward": [(backward_input[s] + backward_weight[s]) * trained[s] + call[s] for s in stages],
         "communication": _links(schedule, dispatching),
         "in_flight": [most if schedule.frozen else schedule.in_flight(d) for d in range(schedule.num_devices)],

@@ -17,11 +17,8 @@ def program_kinds(schedule: Schedule, s: int) -> list[Kinds]:
     actions = [(k, action) for k, action in enumerate(order) if action.chunk == chunk]
     kinds = list(dict.fromkeys(action.kind for _, action in actions))
     back = schedule.backward_kind
-    if s + 1 < schedule.total_stages or back not in kinds:
-        return [(kind,) for kind in kinds]
-    directly = all(
-        order[k + 1 : k + 2] == [action._replace(kind=back)] for k, action in actions if action.kind is Kind.FORWARD
-    )
-    if not directly:
+    forward = [(k, action) for k, action in actions if action.kind is Kind.FORWARD]
+    goes_on = s + 1 == schedule.total_stages and back in kinds
+    if not goes_on or any(order[k + 1 : k + 2] != [action._replace(kind=back)] for k, action in forward):
         return [(kind,) for kind in kinds]
     return [(Kind.FORWARD, back), *((kind,) for kind in kinds if kind not in (Kind.FORWARD, back))]

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe import multihost
@@ -36,6 +35,7 @@ from jaxpipe.runtime.initialize_state import Sources, Values, place_state
 from jaxpipe.runtime.select_runtime import Runtime
 from jaxpipe.runtime.state_arrays import StageArrays, mean_of_replicas
 from jaxpipe.runtime.train_state import TrainState
+from jaxpipe.runtime.uint32_words import typed
 
 
 def _optimizer_paths(planned: ExecutablePlan) -> list[Path]:
@@ -171,10 +171,3 @@ def _values(
         return [x if types is None else typed(x, types[n]) for n, x in pieces]
 
     return values
-
-
-def typed(x: np.ndarray, dtype: DType) -> ArrayLike:
-    """An array of a checkpoint; a random key, if its dtype is one."""
-    if not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-        return x
-    return jax.random.wrap_key_data(jnp.asarray(x), impl=jax.random.key_impl(jnp.empty((), dtype)))

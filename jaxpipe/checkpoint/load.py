@@ -7,9 +7,9 @@ import jax
 from flax import nnx, traverse_util
 
 from jaxpipe.array_types import Array, PyTree
-from jaxpipe.checkpoint.checkpoint_layout import typed
 from jaxpipe.checkpoint.contents import OPTIMIZER, VARIABLES, check, leaf_paths
 from jaxpipe.checkpoint.orbax_files import Directory, Saved, open_checkpoint, read
+from jaxpipe.runtime.uint32_words import typed
 
 
 @dataclass(frozen=True)

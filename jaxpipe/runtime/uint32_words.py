@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxpipe.array_types import Array, Shaped, is_key
+from jaxpipe.array_types import Array, ArrayLike, DType, Shaped, is_key
 from jaxpipe.graph.graph import itemsize
 
 
@@ -29,9 +30,16 @@ def from_words(words: Array, aval: Shaped) -> Array:
     """The inverse of ``to_words``, for an array of the shape and dtype of ``aval``."""
     if is_key(aval):
         raw = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-        return jax.random.wrap_key_data(from_words(words, raw), impl=jax.random.key_impl(jnp.empty((), aval.dtype)))
+        return typed(from_words(words, raw), aval.dtype)
     flat = words.view(_of_bytes(aval.dtype))
     return lax.slice(flat, (0,), (math.prod(aval.shape),)).reshape(aval.shape).astype(aval.dtype)
+
+
+def typed(x: ArrayLike, dtype: DType) -> Any:
+    """Return an array as it is; or random keys made of their words, if its dtype is to be one of keys."""
+    if not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return x
+    return jax.random.wrap_key_data(jnp.asarray(x), impl=jax.random.key_impl(jnp.empty((), dtype)))
 
 
 def _of_bytes(dtype: DTypeLike) -> DTypeLike:

@@ -8,13 +8,12 @@ from contextlib import AbstractContextManager
 from functools import cached_property
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import multihost
-from jaxpipe.array_types import Array, ArrayLike, Device, PyTree, Shaped
+from jaxpipe.array_types import Array, ArrayLike, Device, PyTree, Shaped, is_key
 from jaxpipe.errors import PartitionError
 from jaxpipe.models.check_batch import shape_key
 from jaxpipe.models.microbatch_program import MicrobatchProgram
@@ -33,6 +32,7 @@ from jaxpipe.runtime.mpmd.training_graph import evaluation_graph, gradient_graph
 from jaxpipe.runtime.recent import recent
 from jaxpipe.runtime.state_arrays import StageArrays, on_host
 from jaxpipe.runtime.train_state import TrainState, made_for
+from jaxpipe.runtime.uint32_words import typed
 from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.mesh_axes import DATA, STAGE, stage_devices
 from jaxpipe.targets.building import building_for
@@ -278,15 +278,7 @@ def _whole(x: Array) -> Array:
 
 def _from_owner(device: Device, arrays: Sequence[Array], avals: Sequence[Shaped]) -> list[ArrayLike]:
     """Copy arrays of a stage, of which one device is, to the host of every process; of random keys, the keys."""
-    keys = [jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key) for aval in avals]
-    data = [jax.eval_shape(jax.random.key_data, a) if is_key else a for a, is_key in zip(avals, keys, strict=True)]
-    held: list[Array] = []
-    here = [_whole(x) for x in arrays if x.addressable_shards]
-    if multihost.mine([device]):
-        local = [x.addressable_data(0) for x in here]
-        held = [jax.random.key_data(x) if is_key else x for x, is_key in zip(local, keys, strict=True)]
-    copies = multihost.from_owner(device, held, data)
-    return [
-        jax.random.wrap_key_data(jnp.asarray(x), impl=jax.random.key_impl(jnp.empty((), aval.dtype))) if is_key else x
-        for x, aval, is_key in zip(copies, avals, keys, strict=True)
-    ]
+    data = [jax.eval_shape(jax.random.key_data, aval) if is_key(aval) else aval for aval in avals]
+    local = [_whole(x).addressable_data(0) for x in arrays if x.addressable_shards]
+    copies = multihost.from_owner(device, [jax.random.key_data(x) if is_key(x) else x for x in local], data)
+    return [typed(x, aval.dtype) for x, aval in zip(copies, avals, strict=True)]

@@ -24,6 +24,7 @@ from jaxpipe.runtime.mpmd.stage_layout import StageLayout
 from jaxpipe.runtime.mpmd.trace_task import Arrays
 from jaxpipe.runtime.stage_passes import stage_backward, stage_forward
 from jaxpipe.runtime.stages import Stage
+from jaxpipe.runtime.uint32_words import typed
 from jaxpipe.schedules.joined_work import Kinds
 from jaxpipe.schedules.table import Kind, StageNumber
 
@@ -48,8 +49,7 @@ def _available(layout: StageLayout, stage: Stage, arrays: Arrays) -> dict[Tensor
     """Parameters, the micro-batch and its key, by tensor number."""
     objective, known = layout.objective, dict(arrays["parameters"])
     if objective.key in stage.used:
-        dtype = layout.aval(objective.key).dtype
-        key = jax.random.wrap_key_data(arrays["key"], impl=jax.random.key_impl(jnp.empty((), dtype)))
+        key = typed(arrays["key"], layout.aval(objective.key).dtype)
         known[objective.key] = jax.random.fold_in(jax.random.fold_in(key, arrays["step"]), arrays["index"][1])
     if objective.index is not None and objective.index in stage.used:
         known[objective.index] = arrays["index"][1]

@@ -140,9 +140,8 @@ def differences(saved: Mapping[Path, Leaf], wanted: Mapping[Path, Leaf], owner: 
             extra.append(f"{name} ({saved[path]}) is only in the checkpoint")
         elif str(saved[path]) != str(wanted[path]):
             other.append(f"{name} is {saved[path]} in the checkpoint, {wanted[path]} in {owner}")
-    sentences = [
-        text for texts in itertools.zip_longest(other, missing, extra) for text in texts if text
-    ]  # some of each
+    # Some of each.
+    sentences = [text for texts in itertools.zip_longest(other, missing, extra) for text in texts if text]
     if not sentences:
         return None
     rest = len(sentences) - _NAMED

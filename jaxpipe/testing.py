@@ -83,8 +83,7 @@ def _tensors() -> Iterator[SavedTensor]:
     """Yield tensors of every type and demand."""
     kinds: list[tuple[Any, Any, int]] = [(bool, "predicate", 1), (bool, "sign", 1)]
     kinds += [(jnp.uint8, "window index", bits) for bits in (1, 2, 4)] + [(jnp.int32, "index", b) for b in (8, 16)]
-    values = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64, jnp.complex64]
-    values += [jnp.complex128, jnp.float8_e4m3fn]
+    values = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64, jnp.complex64, jnp.complex128, jnp.float8_e4m3fn]
     values += [jnp.int8, jnp.uint8, jnp.int16, jnp.uint16, jnp.int32, jnp.uint32, jnp.int64, jnp.uint64]
     kinds += [(kind, "value", 0) for kind in values]
     for kind, demand, bits in kinds:

@@ -49,8 +49,7 @@ class Settings:
 
     def plans(self, tree: PyTree) -> list[tuple[Blocks, ...]]:
         """The blocks of each leaf, by phase."""
-        mode = self.rule.mode
-        return [find_blocks(tree, k, self.dense_1d, self.rules, mode, self.bits) for _, k in self.phases]
+        return [find_blocks(tree, k, self.dense_1d, self.rules, self.rule.mode, self.bits) for _, k in self.phases]
 
     def phase(self, step: Array | int) -> Array:
         """The number of the phase that a step is in, ``int32[]``."""
@@ -70,8 +69,7 @@ class BlockSparse(optax.GradientTransformationExtraArgs):
           params: arrays or shapes.
           step: counted from 0.
         """
-        last = len(self.settings.phases) - 1
-        phase = last if step is None else int(self.settings.phase(step))
+        phase = -1 if step is None else int(self.settings.phase(step))
         return traffic(self.settings.plans(params)[phase], self.settings.rule.mode)
 
 

@@ -100,9 +100,8 @@ class Codec:
 
     def nbytes(self, shape_and_type: jax.ShapeDtypeStruct) -> int:
         """Return the bytes of the arrays of a tensor. Left out, they are those of what ``encode`` returns, traced."""
-        return sum(
-            part.size * part.dtype.itemsize for part in jax.tree.leaves(jax.eval_shape(self.encode, shape_and_type))
-        )
+        parts = jax.tree.leaves(jax.eval_shape(self.encode, shape_and_type))
+        return sum(part.size * part.dtype.itemsize for part in parts)
 
     def for_tensor(self, tensor: SavedTensor) -> Self | None:
         """Return the codec with settings for one tensor, such as room for so many values; None to leave it alone.

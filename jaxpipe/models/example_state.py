@@ -72,7 +72,7 @@ def example_axes(names: Sequence[str], state: Sequence[jax.ShapeDtypeStruct], ro
     none: Axes = (None,) * len(state)
     if rows == size:
         return none
-    whole, part = (tuple(_axis_of_size(x, n) for x in state) for n in (size, rows))
+    whole, part = (tuple(x.shape.index(n) if n in x.shape else None for x in state) for n in (size, rows))
     if not any(n and n % rows == 0 for x in state for n in x.shape):
         return none
     other = next(n for n in (2 * rows, 3 * rows) if n != size)
@@ -111,10 +111,6 @@ def example_axes(names: Sequence[str], state: Sequence[jax.ShapeDtypeStruct], ro
     return none
 
 
-def _axis_of_size(x: Shaped, size: int) -> int | None:
-    return next((k for k, n in enumerate(x.shape) if n == size), None)
-
-
 def _resized(x: jax.ShapeDtypeStruct, axis: int | None, size: int, examples: int) -> jax.ShapeDtypeStruct:
     """Return the shape of state for so many examples, of that for ``examples``."""
     if axis is None:
@@ -126,10 +122,5 @@ def _resized(x: jax.ShapeDtypeStruct, axis: int | None, size: int, examples: int
 def _choices(axes: Axes, state: Sequence[Shaped]) -> list[Axes]:
     """Axes that may be those of examples: all of this size; of matrices only, as vectors may be features; one each."""
     matrices = tuple(axis if len(x.shape) > 1 else None for axis, x in zip(axes, state, strict=True))
-    single = [
-        tuple(axis if k == chosen else None for k, axis in enumerate(axes))
-        for chosen in range(len(axes))
-        if axes[chosen] is not None
-    ]
-    choices = list(dict.fromkeys((axes, matrices, *single)))
-    return [choice for choice in choices if any(axis is not None for axis in choice)]
+    single = [tuple(axis if k == n else None for k, axis in enumerate(axes)) for n in range(len(axes))]
+    return [choice for choice in dict.fromkeys((axes, matrices, *single)) if any(axis is not None for axis in choice)]

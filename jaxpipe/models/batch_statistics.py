@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from jaxpipe.array_types import AnyJaxpr, Equation, TensorNumber
+from jaxpipe.array_types import AnyJaxpr, TensorNumber
 from jaxpipe.errors import TrainingModeWarning, warn
 from jaxpipe.graph.graph import Graph, Operator, dependents, equations_in, live, read_graph
 from jaxpipe.graph.primitives import CALLS, CHECKPOINTS, CONTROL, DRAWS, FUNCTIONS, SHARDS
@@ -182,8 +182,7 @@ def _sums(op: Operator, axes: Axes) -> bool:
     if op.name == "psum":  # of a vmap's axis
         return any(not axes(t).isdisjoint(op.params["axes"]) for t in op.inputs)
     if op.name == "dot_general" and len(op.inputs) == 2:
-        contracted = op.params["dimension_numbers"][0]
-        sides = zip(op.inputs, contracted, strict=True)
+        sides = zip(op.inputs, op.params["dimension_numbers"][0], strict=True)
         return all(not axes(t).isdisjoint(dims) for t, dims in sides)
     return False
 
@@ -245,8 +244,5 @@ def random_draws(objective: MicrobatchProgram) -> list[str]:
     operators = objective.graph.operators
     seeded = dependents(operators, [objective.key])
     reading = [op for op in operators if op.equation is not None and not seeded.isdisjoint(op.inputs)]
-    return list(dict.fromkeys(op.path or op.label for op in reading if _draws(op.equation)))
-
-
-def _draws(equation: Equation) -> bool:
-    return any(inner.primitive.name in DRAWS for inner in equations_in([equation]))
+    drawing = [op for op in reading if any(x.primitive.name in DRAWS for x in equations_in([op.equation]))]
+    return list(dict.fromkeys(op.path or op.label for op in drawing))

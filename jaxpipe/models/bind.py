@@ -138,16 +138,12 @@ def _bind(
     return _bind_tree(variables, lambda tree: functools.partial(model, tree))
 
 
-def _path_name(path: jax.tree_util.KeyPath) -> str:
-    return "/".join(map(key_name, path))
-
-
 def _bind_tree(tree: PyTree, model_of: Callable[[PyTree], Callable[..., PyTree]]) -> BoundModel:
     """Floating leaves of a tree are parameters, others state that nothing changes."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
     check_variables(tree)
     trained = [is_differentiable(x) for _, x in flat]
-    named = [Variable(_path_name(path), shape_of(x)) for path, x in flat]
+    named = [Variable("/".join(map(key_name, path)), shape_of(x)) for path, x in flat]
     paths = list(by_path(tree))
 
     def build(parameters: Sequence[PyTree], state: Sequence[PyTree]) -> PyTree:

@@ -127,9 +127,6 @@ def bind_nnx(model: nnx.Module, factory: Callable[..., nnx.Module] | None) -> Bo
     concrete = factory is None and not any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
     random, known = paths_of(streams, nnx.RngState), by_path(params) | by_path(rest)
 
-    def is_stream(path: Sequence[object], _: object) -> bool:
-        return tuple(map(str, path)) in random
-
     def arrays(tree: PyTree) -> dict[Path, ArrayLike]:
         others = random | paths_of(tree, (nnx.RngState, nnx.Intermediate))
         return {path: x for path, x in by_path(tree).items() if path in known or path not in others}
@@ -140,7 +137,7 @@ def bind_nnx(model: nnx.Module, factory: Callable[..., nnx.Module] | None) -> Bo
         def run(graphdef: nnx.GraphDef, variables: nnx.State) -> tuple[Called, list[Path]]:
             make = functools.partial(nnx.merge, graphdef, variables, streams, copy=True)
             model, result, after, settings, writes = _call(function, batch, key, state, make)
-            structure, _, left = nnx.split(model, is_stream, ...)
+            structure, _, left = nnx.split(model, lambda path, _: tuple(map(str, path)) in random, ...)
             kept = {path: x for path, x in after.items() if path not in random}
             return Called(result, kept, with_others(structure, left), writes), settings
 

@@ -64,7 +64,11 @@ def flatten_metrics(metrics: PyTree, name: str, weighted: bool) -> tuple[list[Me
     for (path, value), summed in zip(flat, jax.tree.leaves(flags), strict=True):
         metric = Metric(jax.tree_util.keystr(path), summed, jnp.asarray(value))
         if not summed and not weighted and not _is_inexact(metric.value):
-            raise PartitionError(_integers(metric, name))
+            raise PartitionError(
+                f"{_returned(name, metric.name)} of dtype {metric.value.dtype}. Metrics are averaged over the "
+                "micro-batches of a batch, and an average of counts is not their total. Return jaxpipe.Sum(value) to "
+                "add them up, or a floating-point number, such as the mean over the examples, to average it."
+            )
         inexact = metric.value if summed or _is_inexact(metric.value) else metric.value.astype(jnp.float32)
         arrays.append(Metric(metric.name, summed, addable(inexact)))
     return arrays, tree
@@ -98,14 +102,6 @@ def addable(x: Array) -> Array:
     if x.dtype.itemsize >= 4:
         return x
     return x.astype(jnp.float32 if _is_inexact(x) else jnp.int32)
-
-
-def _integers(metric: Metric, name: str) -> str:
-    return (
-        f"{_returned(name, metric.name)} of dtype {metric.value.dtype}. Metrics are averaged over the micro-batches of "
-        "a batch, and an average of counts is not their total. Return jaxpipe.Sum(value) to add them up, or a "
-        "floating-point number, such as the mean over the examples, to average it."
-    )
 
 
 def _returned(name: str, path: str) -> str:

@@ -157,7 +157,9 @@ class LinenModel:
         if _compat.current_trace() is self._trace:
             self._variables = self._variables | new
             return
-        changed = _changed(new, before)
+        old = flatten_dict(before)
+        changed = unflatten_dict({path: x for path, x in flatten_dict(new).items() if x is not old.get(path)})
+        changed = jax.tree.map(jax.lax.stop_gradient, changed)  # inside grad and jvp, their values alone
         _check_within(changed, self._trace, "changes", "have new values")
         self._variables = merged(self._variables, changed)
 
@@ -188,13 +190,6 @@ def separated(tree: PyTree, sown: Collection[Path]) -> tuple[PyTree, PyTree]:
 def without_sown(variables: PyTree, observed: Observed) -> PyTree:
     """Return variables without what calls collect."""
     return separated(variables, observed.sown)[1]
-
-
-def _changed(new: PyTree, before: PyTree) -> PyTree:
-    """Return the new arrays of nested dictionaries; inside ``grad`` and ``jvp``, their values alone."""
-    old = flatten_dict(before)
-    changed = {path: x for path, x in flatten_dict(new).items() if x is not old.get(path)}
-    return jax.tree.map(jax.lax.stop_gradient, unflatten_dict(changed))
 
 
 def _check_within(tree: PyTree, trace: object, does: str, are: str) -> None:

@@ -74,10 +74,6 @@ class MicrobatchProgram:
         """The inputs of every stage: the micro-batch, its key, its number."""
         return (*self.batch, self.key, *(() if self.index is None else (self.index,)))
 
-    def axis_of_examples(self, t: TensorNumber) -> int | None:
-        """Return the axis of a state variable that has a row for each example of the batch, if there is one."""
-        return dict(zip(self.state, self.examples, strict=True))[t]
-
     @property
     def differentiated(self) -> tuple[TensorNumber, ...]:
         """The parameters that receive a gradient."""

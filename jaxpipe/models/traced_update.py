@@ -89,7 +89,6 @@ def trace_update(
     state_shape = _named(optimizer, lambda: jax.eval_shape(optimizer.init, tree))
     state_avals, state_tree = jax.tree.flatten(state_shape)
     owner = _owners(optimizer, state_shape, whole)
-    assert len(owner) == len(state_avals)
     # A leaf is cut as its parameter, if it has as many rows.
     cuts = [None if k is None else stacks.bounds[k] for k in owner]
     bounds = (c if c and a.shape[:1] == c[-1:] else None for c, a in zip(cuts, state_avals, strict=True))

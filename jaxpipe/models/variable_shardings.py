@@ -51,9 +51,8 @@ class Shardings:
         """Return how the arrays of a program of these variables are split."""
         graph = objective.graph
         if graph not in self._propagated:
-            pairs = [*zip(objective.parameters, self.parameters, strict=True)]
-            pairs += [*zip(objective.state, self.state, strict=True)]
-            given = dict(pairs) | {t: self.batch_spec(graph.tensors[t].shape) for t in objective.batch}
+            given = dict(zip((*objective.parameters, *objective.state), (*self.parameters, *self.state), strict=True))
+            given |= {t: self.batch_spec(graph.tensors[t].shape) for t in objective.batch}
             self._propagated[graph] = propagate(graph, given, self.submesh.shape)
         return self._propagated[graph]
 

@@ -260,9 +260,7 @@ def ordered(items: Iterable[T]) -> list[T]:
 
 def element_bits(aval: Shaped) -> int:
     """Bits that one element of an array holds: 1 for a boolean, whatever XLA spends on it."""
-    if aval.dtype == np.bool_:
-        return 1
-    return 8 * itemsize(aval.dtype)
+    return 1 if aval.dtype == np.bool_ else 8 * itemsize(aval.dtype)
 
 
 def position_bits(
@@ -355,9 +353,7 @@ class GraphBuilder:
         that of the ``memory_encoded`` call around it.
         """
         jaxpr, consts = _compat.open_jaxpr(closed)
-        env: dict[Atom, TensorNumber] = {
-            var: self.constant(value) for var, value in zip(jaxpr.constvars, consts, strict=True)
-        }
+        env: dict[Atom, TensorNumber] = dict(zip(jaxpr.constvars, map(self.constant, consts), strict=True))
         env.update(zip(jaxpr.invars, inputs, strict=True))
 
         for eqn in jaxpr.eqns:

@@ -43,10 +43,8 @@ def parameter_work_in_place(graph: Graph, everywhere: Iterable[TensorNumber] = (
         else:
             made_of.update(op.outputs)
 
-    first_use: dict[TensorNumber, int] = {}
-    for t in graph.parameters:
-        uses = [latest[c] for c in consumers.get(t, ()) if not early[c]]
-        first_use[t] = min(uses, default=0)
+    uses = {t: [latest[c] for c in consumers.get(t, ()) if not early[c]] for t in graph.parameters}
+    first_use = {t: min(places, default=0) for t, places in uses.items()}
     rank = list(latest)
     for k, op in enumerate(graph.operators):
         if early[k]:

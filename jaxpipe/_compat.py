@@ -241,9 +241,8 @@ def axes_here() -> Callable[[], contextlib.AbstractContextManager[object]]:
 def explicit_axes(sizes: Mapping[str, int]) -> Iterator[None]:
     """A context of a mesh with explicit axes, those of size 1 left out of the types of arrays."""
     sizes = sizes or {"_": 1}
-    mesh = jax.sharding.AbstractMesh(
-        tuple(sizes.values()), tuple(sizes), (jax.sharding.AxisType.Explicit,) * len(sizes)
-    )
+    types = (jax.sharding.AxisType.Explicit,) * len(sizes)
+    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), types)
     with private_config.remove_size_one_mesh_axis_from_type(True), jax.sharding.use_abstract_mesh(mesh):
         yield
 

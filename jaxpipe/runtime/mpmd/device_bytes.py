@@ -199,10 +199,9 @@ class _Memory:
 
     def join(self, instruction: Join) -> None:
         """Give arrays that are put together a new register; they stay where they are, as do those that are split."""
-        together: dict[Device, int] = {}
+        together: Counter[Device] = Counter()
         for register in instruction.reads:
-            for device, size in self._alive.pop(register, {}).items():
-                together[device] = together.get(device, 0) + size
+            together.update(self._alive.pop(register, {}))
         self._alive[instruction.writes[0]] = together
 
     def _note(self, place: Place, needed: Needs, reused: dict[str, int]) -> None:

@@ -1,7 +1,7 @@
 """A plan's stages on their devices, and the arrays that the work of each has: shapes, purposes, shardings."""
 
 # More than 15 of our modules: it knows the arrays of every kind of work, and those of a training state.
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, cast
@@ -190,15 +190,13 @@ class StageLayout:
         """By stage and parameter, the array in which a small sum of gradients lies beside others."""
         return tuple(_packs(self, s) for s in self.stages)
 
-    def sums(self, s: StageNumber, tensors: Iterable[TensorNumber]) -> Arrays:
+    def sums(self, s: StageNumber, tensors: Sequence[TensorNumber]) -> Arrays:
         """The arrays that hold the sums of some parameters' gradients in a stage, as shapes."""
-        sums, packs, of_stage = {}, {}, self.packs[s]
-        for t in tensors:
-            if t in of_stage:
-                packs[of_stage[t].tensors[0]] = of_stage[t].aval
-            else:
-                sums[t] = self.sum_aval(s, t)
-        return {"sums": sums, "packs": packs}
+        packs = self.packs[s]
+        return {
+            "sums": {t: self.sum_aval(s, t) for t in tensors if t not in packs},
+            "packs": {packs[t].tensors[0]: packs[t].aval for t in tensors if t in packs},
+        }
 
     def totals(self, s: StageNumber) -> Arrays:
         """The totals that a stage adds up, and the count of sparse tensors that did not fit, as shapes."""

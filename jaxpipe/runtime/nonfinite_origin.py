@@ -112,7 +112,9 @@ def find(runtime: Runtime, state: TrainState, batch: PyTree) -> NonFiniteOrigin 
         origin = _origin(graph, env, objective.results[:2])
         if origin is not None:
             index, what = origin
-            return NonFiniteOrigin(homes[index], j, names.get(what, "") or _operator(graph, index))
+            op = graph.operators[index]
+            operator = f"operator {op.label}" + (f" of {op.path}" if op.path else "")
+            return NonFiniteOrigin(homes[index], j, names.get(what, operator))
         now = {t: env[new] for t, new in zip(objective.state, objective.new_state, strict=True)}
         row = [np.asarray(env[t]) for t in objective.results[:2]]
         with np.errstate(over="ignore"):
@@ -143,8 +145,3 @@ def _origin(
 
 def _is_finite(x: ArrayLike) -> bool:
     return not jnp.issubdtype(x.dtype, jnp.inexact) or bool(jnp.all(jnp.isfinite(x)))
-
-
-def _operator(graph: Graph, index: int) -> str:
-    op = graph.operators[index]
-    return f"operator {op.label}" + (f" of {op.path}" if op.path else "")

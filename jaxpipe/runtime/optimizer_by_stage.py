@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.errors import PartitionError
-from jaxpipe.graph.graph import Graph, Operator, operator_ends, run
+from jaxpipe.graph.graph import Graph, operator_ends, run
 from jaxpipe.graph.reverse_walk import needed
 from jaxpipe.graph.stacked_layers import Stacks
 from jaxpipe.models.bound_model import BoundModel
@@ -150,11 +150,6 @@ def _assign_stages(
                 )
             exchange(t)
     return tuple(tuple(ts) for ts in exchanged), rounds
-
-
-def operators_of(update: PartitionedUpdate, s: int) -> list[Operator]:
-    """The operators that run in a stage."""
-    return [op for op in update.graph.operators if any(update.stage_of.get(t) == s for t in op.outputs)]
 
 
 def held_by(update: PartitionedUpdate, stage: int) -> tuple[list[TensorNumber], list[TensorNumber], list[TensorNumber]]:

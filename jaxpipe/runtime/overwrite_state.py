@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.graph import Operator, ordered
-from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate, held_by, operators_of
+from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate, held_by
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,8 @@ def renewals(update: PartitionedUpdate, s: int, everywhere: Collection[TensorNum
     """Return the writes of a stage in order: the state that a new parameter is computed from, then that parameter."""
     parameters, _, state = held_by(update, s)
     new = update.new_of
-    maker = {t: op for op in operators_of(update, s) for t in op.outputs}
+    makers = (op for op in update.graph.operators if any(update.stage_of.get(t) == s for t in op.outputs))
+    maker = {t: op for op in makers for t in op.outputs}
     known = set(everywhere)
     left = dict.fromkeys(state)
     renewed = []

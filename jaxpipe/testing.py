@@ -131,10 +131,10 @@ def _fits_some(codec: Codec, tensor: SavedTensor, values: np.ndarray) -> bool:
     def back(arrays: Sequence[Array]) -> tuple[Array, Array]:
         return decode(arrays, form, codec), codec.fits(arrays) if codec.may_overflow else jnp.bool_(True)
 
-    there = functools.partial(encode, codec=codec)
-    compiled, batched = (jax.jit(there), jax.jit(back)), (jax.jit(jax.vmap(there)), jax.jit(jax.vmap(back)))
+    forth = functools.partial(encode, codec=codec)
+    compiled, batched = (jax.jit(forth), jax.jit(back)), (jax.jit(jax.vmap(forth)), jax.jit(jax.vmap(back)))
     try:
-        parts = jax.eval_shape(there, form)
+        parts = jax.eval_shape(forth, form)
         fits = jax.eval_shape(back, parts)[1]
         counted, returned = codec.nbytes(form), Codec.nbytes(codec, form)
         results = {"jit": [compiled[1](compiled[0](x)) for x in values]}

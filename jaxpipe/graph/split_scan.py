@@ -72,7 +72,8 @@ def stacked_scans(graph: Graph, inputs: Collection[TensorNumber]) -> list[Stacke
         elif op.equation is None:
             origin.update((new, origin[old]) for old, new in zip(op.inputs, op.outputs, strict=True) if old in origin)
         elif len(op.inputs) == len(op.outputs) == 1 and op.inputs[0] in origin:
-            if graph.tensors[op.inputs[0]].shape[:1] == graph.tensors[op.outputs[0]].shape[:1]:
+            same = graph.tensors[op.inputs[0]].shape[:1] == graph.tensors[op.outputs[0]].shape[:1]
+            if same:
                 origin[op.outputs[0]] = origin[op.inputs[0]]
     return scans
 

@@ -20,7 +20,7 @@ _SHAPES = ((), (0,), (1,), (7,), (3, 0), (3, 5), (2, 3, 3, 1), (16, 64), (5, 33,
 
 
 def check_codec(codec: Codec, tensors: Iterable[SavedTensor | ArrayLike] = ()) -> None:
-    """Check that a codec gives back every bit of the tensors that it allows.
+    """Check that a codec returns every bit of the tensors that it allows.
 
     It is tried on all element types and many shapes that it allows: NaN with payloads, -0.0, infinities, subnormals,
     random bits, whole numbers, powers of two, what ``bfloat16`` holds, zeros with few other values, empty arrays,

@@ -73,7 +73,7 @@ class Checkpointer:
     """
 
     def __init__(self, pipeline: Source, directory: Directory, *, every: int = 1000, keep: int | None = 3):
-        for name, value in {"every": every, **({} if keep is None else {"keep": keep})}.items():
+        for name, value in (("every", every), ("keep", 1 if keep is None else keep)):
             if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
                 raise CheckpointError(f"{name}={value!r}; it must be a whole number, at least 1.")
         self._pipeline = pipeline

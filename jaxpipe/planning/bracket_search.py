@@ -19,7 +19,7 @@ def next_place(known: Mapping[int, int], estimate: Callable[[int], float], count
 
     Args:
       known: XLA's bytes, by place.
-      estimate: of the program at a place; once a program is known, only differences count. Not all are asked for.
+      estimate: of the program at a place; once a program is known, only differences count; called for some places.
       count: of the programs.
       budget: the most bytes.
 

@@ -275,9 +275,10 @@ def _check_axis_name(name: str | None, replicas: int, exchanged: bool) -> Replic
 def _check_options(options: PlanOptions) -> PlanOptions:
     if not isinstance(options, PlanOptions):
         raise PartitionError(f"options={options!r}; pass jaxpipe.PlanOptions(...), or leave it out.")
-    flags = {"allow_over_budget": options.allow_over_budget, "fresh_profile": options.fresh_profile}
-    for name, flag in {**flags, "compile": options.compile or False}.items():
-        check_flag(flag, name)
+    for name in ("allow_over_budget", "fresh_profile"):
+        check_flag(getattr(options, name), name)
+    if options.compile is not None:
+        check_flag(options.compile, "compile")
     if options.time_limit is not None:
         check_seconds(options.time_limit, "time_limit")
     check_solver(options.solver)

@@ -92,7 +92,7 @@ def checkpointed_blocks(program: DecoratedProgram, family: str | None, every: in
 
 
 def _ranges(modules: Mapping[str, Sequence[int]]) -> list[tuple[int, int]] | None:
-    """Return the range of places of each module; None if there are none, or not apart from each other."""
+    """Return the range of places of each module; None without modules, or if ranges overlap."""
     ranges = [(min(places), max(places) + 1) for places in modules.values()]
     apart = all(stop <= start for (_, stop), (start, _) in pairwise(ranges))
     return ranges if ranges and apart else None

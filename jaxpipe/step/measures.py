@@ -184,7 +184,9 @@ def within_budget(explained: Explained) -> Measure | None:
         try:
             plan = jit(step, memory=budget, **options).lower(*args).plan
         except MemoryBudgetError as error:
-            budget = error.smallest or budget
+            if error.smallest is None:
+                raise
+            budget = error.smallest
             plan = jit(step, memory=budget, **options).lower(*args).plan
     needed, more = plan.needed_bytes, plan.products - plan.plain_products
     line = f"step = jaxpipe.jit(step, memory={budget}{_donating(donated)})  # with the model decorated"

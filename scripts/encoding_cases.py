@@ -145,13 +145,15 @@ CASES = (
     Case("GPT-2", 1, lambda n: language(models.GPT2, n, 256, 50257)),
 )
 
-#: Networks at sizes that keep a GPU busy, only compiled on other machines. Nothing was tuned to Llama, BERT and Mixer.
+#: Networks at sizes that keep a GPU busy, only compiled on other machines. Nothing was tuned to Llama, BERT, Hawk and
+#: Mixer.
 GPU_CASES = (
     Case("GPT-2 8x512", 8, lambda n: language(models.GPT2, n, 512, 50257)),
     Case("Scanned GPT-2 8x512", 8, lambda n: language(models.GPT2, n, 512, 50257, scanned=True)),
     Case("Llama 8x512", 8, lambda n: language(models.Llama, n, 512, 32000)),
     Case("Llama bf16 8x512", 8, lambda n: language(models.Llama, n, 512, 32000, dtype=jnp.bfloat16)),
     Case("BERT 8x512", 8, lambda n: language(models.Bert, n, 512, 30522)),
+    Case("Hawk 8x512", 8, lambda n: language(models.Hawk, n, 512, 32000)),
     Case("Mixer 32x224", 32, lambda n: linen(models.Mixer, normal(n, 224, 224, 3), TRAIN)),
     Case("ViT-B 16x224", 16, lambda n: linen(models.ViT, normal(n, 224, 224, 3), TRAIN)),
     Case("ResNet50 32x224", 32, lambda n: linen(models.ResNet50, normal(n, 224, 224, 3), TRAIN)),
@@ -159,7 +161,7 @@ GPU_CASES = (
 )
 
 #: The models that take ``remat=True``.
-WITH_BLOCKS = ("GPT-2", "Scanned GPT-2", "Llama", "BERT", "Mixer", "ViT-B", "ResNet50", "GroupNorm")
+WITH_BLOCKS = ("GPT-2", "Scanned GPT-2", "Llama", "BERT", "Hawk", "Mixer", "ViT-B", "ResNet50", "GroupNorm")
 
 #: Small ones, which differ in how they are written.
 SMALL_CASES = (

@@ -276,7 +276,8 @@ def test_budgets_of_own_steps_are_the_measured_ones():
     shown = table_rows(DOCS / "benchmarks.md")
     columns = [("plain", "plain"), *(("jit", f"{share}%") for share in (80, 60, 45))]
     columns += [("blocks", "blocks"), ("blocks", "blocks-dots-no-batch")]
-    models = results("step-budgets-h100-jax0.12")["models"] | results("scan-budgets-h100-jax0.12")["models"]
+    files = (f"{name}-budgets-h100-jax0.12" for name in ("step", "scan", "recurrence"))
+    models = {name: rows for file in files for name, rows in results(file)["models"].items()}
     for name, rows in models.items():
         known = {(row["family"], row["variant"]): row for row in rows}
         assert shown[f"`jit`: {name}"] == [total(known[column]) if column in known else "-" for column in columns]

@@ -7,6 +7,7 @@ from .cnn_nnx import DigitsCNN as NNXDigitsCNN
 from .custom import SoftplusMLP
 from .gpt2 import GPT2
 from .group_norm import GroupNormCNN
+from .hawk import Hawk
 from .inception import Inception
 from .llama import Llama
 from .mixer import Mixer
@@ -28,6 +29,7 @@ __all__ = [
     "AlexNet",
     "Bert",
     "GroupNormCNN",
+    "Hawk",
     "Inception",
     "LinenDigitsCNN",
     "Llama",

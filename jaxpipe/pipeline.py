@@ -42,7 +42,7 @@ from jaxpipe.planning.step_bytes import with_step
 from jaxpipe.runtime import check_state, nonfinite_origin, shard_batch
 from jaxpipe.runtime.executable_plan import Batching, ForwardPass, StepResults
 from jaxpipe.runtime.hold_signals import hold_signals
-from jaxpipe.runtime.initialize_state import initial_sources, place_state
+from jaxpipe.runtime.initialize_state import initial_arrays, place_state
 from jaxpipe.runtime.nonfinite_origin import NonFiniteOrigin
 from jaxpipe.runtime.recent import recent
 from jaxpipe.runtime.select_runtime import Runtime, runtime_of
@@ -245,16 +245,16 @@ class Pipeline:
             raise PartitionError("The model has no values and cannot be initialized; pass variables= to init.")
         if optimizer_state is None and holds_optimizer(variables):
             optimizer_state = variables
-        update, slots = planned.update, None
+        slots = None
         if optimizer_state is not None:
             parameters = model.original.parameter_tree([v.aval for v in model.original.parameters])
-            slots = optimizer_leaves(optimizer_state, update.by_stage.state_shape, parameters)
+            slots = optimizer_leaves(optimizer_state, planned.update.by_stage.state_shape, parameters)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)):
             batch = None
         step = steps_taken(optimizer_state, variables)
         agree("Pipeline.init", lambda: state_parts(key, shapes, model, slots, step))
-        sources = initial_sources(model, self._optimizer, key, update, slots, batch)
-        return place_state(self._runtime, sources, key, step)
+        arrays = initial_arrays(planned, model, self._optimizer, key, slots, batch)
+        return place_state(self._runtime, arrays, key, step)
 
     def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, PyTree]]:
         """One training step; donates ``state``.

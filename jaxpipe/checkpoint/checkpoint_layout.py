@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
-import numpy as np
 
 from jaxpipe import multihost
 from jaxpipe.array_types import ArrayLike, DType
@@ -31,7 +30,7 @@ from jaxpipe.errors import CheckpointError
 from jaxpipe.graph.stacked_layers import Stacks, side_by_side
 from jaxpipe.models.variable_trees import Path
 from jaxpipe.runtime.executable_plan import ExecutablePlan
-from jaxpipe.runtime.initialize_state import Sources, Values, place_state
+from jaxpipe.runtime.initialize_state import ArraysByPlace, Values, arrays_by_place, place_state
 from jaxpipe.runtime.select_runtime import Runtime
 from jaxpipe.runtime.state_arrays import StageArrays, mean_of_replicas
 from jaxpipe.runtime.train_state import TrainState
@@ -113,14 +112,8 @@ def put(runtime: Runtime, saved: Saved) -> TrainState:
     slots = jax.tree.leaves(update.by_stage.state_shape)
     check(saved.folder, saved.leaves[VARIABLES], model.paths, avals, "the model")
     check(saved.folder, saved.leaves[OPTIMIZER], _optimizer_paths(planned), slots, "the optimizer")
-    sources = _sources(planned, saved)
-
-    def residuals(group: str) -> Callable[[Sequence[int]], list[np.ndarray]] | None:
-        return (lambda ks: read(saved, [(group, *model.paths[k]) for k in ks])) if saved.leaves[group] else None
-
-    if update.exchange is not None:
-        sources = replace(sources, residuals=residuals(RESIDUALS))
-    elif saved.leaves[RESIDUALS]:
+    left, outer, replicas = RESIDUALS if update.exchange is not None else None, None, list[ArraysByPlace]()
+    if left is None and saved.leaves[RESIDUALS]:
         warnings.warn(
             f"The checkpoint {saved.folder} has residuals of a block-sparse gradient exchange, and this pipeline "
             "has no such exchange: what had not been sent is lost.",
@@ -131,23 +124,32 @@ def put(runtime: Runtime, saved: Saved) -> TrainState:
         wanted = {(str(i), *path): x for path, v in pairs for i, x in enumerate(loop.avals(v.aval))}
         check(saved.folder, saved.leaves[OUTER], list(wanted), list(wanted.values()), "the outer optimizer")
         numbers = sorted({path[0] for path in saved.leaves[REPLICAS]}, key=int)
-        sources = replace(sources, outer=_outer_values(planned, saved))
+        outer = _outer_values(planned, saved)
         if len(numbers) == planned.batching.replicas:
-            pending = residuals(PENDING) if loop.settings.delay else None
-            replicas = [_sources(planned, saved, REPLICAS, number) for number in numbers]
-            sources = replace(sources, residuals=pending, replicas=replicas)
-    return place_state(runtime, sources, saved.key, saved.about.step, saved.about.skipped)
+            left = PENDING if loop.settings.delay else None
+            replicas = [_arrays(planned, saved, REPLICAS, number) for number in numbers]
+    common = _arrays(planned, saved)
+
+    def arrays(place: int | None) -> StageArrays:
+        if place is None:
+            return common(None)
+        parameters, _ = planned.placement.held_by(place)
+        paths = [(left, *model.paths[k]) for k in parameters] if left is not None and saved.leaves[left] else []
+        rows = () if outer is None else outer(parameters)
+        each = [of_replica(place) for of_replica in replicas]
+        return replace(common(place), residuals=read(saved, paths), outer=rows, replicas=each)
+
+    return place_state(runtime, arrays, saved.key, saved.about.step, saved.about.skipped)
 
 
-def _sources(planned: ExecutablePlan, saved: Saved, *prefix: str) -> Sources:
-    """Return the sources of variables and optimizer state: those of all, or those whose paths begin with some keys."""
+def _arrays(planned: ExecutablePlan, saved: Saved, *prefix: str) -> ArraysByPlace:
+    """Return variables and optimizer state by place: those of all, or those whose paths begin with some keys."""
     by_stage = planned.update.by_stage
     paths, stacks = planned.model.original.paths, side_by_side(planned.model.stacks)
     types = [x.dtype for x in jax.tree.leaves(by_stage.state_shape)]
-    return Sources(
-        variables=_values(saved, (*prefix, VARIABLES), paths, stacks),
-        optimizer=_values(saved, (*prefix, OPTIMIZER), _optimizer_paths(planned), by_stage.state_stacks, types),
-    )
+    variables = _values(saved, (*prefix, VARIABLES), paths, stacks)
+    slots = _values(saved, (*prefix, OPTIMIZER), _optimizer_paths(planned), by_stage.state_stacks, types)
+    return arrays_by_place(planned, variables, slots)
 
 
 def _outer_values(planned: ExecutablePlan, saved: Saved) -> Callable[[Sequence[int]], list[tuple[ArrayLike, ...]]]:

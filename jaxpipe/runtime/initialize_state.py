@@ -1,11 +1,11 @@
 """States put onto devices stage by stage: no device ever holds the whole model.
 
-In: what gives the values of pieces: initialization, arrays of the caller, a checkpoint.
+In: what gives the arrays of a stage: initialization, arrays of the caller, a checkpoint.
 Out: a training state, of whose arrays each process has made those of its own devices.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import filterfalse
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from jaxpipe import _compat, multihost
-from jaxpipe.array_types import AnyJaxpr, Array, ArrayLike, Atom, Device, Equation, PyTree
+from jaxpipe.array_types import AnyJaxpr, Array, ArrayLike, Atom, Equation, PyTree
 from jaxpipe.errors import InitialValuesWarning, ModelError, PartitionError, warn
 from jaxpipe.graph import sharding_annotations
 from jaxpipe.graph.reverse_walk import needed
@@ -23,7 +23,7 @@ from jaxpipe.graph.stacked_layers import Stacks, side_by_side
 from jaxpipe.models import check_batch
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.traced_update import without_captures
-from jaxpipe.runtime.executable_plan import ExecutablePlan, Update
+from jaxpipe.runtime.executable_plan import ExecutablePlan
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate
 from jaxpipe.runtime.select_runtime import Runtime
 from jaxpipe.runtime.state_arrays import StageArrays, check_key, of_replicas
@@ -35,38 +35,25 @@ from jaxpipe.text.value_text import listed
 Values = Callable[[Sequence[int]], Sequence[ArrayLike]]
 
 
-@dataclass(frozen=True, eq=False)
-class Sources:
-    """Functions that give the values of a state by piece: of given arrays, by initialization, from a checkpoint.
-
-    Attributes:
-      optimizer: the leaves of its state; or the optimizer, whose ``init`` makes them of the parameters of a stage.
-      residuals: ``[replicas, ...]`` by parameter; None if nothing is left to send.
-      outer: by parameter the outer one of an outer loop, and the state of its optimizer; None: it begins.
-      replicas: in an outer loop those of each replica; none: all have the same.
-    """
-
-    variables: Values
-    optimizer: Values | optax.GradientTransformation
-    residuals: Callable[[Sequence[int]], Sequence[np.ndarray]] | None = None
-    outer: Callable[[Sequence[int]], Sequence[Sequence[ArrayLike]]] | None = None
-    replicas: Sequence["Sources"] = ()
+#: Function that gives the arrays of a place; of None, the optimizer state that all places have alike.
+ArraysByPlace = Callable[[int | None], StageArrays]
 
 
-def initial_sources(
+def initial_arrays(
+    planned: ExecutablePlan,
     model: BoundModel,
     optimizer: optax.GradientTransformation,
     key: Array,
-    update: Update,
     slots: Sequence[ArrayLike] | None = None,
     batch: PyTree = None,
-) -> Sources:
-    """Return the sources of a run's first state: variables and optimizer state that were given are copied.
+) -> ArraysByPlace:
+    """Return the arrays of a run's first state: variables and optimizer state that were given are copied.
 
     Others are initialized, by a program from which everything that other stages need has been removed. Of stacked
     variables that are cut, one at a time is made as a whole.
 
     Args:
+      model: of the plan, with the values that were given.
       slots: leaves of an optimizer state; None: it is made of the parameters.
       batch: arrays that initial values may depend on; None if they depend on none.
     """
@@ -75,7 +62,30 @@ def initial_sources(
         values = _pieces(stacks, _initialized(original, key, batch))
     else:
         values = given_values(stacks, [*original.values[0], *original.values[1]])
-    return Sources(values, optimizer if slots is None else given_values(update.by_stage.state_stacks, slots))
+    state_stacks = planned.update.by_stage.state_stacks
+    return arrays_by_place(planned, values, optimizer if slots is None else given_values(state_stacks, slots))
+
+
+def arrays_by_place(
+    planned: ExecutablePlan, variables: Values, optimizer: Values | optax.GradientTransformation
+) -> ArraysByPlace:
+    """Return a function that gives variables and optimizer state of a place.
+
+    Args:
+      optimizer: the leaves of its state; or the optimizer, whose ``init`` makes them of the parameters of a place.
+    """
+
+    def arrays(place: int | None) -> StageArrays:
+        parameters, state = planned.placement.held_by(place)
+        held = variables([*parameters, *(len(planned.model.parameters) + k for k in state)])
+        if callable(optimizer):
+            slots = optimizer(planned.update.by_stage.leaves_of(place))
+        else:
+            held = jax.device_put(held, jax.config.jax_default_device)  # type: ignore[attr-defined]
+            slots = _first_slots(planned, optimizer, place, dict(zip(parameters, held, strict=False)))
+        return StageArrays(held[: len(parameters)], held[len(parameters) :], slots)
+
+    return arrays
 
 
 def given_values(stacks: Stacks, leaves: Sequence[ArrayLike]) -> Values:
@@ -90,44 +100,28 @@ def given_values(stacks: Stacks, leaves: Sequence[ArrayLike]) -> Values:
     return values
 
 
-def place_state(runtime: Runtime, sources: Sources, key: Array, step: int = 0, skipped: int = 0) -> TrainState:
+def place_state(runtime: Runtime, arrays: ArraysByPlace, key: Array, step: int = 0, skipped: int = 0) -> TrainState:
     """Put a state onto its devices, stage by stage: each process does what its own devices hold."""
     check_key(key, runtime.planned.everywhere["key"])
-    parts, shared = multihost.on_all(lambda: (_parts(runtime, sources), _slots(runtime.planned, sources, None, {})))
+    parts, shared = multihost.on_all(lambda: (_parts(runtime, arrays), arrays(None).optimizer))
     # The key is copied: a step donates the state, and must not take the caller's key with it.
     everywhere = {"shared": tuple(shared), "key": key.copy(), "step": jnp.int32(step), "skipped": jnp.int32(skipped)}
     placed = jax.tree.map(lambda x, aval: multihost.place(x, aval.sharding), everywhere, runtime.planned.everywhere)
     return runtime.assemble(parts, placed)
 
 
-def _parts(runtime: Runtime, sources: Sources) -> dict[Any, PyTree]:
+def _parts(runtime: Runtime, arrays: ArraysByPlace) -> dict[Any, PyTree]:
     """Return what this process's places hold of the state, as the runtime has it."""
-    planned, parts = runtime.planned, dict[Any, PyTree]()
+    parts = dict[Any, PyTree]()
     for place in runtime.places:
         every = runtime.devices_of(place)
         devices = multihost.mine(every)
-        if not devices:
-            continue
-        with jax.default_device(devices[0]):
-            arrays = _stage_arrays(planned, sources, place, devices[0])
-            parameters, _ = planned.placement.held_by(place)
-            left = () if sources.residuals is None else sources.residuals(parameters)
-            replicas = [_stage_arrays(planned, x, place, devices[0]) for x in sources.replicas]
-            outer = () if sources.outer is None else sources.outer(parameters)
-        residuals = [of_replicas(x, len(every)) for x in left]
-        parts |= runtime.stage_part(place, replace(arrays, residuals=residuals, outer=outer, replicas=replicas))
+        if devices:
+            with jax.default_device(devices[0]):
+                held = arrays(place)
+            residuals = [of_replicas(x, len(every)) for x in held.residuals]
+            parts |= runtime.stage_part(place, replace(held, residuals=residuals))
     return parts
-
-
-def _stage_arrays(planned: ExecutablePlan, sources: Sources, place: int, device: Device) -> StageArrays:
-    """Return variables and optimizer state of a place."""
-    count = len(planned.model.parameters)
-    parameters, state = planned.placement.held_by(place)
-    held = sources.variables([*parameters, *(count + k for k in state)])
-    if not callable(sources.optimizer):
-        held = jax.device_put(held, device)
-    slots = _slots(planned, sources, place, dict(zip(parameters, held, strict=False)))
-    return StageArrays(held[: len(parameters)], held[len(parameters) :], slots)
 
 
 def _pieces(stacks: Stacks, values: Values) -> Values:
@@ -206,21 +200,21 @@ def _check_reads(model: BoundModel, closed: AnyJaxpr, has_values: bool) -> None:
         )
 
 
-def _slots(
-    planned: ExecutablePlan, sources: Sources, place: int | None, parameters: Mapping[int, ArrayLike]
+def _first_slots(
+    planned: ExecutablePlan,
+    optimizer: optax.GradientTransformation,
+    place: int | None,
+    parameters: Mapping[int, ArrayLike],
 ) -> Sequence[ArrayLike]:
-    """The leaves of the optimizer state of a place, or (None) of all alike, whose parameters are zeros if not given."""
+    """The leaves of the first optimizer state of a place, or (None) of all alike; of parameters elsewhere, of zeros."""
     model, by_stage = planned.model, planned.update.by_stage
-    if callable(sources.optimizer):
-        return sources.optimizer(by_stage.leaves_of(place))
-    init = sources.optimizer.init
 
     def make(parameters: Mapping[int, Array]) -> list[Array]:
         whole = [
             parameters[k] if k in parameters else jnp.zeros(v.aval.shape, v.aval.dtype)
             for k, v in enumerate(model.parameters)
         ]
-        state = jax.tree.leaves(init(without_captures(model.parameter_tree(whole))))
+        state = jax.tree.leaves(optimizer.init(without_captures(model.parameter_tree(whole))))
         leaves = by_stage.state_stacks.split(state)
         return [leaves[k] for k in by_stage.leaves_of(place)]
 

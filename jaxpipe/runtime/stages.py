@@ -109,8 +109,8 @@ class Placement(Generic[PlaceNumber]):
         """The stage or device of each variable of a program."""
         return dict(zip((*objective.parameters, *objective.state), (*self.parameters, *self.state), strict=True))
 
-    def held_by(self, place: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Positions of the parameters and of the state variables in a stage, or on a device."""
+    def held_by(self, place: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Positions of the parameters and of the state variables in a stage, or on a device; None has none."""
         return tuple(k for k, s in enumerate(self.parameters) if s == place), tuple(
             k for k, s in enumerate(self.state) if s == place
         )

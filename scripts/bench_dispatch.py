@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 import jaxpipe
 from jaxpipe.array_types import Device
 from jaxpipe.runtime.mpmd.dispatch import follow
-from jaxpipe.runtime.mpmd.instructions import Call, Send
+from jaxpipe.runtime.mpmd.step_graph import Call, Send
 from jaxpipe.schedules import interleaved
 from scripts.measuring import header
 

@@ -9,9 +9,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime import waiting_thread
 from jaxpipe.runtime.mpmd.combine_sends import join_messages
-from jaxpipe.runtime.mpmd.instructions import Call, Place, Send
 from jaxpipe.runtime.mpmd.send_between_processes import pair_slots
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
+from jaxpipe.runtime.mpmd.step_graph import Call, Place, Send
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 
 import jaxpipe
 from jaxpipe.errors import BatchError, ModelError, PartitionError
-from jaxpipe.runtime.mpmd.instructions import Call, Send
+from jaxpipe.runtime.mpmd.step_graph import Call, Send
 from jaxpipe.runtime.mpmd.training_graph import training_graph
 from jaxpipe.schedules import Kind, gpipe, interleaved, one_f_one_b, zero_bubble
 from jaxpipe.schedules.joined_work import program_kinds

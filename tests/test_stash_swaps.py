@@ -20,7 +20,7 @@ from jaxpipe.planning.storage.choose_swaps import SwapLink, choose_targets
 from jaxpipe.planning.storage.fastest_choice import choose
 from jaxpipe.planning.storage.storage_problem import Item, Option, Problem, SolverOptions
 from jaxpipe.runtime.mpmd import device_bytes
-from jaxpipe.runtime.mpmd.instructions import Call, Send, Wait
+from jaxpipe.runtime.mpmd.step_graph import Call, Send, Wait
 from jaxpipe.runtime.mpmd.swap_stashes import cut_arrays
 from jaxpipe.runtime.stages import SwapTarget
 from jaxpipe.schedules import gpipe, interleaved, one_f_one_b, zero_bubble

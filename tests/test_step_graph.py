@@ -17,9 +17,7 @@ import optax
 import pytest
 
 import jaxpipe
-from jaxpipe.runtime.mpmd.instructions import Call, Join, Place, Send, Split
-from jaxpipe.runtime.mpmd.step_graph import Form, Port, StepGraph, Value
-from jaxpipe.runtime.mpmd.trace_task import trace_task
+from jaxpipe.runtime.mpmd.step_graph import Call, Form, Join, Place, Port, Send, Split, StepGraph, Value, trace_task
 from jaxpipe.runtime.mpmd.value_liveness import drop_values, infer_donation, remove_unread
 from tests.support.meshes import mesh_of
 

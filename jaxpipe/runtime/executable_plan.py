@@ -17,8 +17,7 @@ from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.models.variable_shardings import Shardings
 from jaxpipe.plan import Plan
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
-from jaxpipe.runtime.mpmd.step_graph import StepGraph
-from jaxpipe.runtime.mpmd.trace_task import Traces
+from jaxpipe.runtime.mpmd.step_graph import StepGraph, Traces
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.replica_exchange import StageExchange

@@ -19,9 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxpipe
 from jaxpipe import multihost
-from jaxpipe.runtime.mpmd.instructions import Place, Send, Spread
 from jaxpipe.runtime.mpmd.send_between_processes import Transfers
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
+from jaxpipe.runtime.mpmd.step_graph import Place, Send, Spread
 
 
 ROWS = 16

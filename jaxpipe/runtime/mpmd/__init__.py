@@ -6,7 +6,7 @@ its distinct tasks ──compile_tasks.py──▶ executables, each for its sta
 graph, executables ──dispatch.py──▶ a step: a loop over the graph's instructions, which waits for nothing
 
 To add a feature: a function from graph to graph in a file of its own, and its line in ``passes.PASSES``; or work of
-its own (a function over trees of arrays, ``trace_task.Work``) that a part of ``training_graph`` runs.
+its own (a function over trees of arrays, ``step_graph.Work``) that a part of ``training_graph`` runs.
 ``step_graph.py`` has all data that a pass sees: ``graph.values[k]`` is the shape, the place and the form of value
 ``k``, and an instruction says which values it reads and writes.
 """

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxpipe.array_types import Device
-from jaxpipe.runtime.mpmd.instructions import Call, Instruction, Send
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.stage_layout import StageLayout
-from jaxpipe.runtime.mpmd.step_graph import StepGraph
+from jaxpipe.runtime.mpmd.step_graph import Call, Instruction, Send, StepGraph
 
 
 def combine_sends(graph: StepGraph, layout: StageLayout) -> StepGraph:

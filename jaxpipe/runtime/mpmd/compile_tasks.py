@@ -21,8 +21,7 @@ from jax.stages import Compiled, Lowered
 from jaxpipe import _compat, multihost
 from jaxpipe.array_types import Array, Device
 from jaxpipe.graph.program_form import shared_program
-from jaxpipe.runtime.mpmd.instructions import TaskAt
-from jaxpipe.runtime.mpmd.step_graph import Task
+from jaxpipe.runtime.mpmd.step_graph import Task, TaskAt
 from jaxpipe.text.progress import tell
 
 

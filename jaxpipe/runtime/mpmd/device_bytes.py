@@ -17,9 +17,8 @@ from jaxpipe.graph.liveness import temporary_bytes
 from jaxpipe.graph.sharding_propagation import of_one_device, propagate
 from jaxpipe.runtime.mpmd.compile_tasks import Needs
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
-from jaxpipe.runtime.mpmd.instructions import Call, Join, Place, Send, TaskAt
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
-from jaxpipe.runtime.mpmd.step_graph import StepGraph
+from jaxpipe.runtime.mpmd.step_graph import Call, Join, Place, Send, StepGraph, TaskAt
 from jaxpipe.sharding.submesh import count_parts
 
 

@@ -19,10 +19,9 @@ from jaxpipe import agreement, multihost
 from jaxpipe.agreement import Part
 from jaxpipe.array_types import Array, Device
 from jaxpipe.runtime.mpmd.compile_tasks import CompileJob, Needs, compile_jobs
-from jaxpipe.runtime.mpmd.instructions import Call, Instruction, Join, Send, Split, Spread, TaskAt, Wait
 from jaxpipe.runtime.mpmd.send_between_processes import Transfer, Transfers, of_member
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
-from jaxpipe.runtime.mpmd.step_graph import Port, StepGraph
+from jaxpipe.runtime.mpmd.step_graph import Call, Instruction, Join, Port, Send, Split, Spread, StepGraph, TaskAt, Wait
 from jaxpipe.runtime.waiting_thread import Awaited, Results, ended, started
 from jaxpipe.text.stable_text import writer
 

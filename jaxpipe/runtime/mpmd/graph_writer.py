@@ -7,10 +7,24 @@ from typing import Any, TypeVar
 import jax
 
 from jaxpipe.array_types import PyTree
-from jaxpipe.runtime.mpmd.instructions import Call, Instruction, Join, Place, Send, Split, Spread
 from jaxpipe.runtime.mpmd.stage_layout import StageLayout
-from jaxpipe.runtime.mpmd.step_graph import Port, StepGraph, Task, Value
-from jaxpipe.runtime.mpmd.trace_task import Arrays, Traced, Work, trace_task
+from jaxpipe.runtime.mpmd.step_graph import (
+    Arrays,
+    Call,
+    Instruction,
+    Join,
+    Place,
+    Port,
+    Send,
+    Split,
+    Spread,
+    StepGraph,
+    Task,
+    Traced,
+    Value,
+    Work,
+    trace_task,
+)
 from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.mesh_axes import DATA
 from jaxpipe.sharding.partition_specs import side_by_side

@@ -15,13 +15,11 @@ import jax
 
 from jaxpipe.array_types import TensorNumber
 from jaxpipe.runtime.mpmd.graph_writer import GraphWriter, shapes_of
-from jaxpipe.runtime.mpmd.instructions import Place
 from jaxpipe.runtime.mpmd.passes import apply_passes
 from jaxpipe.runtime.mpmd.report_tasks import batch_results
 from jaxpipe.runtime.mpmd.stage_layout import StageLayout
 from jaxpipe.runtime.mpmd.stage_tasks import first_sums, leaves_used, run_kinds
-from jaxpipe.runtime.mpmd.step_graph import Port, StepGraph
-from jaxpipe.runtime.mpmd.trace_task import Arrays
+from jaxpipe.runtime.mpmd.step_graph import Arrays, Place, Port, StepGraph
 from jaxpipe.schedules.joined_work import Kinds, program_kinds
 from jaxpipe.schedules.table import KIND_NAMES, Kind, StageNumber
 

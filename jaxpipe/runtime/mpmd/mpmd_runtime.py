@@ -22,12 +22,11 @@ from jaxpipe.runtime.executable_plan import Batching, Bytes, ExecutablePlan, For
 from jaxpipe.runtime.followed_program import forward_program
 from jaxpipe.runtime.mpmd.device_bytes import Peak, device_peaks, predicted_bytes
 from jaxpipe.runtime.mpmd.dispatch import Dispatch, compile_graph
-from jaxpipe.runtime.mpmd.instructions import Place
 from jaxpipe.runtime.mpmd.other_shapes import check_shapes, shaped_for
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.stage_layout import StageLayout, StateArray
 from jaxpipe.runtime.mpmd.stage_state import LoadedGraph, adopt
-from jaxpipe.runtime.mpmd.step_graph import Port, StepGraph
+from jaxpipe.runtime.mpmd.step_graph import Place, Port, StepGraph
 from jaxpipe.runtime.mpmd.training_graph import evaluation_graph, gradient_graph, prediction_graph, training_graph
 from jaxpipe.runtime.recent import recent
 from jaxpipe.runtime.state_arrays import StageArrays, on_host

@@ -10,7 +10,7 @@ from jaxpipe.array_types import Array
 from jaxpipe.gradients.block_exchange import sent_share
 from jaxpipe.models.combine_metrics import combine
 from jaxpipe.models.microbatch_program import MicrobatchProgram
-from jaxpipe.runtime.mpmd.trace_task import Arrays
+from jaxpipe.runtime.mpmd.step_graph import Arrays
 
 
 def total_weight(arrays: Arrays) -> Arrays:

@@ -10,7 +10,7 @@ from functools import cached_property
 from jax.sharding import Mesh
 
 from jaxpipe.array_types import Device
-from jaxpipe.runtime.mpmd.instructions import Place
+from jaxpipe.runtime.mpmd.step_graph import Place
 from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.submesh import Submesh
 from jaxpipe.targets.known import target_of

@@ -17,10 +17,8 @@ from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.residuals.codecs.keep import KEEP
 from jaxpipe.runtime.executable_plan import ExecutablePlan, Update
 from jaxpipe.runtime.gradient_precision import sum_dtype
-from jaxpipe.runtime.mpmd.instructions import Place
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
-from jaxpipe.runtime.mpmd.step_graph import Form, Path, Port, shape_of
-from jaxpipe.runtime.mpmd.trace_task import OF_MICROBATCH, Arrays
+from jaxpipe.runtime.mpmd.step_graph import OF_MICROBATCH, Arrays, Form, Path, Place, Port, shape_of
 from jaxpipe.runtime.stages import Stage
 from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.schedules.table import Schedule, StageNumber

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.runtime.gradient_precision import add_gradient, larger_gradient, widened
 from jaxpipe.runtime.mpmd.stage_layout import StageLayout
-from jaxpipe.runtime.mpmd.trace_task import Arrays
+from jaxpipe.runtime.mpmd.step_graph import Arrays
 from jaxpipe.runtime.stage_passes import stage_backward, stage_forward
 from jaxpipe.runtime.stages import Stage
 from jaxpipe.runtime.uint32_words import typed

@@ -11,12 +11,10 @@ from collections import defaultdict
 
 from jaxpipe.array_types import TensorNumber
 from jaxpipe.runtime.mpmd.graph_writer import shapes_of
-from jaxpipe.runtime.mpmd.instructions import Place
 from jaxpipe.runtime.mpmd.microbatch_graph import MicrobatchWriter, put
 from jaxpipe.runtime.mpmd.report_tasks import step_counters, total_weight
 from jaxpipe.runtime.mpmd.stage_layout import StageLayout
-from jaxpipe.runtime.mpmd.step_graph import Port
-from jaxpipe.runtime.mpmd.trace_task import Arrays, Work
+from jaxpipe.runtime.mpmd.step_graph import Arrays, Place, Port, Work
 from jaxpipe.runtime.mpmd.update_tasks import StageUpdate, folded_state
 from jaxpipe.schedules.table import StageNumber
 

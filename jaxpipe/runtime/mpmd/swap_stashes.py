@@ -22,10 +22,8 @@ from jax import lax
 
 from jaxpipe.runtime.mpmd.device_bytes import HOST_PURPOSE, PEER_PURPOSE, array_bytes
 from jaxpipe.runtime.mpmd.graph_writer import GraphWriter, shapes_of
-from jaxpipe.runtime.mpmd.instructions import Call, Instruction, Place, Send, Wait
 from jaxpipe.runtime.mpmd.stage_layout import StageLayout
-from jaxpipe.runtime.mpmd.step_graph import Form, StepGraph, Value
-from jaxpipe.runtime.mpmd.trace_task import Arrays
+from jaxpipe.runtime.mpmd.step_graph import Arrays, Call, Form, Instruction, Place, Send, StepGraph, Value, Wait
 from jaxpipe.runtime.stages import StashSwap, SwapTarget
 from jaxpipe.schedules.swap_points import HOST, swap_points
 from jaxpipe.schedules.table import StageNumber

@@ -21,8 +21,7 @@ from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.gradients.squared_norm import squared_norm
 from jaxpipe.graph.graph import run
 from jaxpipe.runtime.mpmd.stage_layout import StageLayout
-from jaxpipe.runtime.mpmd.step_graph import Path
-from jaxpipe.runtime.mpmd.trace_task import Arrays
+from jaxpipe.runtime.mpmd.step_graph import Arrays, Path
 from jaxpipe.runtime.optimizer_by_stage import compute, held_by
 from jaxpipe.runtime.overwrite_state import renewals
 from jaxpipe.schedules.table import StageNumber

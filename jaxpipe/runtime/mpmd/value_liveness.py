@@ -3,10 +3,8 @@
 from collections import defaultdict
 from dataclasses import replace
 
-from jaxpipe.runtime.mpmd.instructions import Call, Instruction, Join, Send, Split
 from jaxpipe.runtime.mpmd.stage_layout import StageLayout
-from jaxpipe.runtime.mpmd.step_graph import StepGraph, Task
-from jaxpipe.runtime.mpmd.trace_task import Traces, trim_task
+from jaxpipe.runtime.mpmd.step_graph import Call, Instruction, Join, Send, Split, StepGraph, Task, Traces, trim_task
 
 
 def remove_unread(graph: StepGraph, layout: StageLayout) -> StepGraph:

@@ -46,8 +46,7 @@ from jaxpipe.runtime.initialize_state import initial_arrays, place_state
 from jaxpipe.runtime.nonfinite_origin import NonFiniteOrigin
 from jaxpipe.runtime.recent import recent
 from jaxpipe.runtime.select_runtime import Runtime, runtime_of
-from jaxpipe.runtime.state_arrays import microbatch_key
-from jaxpipe.runtime.train_state import TrainState, take_over
+from jaxpipe.runtime.train_state import TrainState, microbatch_key, take_over
 from jaxpipe.runtime.zero_weight import WeightWatch
 from jaxpipe.schedules import Schedule, Timeline
 from jaxpipe.text.progress import progress

@@ -32,8 +32,7 @@ from jaxpipe.models.variable_trees import Path
 from jaxpipe.runtime.executable_plan import ExecutablePlan
 from jaxpipe.runtime.initialize_state import ArraysByPlace, Values, arrays_by_place, place_state
 from jaxpipe.runtime.select_runtime import Runtime
-from jaxpipe.runtime.state_arrays import StageArrays, mean_of_replicas
-from jaxpipe.runtime.train_state import TrainState
+from jaxpipe.runtime.train_state import StageArrays, TrainState, mean_of_replicas
 from jaxpipe.runtime.uint32_words import typed
 
 

@@ -28,7 +28,7 @@ from jaxpipe.planning.storage.program_front import reruns_products
 from jaxpipe.planning.storage.solving import Solving
 from jaxpipe.planning.storage.stage_levels import StageLevels, stage_levels
 from jaxpipe.planning.trace_request import trace_request
-from jaxpipe.runtime.program import Program
+from jaxpipe.runtime.stages import Program
 from jaxpipe.text.progress import phase, tell
 from jaxpipe.text.units import bytes_text, seconds_text
 

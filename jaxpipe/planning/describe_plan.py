@@ -30,9 +30,8 @@ from jaxpipe.residuals.stored_formats import Derived, stored_bytes
 from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.gradient_precision import sum_dtype
-from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.select_runtime import bytes_by_component, lockstep_timeline
-from jaxpipe.runtime.stages import Stage
+from jaxpipe.runtime.stages import Program, Stage
 from jaxpipe.runtime.uint32_words import word_count
 from jaxpipe.schedules import Schedule, Timeline, makespan_bound
 from jaxpipe.schedules.replicas import StageReplicas

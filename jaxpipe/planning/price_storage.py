@@ -8,7 +8,7 @@ from jaxpipe.planning.describe_plan import stage_seconds
 from jaxpipe.planning.storage.choose_swaps import Links
 from jaxpipe.planning.storage.prices import Prices
 from jaxpipe.planning.trace_request import rates_in
-from jaxpipe.runtime.program import Program
+from jaxpipe.runtime.stages import Program
 
 
 def price_storage(program: Program, partition: Partition) -> Prices:

@@ -33,8 +33,7 @@ from jaxpipe.residuals.codecs import BUILT_IN, CSR, Bitmap
 from jaxpipe.residuals.codecs.compaction import SparseCodec
 from jaxpipe.residuals.stored_formats import Derived, Format
 from jaxpipe.residuals.vjp_program import in_slices
-from jaxpipe.runtime.program import Program
-from jaxpipe.runtime.stages import StashSwap, SwapTarget, places_to_cut, with_storage
+from jaxpipe.runtime.stages import Program, StashSwap, SwapTarget, places_to_cut, with_storage
 from jaxpipe.schedules.table import Action, Kind, Schedule, StageNumber
 from jaxpipe.text.progress import phase
 from jaxpipe.text.stable_text import digest, stable_text

@@ -9,7 +9,7 @@ from jaxpipe.graph.sharding_annotations import outside_mesh
 from jaxpipe.runtime.executable_plan import CompiledStep, ExecutablePlan
 from jaxpipe.runtime.mpmd.device_bytes import Peak, device_peaks
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
-from jaxpipe.runtime.program import Program
+from jaxpipe.runtime.stages import Program
 from jaxpipe.targets.building import building_for
 from jaxpipe.text.progress import phase, tell
 from jaxpipe.text.units import bytes_text

@@ -2,7 +2,7 @@
 
 from jaxpipe.errors import PartitionError
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate
-from jaxpipe.runtime.program import Program
+from jaxpipe.runtime.stages import Program
 
 
 def check_asynchronous(program: Program, by_stage: PartitionedUpdate, exchanged: bool, zero: int = 0) -> None:

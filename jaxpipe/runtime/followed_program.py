@@ -7,8 +7,7 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.graph.operator_order import in_stage_order
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.runtime.executable_plan import ExecutablePlan
-from jaxpipe.runtime.program import Program
-from jaxpipe.runtime.stages import Stage, cut_stages
+from jaxpipe.runtime.stages import Program, Stage, cut_stages
 from jaxpipe.schedules.synchronous import forward_only
 
 

@@ -26,8 +26,7 @@ from jaxpipe.models.traced_update import without_captures
 from jaxpipe.runtime.executable_plan import ExecutablePlan
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate
 from jaxpipe.runtime.select_runtime import Runtime
-from jaxpipe.runtime.state_arrays import StageArrays, check_key, of_replicas
-from jaxpipe.runtime.train_state import TrainState
+from jaxpipe.runtime.train_state import StageArrays, TrainState, check_key, of_replicas
 from jaxpipe.text.value_text import listed
 
 

@@ -14,8 +14,7 @@ from jaxpipe.graph.graph import Graph
 from jaxpipe.models.check_batch import batch_shapes
 from jaxpipe.runtime.executable_plan import StepResults
 from jaxpipe.runtime.select_runtime import Runtime
-from jaxpipe.runtime.state_arrays import microbatch_key
-from jaxpipe.runtime.train_state import TrainState
+from jaxpipe.runtime.train_state import TrainState, microbatch_key
 from jaxpipe.runtime.zero_weight import MEANING
 from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.mesh_axes import stage_devices

@@ -6,11 +6,11 @@ from typing import Literal, TypeAlias
 from jaxpipe.array_types import Shaped
 from jaxpipe.runtime.executable_plan import ExecutablePlan, Update
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
-from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.spmd.pair_ticks import makers_in_step
 from jaxpipe.runtime.spmd.predictions import lockstep_timeline as lockstep_timeline
 from jaxpipe.runtime.spmd.predictions import predict
 from jaxpipe.runtime.spmd.spmd_runtime import SpmdRuntime
+from jaxpipe.runtime.stages import Program
 from jaxpipe.schedules.schedule_makers import ScheduleMaker
 
 

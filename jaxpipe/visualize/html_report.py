@@ -12,7 +12,7 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.plan import Plan
 from jaxpipe.planning.cuts.placed_stages import Partition
 from jaxpipe.planning.memory_report import MemoryReport
-from jaxpipe.runtime.program import Program
+from jaxpipe.runtime.stages import Program
 from jaxpipe.schedules import Timeline
 from jaxpipe.schedules.swap_points import HOST
 from jaxpipe.text.printed import PlainTable, html_table, html_text

@@ -5,8 +5,8 @@ from jax.sharding import Mesh
 
 from jaxpipe.array_types import PyTree
 from jaxpipe.costs.timing import TimedProgram, time_programs
-from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.stage_passes import Stash, Values, stage_backward, stage_forward
+from jaxpipe.runtime.stages import Program
 from jaxpipe.schedules import Kind, Timeline
 from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.mesh_axes import stage_devices

@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from jaxpipe.graph.allowed_codecs import parse
-from jaxpipe.runtime.program import Program
-from jaxpipe.runtime.stages import with_backward
+from jaxpipe.runtime.stages import Program, with_backward
 from jaxpipe.runtime.uint32_words import word_count
 
 

@@ -24,8 +24,7 @@ from jaxpipe.planning.storage.program_front import RERUN_LEVELS, Front, Point
 from jaxpipe.planning.storage.solving import GAP, Solving
 from jaxpipe.planning.storage.storage_items import Items, stage_items
 from jaxpipe.residuals.vjp_program import SlicedProgram, VJPProgram, in_slices
-from jaxpipe.runtime.program import Program
-from jaxpipe.runtime.stages import Stage, StashSwap, with_storage
+from jaxpipe.runtime.stages import Program, Stage, StashSwap, with_storage
 from jaxpipe.schedules.joined_work import program_kinds
 from jaxpipe.schedules.swap_points import HOST, swap_points
 from jaxpipe.schedules.table import DeviceNumber, StageNumber

@@ -29,8 +29,7 @@ from jaxpipe.runtime.mpmd.stage_state import LoadedGraph, adopt
 from jaxpipe.runtime.mpmd.step_graph import Place, Port, StepGraph
 from jaxpipe.runtime.mpmd.training_graph import evaluation_graph, gradient_graph, prediction_graph, training_graph
 from jaxpipe.runtime.recent import recent
-from jaxpipe.runtime.state_arrays import StageArrays, on_host
-from jaxpipe.runtime.train_state import TrainState, made_for
+from jaxpipe.runtime.train_state import StageArrays, TrainState, made_for, on_host
 from jaxpipe.runtime.uint32_words import typed
 from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.mesh_axes import DATA, STAGE, stage_devices

@@ -25,8 +25,7 @@ from jaxpipe.runtime.mpmd.dispatch import Dispatch
 from jaxpipe.runtime.mpmd.send_between_processes import of_member
 from jaxpipe.runtime.mpmd.stage_layout import StageLayout
 from jaxpipe.runtime.mpmd.step_graph import Port
-from jaxpipe.runtime.state_arrays import check_key, of_replicas
-from jaxpipe.runtime.train_state import TrainState
+from jaxpipe.runtime.train_state import TrainState, check_key, of_replicas
 from jaxpipe.sharding.mesh_axes import DATA
 
 

@@ -11,10 +11,10 @@ from jaxpipe.array_types import Shaped
 from jaxpipe.graph.graph import itemsize
 from jaxpipe.graph.liveness import peak_bytes
 from jaxpipe.runtime.executable_plan import Update
-from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.spmd.lockstep_program import PAGE, LockstepProgram
 from jaxpipe.runtime.spmd.tick_loop import Given, Made, stage_work
 from jaxpipe.runtime.spmd.tick_table import ARRIVED, KEPT, RETURNED, SAVED, STASH
+from jaxpipe.runtime.stages import Program
 from jaxpipe.schedules.simulate import Timeline
 from jaxpipe.schedules.table import Kind, StageNumber
 

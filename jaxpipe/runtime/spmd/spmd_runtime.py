@@ -26,8 +26,7 @@ from jaxpipe.runtime.spmd.buffer_layout import BufferLayout
 from jaxpipe.runtime.spmd.compiled_step import evaluation_step, gradient_step, prediction_step, training_step
 from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram, by_parameter
 from jaxpipe.runtime.stage_outer_loop import sites_of
-from jaxpipe.runtime.state_arrays import StageArrays, mean_of_replicas, on_host
-from jaxpipe.runtime.train_state import TrainState, made_for
+from jaxpipe.runtime.train_state import StageArrays, TrainState, made_for, mean_of_replicas, on_host
 from jaxpipe.runtime.waiting_thread import Awaited, run_together
 from jaxpipe.sharding.mesh_axes import DATA, STAGE, stage_devices
 from jaxpipe.targets.building import building_for

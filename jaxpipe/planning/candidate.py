@@ -32,8 +32,7 @@ from jaxpipe.runtime.executable_plan import ExecutablePlan, Update
 from jaxpipe.runtime.fold_state import shared_stages
 from jaxpipe.runtime.mpmd.device_bytes import array_bytes
 from jaxpipe.runtime.optimizer_by_stage import partition_update
-from jaxpipe.runtime.replica_exchange import stage_exchange, warn_of_first_moment
-from jaxpipe.runtime.stage_outer_loop import stage_outer_loop
+from jaxpipe.runtime.replica_exchange import stage_exchange, stage_outer_loop, warn_of_first_moment
 from jaxpipe.runtime.stages import Placement, Program, Stage, count_frozen, cut_stages, place_variables, with_backward
 from jaxpipe.schedules import schedule_makers
 from jaxpipe.schedules.replicas import StageReplicas

@@ -19,8 +19,7 @@ from jaxpipe.plan import Plan
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
 from jaxpipe.runtime.mpmd.step_graph import StepGraph, Traces
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate
-from jaxpipe.runtime.replica_exchange import StageExchange
-from jaxpipe.runtime.stage_outer_loop import StageOuterLoop
+from jaxpipe.runtime.replica_exchange import StageExchange, StageOuterLoop
 from jaxpipe.runtime.stages import Placement, Program
 from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.schedules.schedule_makers import ScheduleMaker

@@ -14,9 +14,9 @@ from jax import lax
 from jaxpipe.array_types import Shaped, TensorNumber
 from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.gradient_precision import sum_dtype
+from jaxpipe.runtime.replica_exchange import StageOuterLoop
 from jaxpipe.runtime.spmd.buffer_layout import BufferLayout, lay_out
 from jaxpipe.runtime.spmd.tick_table import TickTable, tick_table
-from jaxpipe.runtime.stage_outer_loop import StageOuterLoop
 from jaxpipe.runtime.stages import Program
 from jaxpipe.runtime.uint32_words import word_count
 from jaxpipe.schedules.table import DeviceNumber, Kind, StageNumber

@@ -8,8 +8,8 @@ from jax import lax
 
 from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.gradients.block_exchange import Averaged, exchange
+from jaxpipe.runtime.replica_exchange import StageOuterLoop
 from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram, by_parameter
-from jaxpipe.runtime.stage_outer_loop import StageOuterLoop
 from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.sharding.mesh_axes import DATA
 

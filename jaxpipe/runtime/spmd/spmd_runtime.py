@@ -22,10 +22,10 @@ from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.runtime import check_state, shard_batch
 from jaxpipe.runtime.executable_plan import Batching, Bytes, ExecutablePlan, ForwardPass, Gradients, StepResults
 from jaxpipe.runtime.followed_program import forward_program
+from jaxpipe.runtime.replica_exchange import sites_of
 from jaxpipe.runtime.spmd.buffer_layout import BufferLayout
 from jaxpipe.runtime.spmd.compiled_step import evaluation_step, gradient_step, prediction_step, training_step
 from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram, by_parameter
-from jaxpipe.runtime.stage_outer_loop import sites_of
 from jaxpipe.runtime.train_state import StageArrays, TrainState, made_for, mean_of_replicas, on_host
 from jaxpipe.runtime.waiting_thread import Awaited, run_together
 from jaxpipe.sharding.mesh_axes import DATA, STAGE, stage_devices

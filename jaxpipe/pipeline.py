@@ -546,10 +546,10 @@ class Pipeline:
         """Predicted bytes on each device beside those of the compiled training step; nothing is run."""
         if self.plan.budget is not None and self._planned.compiled is None:
             self._use(with_step)
-        compiled, plan = self._runtime.bytes(), self.plan
-        host = 0 if plan.host is None else plan.host.bytes
-        count = self.mesh.devices.size
-        return MemoryReport(plan.device_bytes, compiled.reserved, compiled.temporary, (host,) * count, compiled.host)
+        reserved, temporary, host = self._runtime.bytes()
+        plan = self.plan
+        predicted_host = (0 if plan.host is None else plan.host.bytes,) * len(host)
+        return MemoryReport(plan.device_bytes, reserved, temporary, predicted_host, host)
 
     def _check(self, state: TrainState, batch: PyTree, *, trains: bool = True) -> PyTree:
         """Check a state and a batch; return the shapes of the whole batch of which this process passes its rows."""

@@ -23,7 +23,6 @@ from jaxpipe.planning.level_search import LevelSearch
 from jaxpipe.planning.storage import integer_program, solving
 from jaxpipe.planning.storage.solving import Solving
 from jaxpipe.planning.storage.storage_problem import Problem
-from jaxpipe.runtime.executable_plan import CompiledStep
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
 from jaxpipe.targets.building import current
 from jaxpipe.targets.known import target_named
@@ -203,13 +202,18 @@ def test_a_plan_on_paper_is_made_smaller_when_it_is_compiled():
     assert np.isfinite(metrics["loss"])
 
 
+def as_compiled(planned, reserved):
+    """A planned step as if XLA reserved so many bytes for it."""
+    return replace(planned, plan=replace(planned.plan, compiled_each_device=(reserved,)), compiled=object())
+
+
 def test_default_storage_is_offered_where_the_smallest_plan_needs_more_once_compiled(monkeypatch):
     """Predictions of absent GPUs were wrong by so much: 143 MiB predicted for both, 185 and 136 compiled."""
     default = make(chain, 2)[0].plan.predicted_bytes
 
     def with_step(planned):
         is_default = all(stage.storage == "default" for stage in planned.plan.stages)
-        return replace(planned, compiled=CompiledStep(None, default - 1 if is_default else 2 * default))
+        return as_compiled(planned, default - 1 if is_default else 2 * default)
 
     monkeypatch.setattr(budget_search, "with_step", with_step)
     with pytest.raises(MemoryBudgetError) as error:
@@ -226,7 +230,7 @@ class StubStep:
 
     plan: Plan
     reserved: int
-    compiled: CompiledStep | None = None
+    compiled: object = None
     needed_bytes = PlannedStep.needed_bytes
 
     def with_bytes(self):
@@ -245,7 +249,7 @@ class Levels(LevelSearch):
 
         def compiled(planned):
             self.order.append(planned.plan.predicted_bytes)
-            return replace(planned, compiled=CompiledStep(None, planned.reserved))
+            return as_compiled(planned, planned.reserved)
 
         super().__init__(SimpleNamespace(described=self.step), levels, compiled)
 
@@ -367,7 +371,7 @@ def test_smaller_plans_are_built_for_the_platform_of_the_mesh(monkeypatch):
 
     def with_step(planned):
         platforms.append(current().platform)
-        return replace(planned, compiled=CompiledStep(None, 2 * planned.plan.budget))
+        return as_compiled(planned, 2 * planned.plan.budget)
 
     def search_plan(traced):
         platforms.append(current().platform)

@@ -238,7 +238,7 @@ class PlannedStep(ExecutablePlan):
     @property
     def needed_bytes(self) -> int:
         """The bytes that XLA reserves for the plan, or that are predicted if it is not compiled."""
-        return self.plan.predicted_bytes if self.compiled is None else self.compiled.reserved_bytes
+        return self.plan.predicted_bytes if self.compiled is None else max(self.plan.compiled_each_device)
 
 
 def build_candidate(cut: Cut, schedule: Schedule, maker: schedule_makers.ScheduleMaker | None = None) -> Candidate:

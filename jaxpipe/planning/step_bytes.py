@@ -6,7 +6,7 @@ from typing import TypeAlias, TypeVar
 from jaxpipe.array_types import Device
 from jaxpipe.collect_later import collecting_later
 from jaxpipe.graph.sharding_annotations import outside_mesh
-from jaxpipe.runtime.executable_plan import CompiledStep, ExecutablePlan
+from jaxpipe.runtime.executable_plan import ExecutablePlan
 from jaxpipe.runtime.mpmd.device_bytes import Peak, device_peaks
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
 from jaxpipe.runtime.stages import Program
@@ -78,4 +78,4 @@ def with_step(planned: _Planned) -> _Planned:
         compiled_stage_memory=tuple(peak.components for peak in firsts),
         fullest_in=tuple(peak.label for peak in firsts),
     )
-    return replace(planned, plan=plan, compiled=CompiledStep(step, size))
+    return replace(planned, plan=plan, compiled=step)

@@ -1,6 +1,5 @@
 """``ExecutablePlan``: a plan with all that a runtime needs to run it; and the results of that."""
 
-# More than 15 of our modules: it names the type of each part of a plan.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -62,14 +61,6 @@ class Update:
     outer: StageOuterLoop | None = None  # replicas have parameters of their own
 
 
-@dataclass(frozen=True, eq=False)
-class CompiledStep:
-    """A training step, and the bytes that XLA reserves for it on the fullest device."""
-
-    step: Dispatch
-    reserved_bytes: int
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ExecutablePlan:
     """A plan, and everything that runs it."""
@@ -86,7 +77,7 @@ class ExecutablePlan:
     schedules: tuple[ScheduleMaker, ...]
     retrace: Callable[[PyTree], MicrobatchProgram]  # traces the loss for the shapes of one micro-batch
     shardings: Shardings  # of variables within a stage
-    compiled: CompiledStep | None = None  # stage programs that were compiled while planning
+    compiled: Dispatch | None = None  # of stage programs, the training step that was compiled while planning
     graph: StepGraph | None = None  # of stage programs, the training step
     traces: Traces = field(default_factory=dict)  # of plans with the same cuts; filled while graphs are written
 
@@ -122,14 +113,8 @@ class StepResults:
     metrics: Sequence[Array]  # leaves of the user's
 
 
-@dataclass(frozen=True)
-class Bytes:
-    """Bytes on each device, in the order of the mesh: all that is reserved in a step, the temporaries, the host's."""
-
-    reserved: tuple[int, ...]
-    temporary: tuple[int, ...]
-    host: tuple[int, ...]
-
+#: Bytes on each device, in the order of the mesh: all that is reserved in a step, the temporaries, the host's.
+Bytes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 #: Loss, metrics, and the mean gradient of each trained parameter on the host; None of others.
 Gradients: TypeAlias = tuple[Array, Sequence[Array], Sequence[ArrayLike | None]]

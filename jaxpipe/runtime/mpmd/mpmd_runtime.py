@@ -179,8 +179,8 @@ class MpmdRuntime:
     def bytes(self) -> Bytes:
         """Return the most bytes that each device needs at once in a step."""
         peaks = self.in_mesh_order(device_peaks(self.compiled_step, self.devices)).values()
-        rows = zip(*((peak.total, peak.temporary, peak.host) for peak in peaks), strict=True)
-        return Bytes(*rows)
+        reserved, temporary, host = zip(*((peak.total, peak.temporary, peak.host) for peak in peaks), strict=True)
+        return reserved, temporary, host
 
     @cached_property
     def _layout(self) -> StageLayout:
@@ -195,7 +195,7 @@ class MpmdRuntime:
     @progress("Compiling the training step")
     def compiled_step(self) -> Dispatch:
         """The compiled graph of a training step."""
-        return self.build() if self.planned.compiled is None else self.planned.compiled.step
+        return self.build() if self.planned.compiled is None else self.planned.compiled
 
     def build(self) -> Dispatch:
         """Compile the graph of a training step as it is planned."""

@@ -1,6 +1,5 @@
 """A plan's stages on their devices, and the arrays that the work of each has: shapes, purposes, shardings."""
 
-# More than 15 of our modules: it knows the arrays of every kind of work, and those of a training state.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

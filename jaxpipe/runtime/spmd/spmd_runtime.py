@@ -198,8 +198,8 @@ class SpmdRuntime:
         step, count = self.compiled_step, self.planned.mesh.devices.size
         sizes = step.memory_analysis()
         assert sizes is not None
-        each = reserved_bytes(step), sizes.temp_size_in_bytes, sizes.host_temp_size_in_bytes
-        return Bytes(*((size,) * count for size in each))
+        temporary, host = (sizes.temp_size_in_bytes,) * count, (sizes.host_temp_size_in_bytes,) * count
+        return (reserved_bytes(step),) * count, temporary, host
 
     @cached_property
     @progress("Compiling the training step")

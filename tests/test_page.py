@@ -15,8 +15,7 @@ import pytest
 
 import jaxpipe
 from jaxpipe import PartitionError
-from jaxpipe.visualize.html_report import page
-from jaxpipe.visualize.plain_stash import plain_stash_bytes
+from jaxpipe.visualize.html_report import page, plain_stash_bytes
 from tests.support.pipeline_models import cnn_linen
 
 

@@ -21,8 +21,7 @@ from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.models.traced_update import TracedUpdate
 from jaxpipe.options import AxisRules, PlanOptions
 from jaxpipe.sharding.mesh_axes import DATA, REPLICA
-from jaxpipe.sharding.partition_specs import Specs
-from jaxpipe.sharding.submesh import Submesh, axes_by_dimension, axis_names, spec_of
+from jaxpipe.sharding.submesh import Specs, Submesh, axes_by_dimension, axis_names, spec_of
 
 
 #: Mesh axes over which examples are split, if the caller does not say which.

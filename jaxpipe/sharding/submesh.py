@@ -2,7 +2,8 @@
 
     mesh (stage 2, data 2, model 2) ──split_mesh──▶ outer mesh (stage 2, data 2) of first devices, and a Submesh
 
-Plans are made for the outer mesh, in which the first device of a group stands for all of them.
+Plans are made for the outer mesh, in which the first device of a group stands for all of them. Partition specs of a
+stage's arrays are over the axes of its submesh.
 """
 
 import math
@@ -13,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.array_types import Device
+from jaxpipe.array_types import Device, TensorNumber
 from jaxpipe.sharding.mesh_axes import DATA, STAGE
 
 
@@ -132,3 +133,32 @@ def joined_mesh(mesh: Mesh, submesh: Submesh) -> Mesh:
     every = [d for device in mesh.devices.flat for d in submesh.group(device)]
     grid = np.array(every).reshape(*mesh.devices.shape, *submesh.shape.values())
     return Mesh(grid, (*mesh.axis_names, *submesh.shape))
+
+
+@dataclass(frozen=True, eq=False)
+class Specs:
+    """Partition specs of the arrays that a plan names: by tensor of the objective, by leaf of the optimizer state."""
+
+    submesh: Submesh = field(default_factory=Submesh)
+    tensors: Mapping[TensorNumber, P] = field(default_factory=dict)
+    optimizer: tuple[P, ...] = ()
+
+    def of_tensor(self, t: TensorNumber) -> P:
+        """Return the spec of a tensor."""
+        return self.tensors.get(t, P())
+
+    def of_leaf(self, k: int) -> P:
+        """Return the spec of a leaf of the optimizer state."""
+        return self.optimizer[k] if self.optimizer else P()
+
+
+def side_by_side(spec: P, axis: str) -> P:
+    """Return the spec of arrays of all groups along ``axis``, side by side along their first dimension.
+
+    Example:
+      >>> side_by_side(P("model"), "data"), side_by_side(P(), "data")
+      (P(('data', 'model'),), P('data',))
+    """
+    first, *rest = spec or (None,)
+    axes = (axis, *axis_names(first))
+    return P(axes if len(axes) > 1 else axis, *rest)

@@ -5,20 +5,22 @@ import html
 import io
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxpipe.errors import PartitionError
+from jaxpipe.graph.allowed_codecs import parse
 from jaxpipe.plan import Plan
 from jaxpipe.planning.cuts.placed_stages import Partition
 from jaxpipe.planning.memory_report import MemoryReport
-from jaxpipe.runtime.stages import Program
+from jaxpipe.runtime.stages import Program, with_backward
+from jaxpipe.runtime.uint32_words import word_count
 from jaxpipe.schedules import Timeline
 from jaxpipe.schedules.swap_points import HOST
 from jaxpipe.text.printed import PlainTable, html_table, html_text
 from jaxpipe.text.units import bytes_text, seconds_text
 from jaxpipe.visualize.pictures import draw_memory, draw_stages, draw_timeline, load_figure_class
-from jaxpipe.visualize.plain_stash import plain_stash_bytes
 
 
 if TYPE_CHECKING:
@@ -138,6 +140,16 @@ def _memory_text(plan: Plan, memory: MemoryReport | None) -> str:
         f"XLA reserves {bytes_text(compiled)} {plan.where} (predicted: {ratio:.1%} of it), among them "
         f"{bytes_text(temporary)} of temporaries."
     )
+
+
+def plain_stash_bytes(program: Program) -> tuple[int, ...]:
+    """By stage, what ``jax.grad`` keeps of one micro-batch: decorations and the plan's storage are not looked at."""
+    stages = []
+    for stage in program.stages:
+        operators = tuple(replace(op, policy=None) for op in stage.graph.operators)
+        stages.append(replace(stage, graph=replace(stage.graph, operators=operators)))
+    plain = with_backward(program.objective, stages, parse(()))
+    return tuple(sum(4 * word_count(a) for a in stage.stash_avals) for stage in plain)
 
 
 def _stash_table(plan: Plan, plain_bytes: Sequence[int]) -> PlainTable:

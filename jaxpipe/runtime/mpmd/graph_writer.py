@@ -27,7 +27,7 @@ from jaxpipe.runtime.mpmd.step_graph import (
 )
 from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.mesh_axes import DATA
-from jaxpipe.sharding.partition_specs import side_by_side
+from jaxpipe.sharding.submesh import side_by_side
 
 
 #: A tree of value numbers.

@@ -22,8 +22,7 @@ from jaxpipe.runtime.stages import Stage
 from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.schedules.table import Schedule, StageNumber
 from jaxpipe.sharding.mesh_axes import DATA
-from jaxpipe.sharding.partition_specs import Specs
-from jaxpipe.sharding.submesh import axis_names
+from jaxpipe.sharding.submesh import Specs, axis_names
 
 
 #: By group of arrays, the component of memory that they are counted in; ``"state"`` for the others.

@@ -118,7 +118,7 @@ def _parts(runtime: Runtime, arrays: ArraysByPlace) -> dict[Any, PyTree]:
         if devices:
             with jax.default_device(devices[0]):
                 held = arrays(place)
-            residuals = [of_replicas(x, len(every)) for x in held.residuals]
+            residuals = [of_replicas(np.asarray(x), len(every)) for x in held.residuals]
             parts |= runtime.stage_part(place, replace(held, residuals=residuals))
     return parts
 

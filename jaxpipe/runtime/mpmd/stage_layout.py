@@ -12,17 +12,16 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.array_types import Array, DType, TensorNumber
 from jaxpipe.gradients.squared_norm import norm_dtype
-from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.residuals.codecs.keep import KEEP
-from jaxpipe.runtime.executable_plan import ExecutablePlan, Update
+from jaxpipe.runtime.executable_plan import ExecutablePlan
 from jaxpipe.runtime.gradient_precision import sum_dtype
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.step_graph import OF_MICROBATCH, Arrays, Form, Path, Place, Port, shape_of
 from jaxpipe.runtime.stages import Stage
 from jaxpipe.runtime.train_state import TrainState
-from jaxpipe.schedules.table import Schedule, StageNumber
+from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.mesh_axes import DATA
-from jaxpipe.sharding.submesh import Specs, axis_names
+from jaxpipe.sharding.submesh import axis_names
 
 
 #: By group of arrays, the component of memory that they are counted in; ``"state"`` for the others.
@@ -64,36 +63,34 @@ class StateArray(NamedTuple):
     name: str
 
 
-@dataclass(frozen=True, eq=False)
 class StageLayout:
     """The stages of a plan, their schedule, their optimizer and their devices.
 
     Where a stage has several members, a sum of gradients of each has an axis of length 1 in front.
+
+    Attributes:
+      planned, devices: the plan, and the devices of its stages.
+      collects: results are kept by micro-batch, not added up.
+      objective, schedule: the program of a micro-batch, and the order of the work.
+      stages, replicas: numbers of the stages, and of the replicas.
+      num_microbatches: of a replica.
+      update: the optimizer, and what is done around it.
+      is_guarded: a step that is not finite changes nothing.
+      specs: partition specs over the axes of a member's devices.
+      home: first member of the last stage, which computes loss and metrics.
+      norm_dtype: the type of the norm of all gradients.
     """
 
-    planned: ExecutablePlan
-    devices: StageDevices
-    collects: bool = False  # results are kept by micro-batch, not added up
-
-    @property
-    def objective(self) -> MicrobatchProgram:
-        """The program of a micro-batch."""
-        return self.planned.program.objective
-
-    @property
-    def schedule(self) -> Schedule:
-        """The order of the work."""
-        return self.planned.program.schedule
-
-    @property
-    def num_microbatches(self) -> int:
-        """Micro-batches of a replica."""
-        return self.planned.batching.num_microbatches
-
-    @property
-    def stages(self) -> tuple[StageNumber, ...]:
-        """Numbers of the stages."""
-        return self.planned.program.stage_numbers
+    def __init__(self, planned: ExecutablePlan, devices: StageDevices, collects: bool = False):
+        self.planned, self.devices, self.collects = planned, devices, collects
+        self.objective, self.schedule = planned.program.objective, planned.program.schedule
+        self.stages, self.replicas = planned.program.stage_numbers, range(devices.replicas)
+        self.num_microbatches = planned.batching.num_microbatches
+        self.update = planned.update
+        self.is_guarded = planned.update.on_nonfinite is not None
+        self.specs = planned.shardings.specs(self.objective)
+        self.home = Place(self.stages[-1], 0)
+        self.norm_dtype = norm_dtype(self.aval(t).dtype for t in self.objective.parameters)
 
     def stage(self, s: StageNumber) -> Stage:
         """Return the work of a stage on a micro-batch."""
@@ -102,16 +99,6 @@ class StageLayout:
     def members(self, s: StageNumber) -> int:
         """Return how many members a stage has."""
         return len(self.devices.rows[s])
-
-    @property
-    def replicas(self) -> range:
-        """Numbers of the replicas."""
-        return range(self.devices.replicas)
-
-    @cached_property
-    def specs(self) -> Specs:
-        """Partition specs over the axes of a member's devices."""
-        return self.planned.shardings.specs(self.objective)
 
     @cached_property
     def batch(self) -> list[jax.ShapeDtypeStruct]:
@@ -126,11 +113,6 @@ class StageLayout:
         """The micro-batches of an entry of the table: one, or a round where members of a stage share them."""
         count = self.planned.program.stage_replicas.round_size
         return range(k * count, min((k + 1) * count, self.num_microbatches))
-
-    @property
-    def home(self) -> Place:
-        """First member of the last stage, which computes loss and metrics."""
-        return Place(self.stages[-1], 0)
 
     @property
     def rows_cross(self) -> bool:
@@ -226,11 +208,6 @@ class StageLayout:
             return jax.ShapeDtypeStruct((), self.aval(self.objective.results[1]).dtype), Form("state")
         return jax.ShapeDtypeStruct((2,) if field == "index" else (), jnp.int32), Form("state")
 
-    @cached_property
-    def norm_dtype(self) -> DType:
-        """The type of the norm of all gradients."""
-        return norm_dtype(self.aval(t).dtype for t in self.objective.parameters)
-
     def trained(self, s: StageNumber) -> list[TensorNumber]:
         """The parameters that receive a gradient in a stage, borrowed ones included."""
         stage = self.stage(s)
@@ -249,16 +226,6 @@ class StageLayout:
         if stage.fold is not None:
             return list(stage.fold.state)
         return [t for t, new in zip(stage.state, stage.new_state, strict=True) if t != new]
-
-    @property
-    def update(self) -> Update:
-        """The optimizer, and what is done around it."""
-        return self.planned.update
-
-    @property
-    def is_guarded(self) -> bool:
-        """Return whether a step that is not finite changes nothing."""
-        return self.update.on_nonfinite is not None
 
     def lenders(self, t: TensorNumber) -> list[StageNumber]:
         """The stages that compute gradients of a parameter which another one has."""

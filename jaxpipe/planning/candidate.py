@@ -27,13 +27,20 @@ from jaxpipe.planning.step_bytes import Graphs, with_bytes
 from jaxpipe.planning.storage.stage_levels import Fitted
 from jaxpipe.planning.trace_request import Traced
 from jaxpipe.residuals.choose_formats import ResidualPlan
-from jaxpipe.runtime.asynchronous_updates import check_asynchronous
 from jaxpipe.runtime.executable_plan import ExecutablePlan, Update
-from jaxpipe.runtime.fold_state import shared_stages
 from jaxpipe.runtime.mpmd.device_bytes import array_bytes
-from jaxpipe.runtime.optimizer_by_stage import partition_update
+from jaxpipe.runtime.optimizer_by_stage import check_asynchronous, partition_update
 from jaxpipe.runtime.replica_exchange import stage_exchange, stage_outer_loop, warn_of_first_moment
-from jaxpipe.runtime.stages import Placement, Program, Stage, count_frozen, cut_stages, place_variables, with_backward
+from jaxpipe.runtime.stages import (
+    Placement,
+    Program,
+    Stage,
+    count_frozen,
+    cut_stages,
+    place_variables,
+    shared_stages,
+    with_backward,
+)
 from jaxpipe.schedules import schedule_makers
 from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.table import Kind, Schedule, StageNumber, without_backward

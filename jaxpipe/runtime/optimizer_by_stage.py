@@ -5,19 +5,27 @@
 An operator whose operands belong to one stage runs in that stage's branch. Where values of several stages meet
 (the sum of squared norms behind a global-norm clipping), they are exchanged and the operator runs everywhere; only
 small values may meet. Exchanges come in rounds; after the last, every stage has its new parameters and state.
+
+New parameters and optimizer state are written over the old ones, each before the next is computed:
+
+    gradient, old state ─▶ new state ─▶ written ─▶ read there ─▶ new parameter ─▶ written     and the next parameter
+
+So nothing as large as the parameters of a stage is made besides. XLA copies a buffer that is written to unless all that
+reads what was there before is known to come first; barriers between the steps say so.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.errors import PartitionError
-from jaxpipe.graph.graph import Graph, operator_ends, run
+from jaxpipe.graph.graph import Graph, Operator, operator_ends, ordered, run
 from jaxpipe.graph.reverse_walk import needed
 from jaxpipe.graph.stacked_layers import Stacks
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.traced_update import TracedUpdate, transformation_of
+from jaxpipe.runtime.stages import Program
 
 
 #: The end of a learning rate's path in a state of ``optax.inject_hyperparams``.
@@ -167,3 +175,99 @@ def compute(
     """Run what some tensors follow from: operators of a stage, and those that every stage runs."""
     allowed = [op for op in update.graph.operators if {update.stage_of.get(t) for t in op.outputs} & {s, None}]
     run(needed(allowed, wanted, operator_ends, known=known)[0], known)
+
+
+@dataclass(frozen=True, eq=False)
+class Renewal:
+    """A parameter or a part of the optimizer state that gets a new value."""
+
+    old: TensorNumber
+    new: TensorNumber
+    operators: tuple[Operator, ...]  # that make the new value, of what is known after the renewals before
+
+    @property
+    def reads(self) -> list[TensorNumber]:
+        """The tensors that the operators read and do not write; with no operators, the new value."""
+        written = {t for op in self.operators for t in op.outputs}
+        return ordered(t for t in (*(t for op in self.operators for t in op.inputs), self.new) if t not in written)
+
+
+def renewals(update: PartitionedUpdate, s: int, everywhere: Collection[TensorNumber]) -> list[Renewal]:
+    """Return the writes of a stage in order: the state that a new parameter is computed from, then that parameter."""
+    parameters, _, state = held_by(update, s)
+    new = update.new_of
+    makers = (op for op in update.graph.operators if any(update.stage_of.get(t) == s for t in op.outputs))
+    maker = {t: op for op in makers for t in op.outputs}
+    known = set(everywhere)
+    left = dict.fromkeys(state)
+    renewed = []
+
+    def renew(t: TensorNumber) -> None:
+        operators = _behind(new[t], maker, known)
+        renewed.append(Renewal(t, new[t], tuple(operators)))
+        known.update(u for op in operators for u in op.outputs)
+
+    for t in parameters:
+        for u in Renewal(t, new[t], tuple(_behind(new[t], maker, known))).reads:
+            if u in left:
+                left.pop(u)
+                renew(u)
+        renew(t)
+    for t in left:
+        renew(t)
+    return [x for x in renewed if x.new != x.old]
+
+
+def _behind(
+    wanted: TensorNumber, maker: dict[TensorNumber, Operator], known: Collection[TensorNumber]
+) -> list[Operator]:
+    """The operators that make a tensor from what is known, in an order in which they can run."""
+    chain: dict[TensorNumber, Operator] = {}
+    waiting = [(wanted, False)]
+    while waiting:
+        t, ready = waiting.pop()
+        op = maker.get(t)
+        if op is None or t in known or op.outputs[0] in chain:
+            continue
+        if ready:
+            chain[op.outputs[0]] = op
+        else:
+            waiting += [(t, True), *((u, False) for u in reversed(op.inputs))]
+    return list(chain.values())
+
+
+def check_asynchronous(program: Program, by_stage: PartitionedUpdate, exchanged: bool, zero: int = 0) -> None:
+    """Raise ``PartitionError`` if a schedule updates weights during a step, and the update cannot be made then."""
+    schedule, objective = program.schedule, program.objective
+    if schedule.versions is None:
+        return
+    name = f"schedule={schedule.name}: weights change while micro-batches are in flight"
+    if by_stage.exchanged:
+        sizes = sorted({str(by_stage.graph.tensors[t].shape) for ts in by_stage.exchanged for t in ts})
+        raise PartitionError(
+            f"{name}, a late stage before the gradient of an early one exists, but the optimizer combines values of "
+            f"several stages (of shape {', '.join(sizes)}), as clipping by the global norm does. Clip each "
+            "stage by its own norm, jaxpipe.gradients.per_stage(optax.clip_by_global_norm(...)), or use a schedule "
+            "that updates at the end of a step."
+        )
+    if objective.weighted:
+        raise PartitionError(
+            f"{name}, so the total weight of a batch is not known when the first gradient of it is applied. Return "
+            "a mean, (mean, metrics), instead of (sum, weight, metrics)."
+        )
+    if program.lent:
+        raise PartitionError(
+            f"{name}, but {len(program.lent)} parameter(s), the largest of "
+            f"{max(a.size for a in program.avals([*program.lent]))} numbers, are used in several stages, each of which "
+            "would update them at another time. Untie them, or use a schedule that updates at the end of a step."
+        )
+    if zero:
+        raise PartitionError(
+            f"PlanOptions(zero={zero}) with {name}; replicas that split the optimizer state add up gradients and "
+            "gather parameters once, at the end of a step. Leave out zero, or use a schedule that updates then, as "
+            "'1f1b' does."
+        )
+    if exchanged:
+        raise PartitionError(
+            f"{name}; gradient_exchange=block_sparse(...) exchanges once, at the end of a step. Use 'dense'."
+        )

@@ -1,7 +1,7 @@
 """A training step as data: the programs of the stages, a schedule, and where variables live."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Generic, TypeVar, cast
@@ -9,9 +9,11 @@ from typing import Generic, TypeVar, cast
 import jax
 
 from jaxpipe.array_types import AbstractArray, DType, Shaped, TensorNumber
+from jaxpipe.errors import PartitionError
 from jaxpipe.graph.allowed_codecs import FAST, Policy
-from jaxpipe.graph.graph import Graph, is_differentiable
+from jaxpipe.graph.graph import Graph, is_differentiable, live, ordered
 from jaxpipe.graph.operator_order import allowed_cuts, spans, uses_apart
+from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import ResidualPlan
@@ -29,7 +31,14 @@ PlaceNumber = TypeVar("PlaceNumber", bound=int, covariant=True)
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """The fold of a micro-batch's statistics into the state before it."""
+    """The fold of a micro-batch's statistics into the state before it, in a stage whose devices share micro-batches.
+
+        each micro-batch:  what it adds to the state (a mean, a variance)
+        end of the step:   these of all devices ──▶ folded, in the order of the micro-batches
+
+    So every device of the stage ends with the state that one device would have. It can be done where nothing but the
+    new state follows from the old one.
+    """
 
     graph: Graph  # ``(old state, statistics) -> new state``
     state: tuple[TensorNumber, ...]  # tensor numbers of the state variables that change
@@ -118,6 +127,100 @@ class Placement(Generic[PlaceNumber]):
         return tuple(k for k, s in enumerate(self.parameters) if s == place), tuple(
             k for k, s in enumerate(self.state) if s == place
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Stages, a schedule, and where variables live: all that a runtime needs.
+
+    ``schedule.stage_of`` has the stages of every device. Stage programs (``jaxpipe.runtime.mpmd``) may have several
+    devices in a stage: a device of the schedule then stands for all of them, and a micro-batch for a round
+    (``jaxpipe.schedules.replicas``).
+    """
+
+    objective: MicrobatchProgram
+    stages: tuple[Stage, ...]
+    schedule: Schedule
+    stage_replicas: StageReplicas  # the devices along the stage axis
+    num_microbatches: int  # of a step, on each replica of the data axis
+    placement: Placement[StageNumber]  # the stage of every variable
+    replicated: bool  # the mesh has a data axis
+    gradient_dtype: DType | None = None  # in which narrower ones are added up; None: float32
+    specs: Specs = field(default_factory=Specs)  # over the devices of a stage
+
+    def bytes_of(self, numbers: Sequence[TensorNumber]) -> int:
+        """Bytes of some tensors on each device of a stage, in words."""
+        return sum(self._bytes(t, a) for t, a in zip(numbers, self.avals(numbers), strict=True))
+
+    def _bytes(self, t: TensorNumber, aval: Shaped) -> int:
+        """Bytes of a tensor, or of an array that it is stored as, on each device of a stage."""
+        return -(-4 * word_count(aval) // self.specs.submesh.shards(self.specs.of_tensor(t)))
+
+    def avals(self, numbers: Sequence[TensorNumber]) -> list[AbstractArray]:
+        """Shapes of some tensors."""
+        return [self.objective.graph.tensors[t].aval for t in numbers]
+
+    @property
+    def num_devices(self) -> int:
+        """Devices along the stage axis, or the stages on them."""
+        return self.schedule.num_devices
+
+    @cached_property
+    def stage_numbers(self) -> tuple[StageNumber, ...]:
+        """Numbers of the stages."""
+        return tuple(map(StageNumber, range(len(self.stages))))
+
+    @property
+    def device_numbers(self) -> tuple[DeviceNumber, ...]:
+        """Numbers of the devices along the stage axis."""
+        return self.schedule.device_numbers
+
+    def device(self, stage: StageNumber) -> DeviceNumber:
+        """Return where a stage is."""
+        return self.schedule.device(stage)
+
+    @cached_property
+    def on_devices(self) -> Placement[DeviceNumber]:
+        """The device of every variable."""
+        return self.placement.on_devices(self.schedule)
+
+    def held(self, device: DeviceNumber) -> tuple[list[TensorNumber], list[TensorNumber]]:
+        """The tensors of the parameters and of the state variables on a device, in the order of the layouts."""
+        parameters, state = self.on_devices.held_by(device)
+        return [self.objective.parameters[k] for k in parameters], [self.objective.state[k] for k in state]
+
+    def trained(self, device: DeviceNumber) -> list[TensorNumber]:
+        """The trained parameters of a device, in the order of the layout of gradients."""
+        return [t for t in self.held(device)[0] if t not in self.objective.frozen]
+
+    @cached_property
+    def lent(self) -> dict[TensorNumber, DeviceNumber]:
+        """The device of each parameter that others use and do not hold."""
+        home = self.on_devices.home(self.objective)
+        return {t: home[t] for s in self.stage_numbers for t in self.stages[s].borrowed if home[t] != self.device(s)}
+
+    def received(self, s: StageNumber, kind: Kind) -> tuple[TensorNumber, ...]:
+        """The tensors whose cotangents backward work of a kind is given, by its input part or by the next stage."""
+        if kind is Kind.BACKWARD_WEIGHT:
+            return self.stages[s].saved
+        return self.stages[s + 1].returning if s + 1 < len(self.stages) else ()
+
+    def sum_bytes(self, numbers: Sequence[TensorNumber]) -> int:
+        """Bytes of the sums of gradients of some parameters."""
+        return sum(sum_dtype(a.dtype, self.gradient_dtype).itemsize * a.size for a in self.avals(numbers))
+
+    def in_flight(self, stage: StageNumber) -> int:
+        """The most stashes of a stage that its device holds at the same time."""
+        device = self.device(stage)
+        return self.schedule.in_flight(device, self.schedule.chunk(stage)) * self.stage_replicas.per_device(device)
+
+    def stash_bytes(self, stage: Stage) -> int:
+        """Bytes of what one micro-batch of a stage keeps for its backward pass, on each of its devices, in words."""
+        return sum(self._bytes(t, a) for t, avals in stage.stashed.items() for a in avals)
+
+    def tangents(self, numbers: Sequence[TensorNumber]) -> list[AbstractArray]:
+        """Shapes of the cotangents of some tensors."""
+        return [cast(AbstractArray, aval.to_tangent_aval()) for aval in self.avals(numbers)]
 
 
 def variable_spans(objective: MicrobatchProgram) -> dict[TensorNumber, tuple[tuple[int, int], ...]]:
@@ -236,95 +339,52 @@ def _active(objective: MicrobatchProgram) -> set[TensorNumber]:
     return active
 
 
-@dataclass(frozen=True, eq=False)
-class Program:
-    """Stages, a schedule, and where variables live: all that a runtime needs.
+def shared_stages(
+    objective: MicrobatchProgram, model: BoundModel, stages: Sequence[Stage], stage_replicas: StageReplicas
+) -> tuple[Stage, ...]:
+    """Return the stages; those on several devices get a fold for their state."""
+    if stage_replicas.is_single:
+        return tuple(stages)
+    names = dict(zip(objective.state, (v.name for v in model.state), strict=True))
+    return tuple(
+        stage if width == 1 else separate(objective, stage, width, names)
+        for stage, width in zip(stages, stage_replicas.per_stage, strict=True)
+    )
 
-    ``schedule.stage_of`` has the stages of every device. Stage programs (``jaxpipe.runtime.mpmd``) may have several
-    devices in a stage: a device of the schedule then stands for all of them, and a micro-batch for a round
-    (``jaxpipe.schedules.replicas``).
+
+def separate(objective: MicrobatchProgram, stage: Stage, width: int, names: Mapping[TensorNumber, str]) -> Stage:
+    """Return the stage without the operators that follow from its state, which become its fold.
+
+    Raises ``PartitionError`` if something else follows from state that changes.
     """
-
-    objective: MicrobatchProgram
-    stages: tuple[Stage, ...]
-    schedule: Schedule
-    stage_replicas: StageReplicas  # the devices along the stage axis
-    num_microbatches: int  # of a step, on each replica of the data axis
-    placement: Placement[StageNumber]  # the stage of every variable
-    replicated: bool  # the mesh has a data axis
-    gradient_dtype: DType | None = None  # in which narrower ones are added up; None: float32
-    specs: Specs = field(default_factory=Specs)  # over the devices of a stage
-
-    def bytes_of(self, numbers: Sequence[TensorNumber]) -> int:
-        """Bytes of some tensors on each device of a stage, in words."""
-        return sum(self._bytes(t, a) for t, a in zip(numbers, self.avals(numbers), strict=True))
-
-    def _bytes(self, t: TensorNumber, aval: Shaped) -> int:
-        """Bytes of a tensor, or of an array that it is stored as, on each device of a stage."""
-        return -(-4 * word_count(aval) // self.specs.submesh.shards(self.specs.of_tensor(t)))
-
-    def avals(self, numbers: Sequence[TensorNumber]) -> list[AbstractArray]:
-        """Shapes of some tensors."""
-        return [self.objective.graph.tensors[t].aval for t in numbers]
-
-    @property
-    def num_devices(self) -> int:
-        """Devices along the stage axis, or the stages on them."""
-        return self.schedule.num_devices
-
-    @cached_property
-    def stage_numbers(self) -> tuple[StageNumber, ...]:
-        """Numbers of the stages."""
-        return tuple(map(StageNumber, range(len(self.stages))))
-
-    @property
-    def device_numbers(self) -> tuple[DeviceNumber, ...]:
-        """Numbers of the devices along the stage axis."""
-        return self.schedule.device_numbers
-
-    def device(self, stage: StageNumber) -> DeviceNumber:
-        """Return where a stage is."""
-        return self.schedule.device(stage)
-
-    @cached_property
-    def on_devices(self) -> Placement[DeviceNumber]:
-        """The device of every variable."""
-        return self.placement.on_devices(self.schedule)
-
-    def held(self, device: DeviceNumber) -> tuple[list[TensorNumber], list[TensorNumber]]:
-        """The tensors of the parameters and of the state variables on a device, in the order of the layouts."""
-        parameters, state = self.on_devices.held_by(device)
-        return [self.objective.parameters[k] for k in parameters], [self.objective.state[k] for k in state]
-
-    def trained(self, device: DeviceNumber) -> list[TensorNumber]:
-        """The trained parameters of a device, in the order of the layout of gradients."""
-        return [t for t in self.held(device)[0] if t not in self.objective.frozen]
-
-    @cached_property
-    def lent(self) -> dict[TensorNumber, DeviceNumber]:
-        """The device of each parameter that others use and do not hold."""
-        home = self.on_devices.home(self.objective)
-        return {t: home[t] for s in self.stage_numbers for t in self.stages[s].borrowed if home[t] != self.device(s)}
-
-    def received(self, s: StageNumber, kind: Kind) -> tuple[TensorNumber, ...]:
-        """The tensors whose cotangents backward work of a kind is given, by its input part or by the next stage."""
-        if kind is Kind.BACKWARD_WEIGHT:
-            return self.stages[s].saved
-        return self.stages[s + 1].returning if s + 1 < len(self.stages) else ()
-
-    def sum_bytes(self, numbers: Sequence[TensorNumber]) -> int:
-        """Bytes of the sums of gradients of some parameters."""
-        return sum(sum_dtype(a.dtype, self.gradient_dtype).itemsize * a.size for a in self.avals(numbers))
-
-    def in_flight(self, stage: StageNumber) -> int:
-        """The most stashes of a stage that its device holds at the same time."""
-        device = self.device(stage)
-        return self.schedule.in_flight(device, self.schedule.chunk(stage)) * self.stage_replicas.per_device(device)
-
-    def stash_bytes(self, stage: Stage) -> int:
-        """Bytes of what one micro-batch of a stage keeps for its backward pass, on each of its devices, in words."""
-        return sum(self._bytes(t, a) for t, avals in stage.stashed.items() for a in avals)
-
-    def tangents(self, numbers: Sequence[TensorNumber]) -> list[AbstractArray]:
-        """Shapes of the cotangents of some tensors."""
-        return [cast(AbstractArray, aval.to_tangent_aval()) for aval in self.avals(numbers)]
+    changing = [(t, new) for t, new in zip(stage.state, stage.new_state, strict=True) if t != new]
+    if not changing:
+        return stage
+    old, new = zip(*changing, strict=True)
+    graph, source = stage.graph, {t: t for t in old}
+    behind = []
+    for op in graph.operators:
+        read = [source[t] for t in op.inputs if t in source]
+        if read:
+            behind.append(op)
+            source.update(dict.fromkeys(op.outputs, read[0]))
+    kept = [*stage.leaving, *(objective.results[k] for k in stage.results)]
+    for t in kept:
+        if t in source:
+            op = next((op for op in behind if t in op.outputs), None)
+            where = f" in {op.path}" if op is not None and op.path else ""
+            what = "what the loss returns" if op is None else f"the output of {op.label}{where}"
+            raise PartitionError(
+                f"A stage on {width} devices would share its micro-batches among them, but {what} depends on "
+                f"{names[source[t]]}, which every micro-batch changes: it would need what "
+                "the micro-batch before it has left on another device. Only the new state may depend on the old one, "
+                "as with running statistics. Give this stage one device (devices_per_stage=)."
+            )
+    behind = live(behind, new)
+    written = {t for op in behind for t in op.outputs}
+    read = [*(t for op in behind for t in op.inputs), *new]
+    statistics = tuple(t for t in ordered(read) if t not in written and t not in old and t not in graph.constants)
+    fold = Fold(replace(graph, operators=behind, inputs=(*old, *statistics), outputs=new), old, statistics)
+    rest = tuple(op for op in graph.operators if source.keys().isdisjoint(op.outputs))
+    outputs = tuple(ordered((*kept, *stage.state, *statistics)))
+    return replace(stage, graph=replace(graph, operators=rest, outputs=outputs), new_state=stage.state, fold=fold)

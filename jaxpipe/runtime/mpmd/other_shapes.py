@@ -14,9 +14,8 @@ from jaxpipe.models.microbatch_program import MicrobatchProgram, with_rows
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import refitted
 from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan
-from jaxpipe.runtime.fold_state import shared_stages
 from jaxpipe.runtime.followed_program import followed_stages
-from jaxpipe.runtime.stages import Stage, cut_stages, with_backward
+from jaxpipe.runtime.stages import Stage, cut_stages, shared_stages, with_backward
 from jaxpipe.schedules import Schedule, schedule_makers
 from jaxpipe.schedules.table import without_backward
 

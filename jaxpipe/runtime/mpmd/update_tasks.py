@@ -22,8 +22,7 @@ from jaxpipe.gradients.squared_norm import squared_norm
 from jaxpipe.graph.graph import run
 from jaxpipe.runtime.mpmd.stage_layout import StageLayout
 from jaxpipe.runtime.mpmd.step_graph import Arrays, Path
-from jaxpipe.runtime.optimizer_by_stage import compute, held_by
-from jaxpipe.runtime.overwrite_state import renewals
+from jaxpipe.runtime.optimizer_by_stage import compute, held_by, renewals
 from jaxpipe.schedules.table import StageNumber
 
 
@@ -173,7 +172,7 @@ class StageUpdate:
     def _overwrite(
         self, arrays: Arrays, gradients: dict[TensorNumber, Array], stopped: Array | None
     ) -> tuple[dict[TensorNumber, Array], dict[TensorNumber, Array]]:
-        """Write parameters and state one after the other, each over the old one (``overwrite_state.renewals``).
+        """Write parameters and state one after the other, each over the old one (``optimizer_by_stage.renewals``).
 
         Returns new values by tensor number of the old one in the optimizer, and the squared norm of each gradient.
         """

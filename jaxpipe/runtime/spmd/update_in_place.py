@@ -14,8 +14,7 @@ from jax import lax
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, Shaped, TensorNumber
 from jaxpipe.graph.graph import run
-from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate, compute, held_by
-from jaxpipe.runtime.overwrite_state import renewals
+from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate, compute, held_by, renewals
 from jaxpipe.runtime.spmd.buffer_layout import Place
 from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram
 from jaxpipe.runtime.spmd.stage_switch import overwrite, switch

@@ -29,7 +29,7 @@ from jaxpipe.planning.compare_requests import request_parts
 from jaxpipe.planning.given_plan import read_plan
 from jaxpipe.planning.make_plan import make_plan
 from jaxpipe.schedules.schedule_makers import ScheduleMaker
-from jaxpipe.sharding.submesh import joined_mesh
+from jaxpipe.sharding.mesh_axes import joined_mesh
 
 
 @outside_mesh()

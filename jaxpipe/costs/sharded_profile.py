@@ -14,7 +14,7 @@ from jaxpipe.costs.profile import Profile
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.sharding_propagation import Propagated
 from jaxpipe.models.microbatch_program import MicrobatchProgram
-from jaxpipe.sharding.submesh import Submesh, axes_by_dimension
+from jaxpipe.sharding.mesh_axes import Submesh, axes_by_dimension
 
 
 def groups_of(network: Network, mesh: Mesh, outer: Mesh, submesh: Submesh) -> tuple[Network, Link]:

@@ -32,7 +32,7 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.graph.axis_names import NO_AXES, TracedIn, bound, evaluate_alone, names_in, with_names
 from jaxpipe.graph.graph import Operator, all_operands, equations_in, replaced, without_literals
 from jaxpipe.graph.primitives import CALLS, CHECKPOINTS, CONTROL, FUNCTIONS, JITS, MARKS
-from jaxpipe.sharding.submesh import Submesh, axes_by_dimension, axis_names, kept_spec
+from jaxpipe.sharding.mesh_axes import Submesh, axes_by_dimension, axis_names, kept_spec
 
 
 T = TypeVar("T")

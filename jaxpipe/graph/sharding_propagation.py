@@ -20,7 +20,7 @@ from jaxpipe.graph.graph import Graph, Operator, read_graph
 from jaxpipe.graph.kept_dimensions import RULES as KEPT_BY_RULE
 from jaxpipe.graph.kept_dimensions import kept_dimensions
 from jaxpipe.graph.primitives import SHARDS
-from jaxpipe.sharding.submesh import axes_by_dimension, spec_of
+from jaxpipe.sharding.mesh_axes import axes_by_dimension, spec_of
 
 
 #: By dimension, the mesh axes that split it.

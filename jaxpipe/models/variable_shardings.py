@@ -20,8 +20,7 @@ from jaxpipe.models.bound_model import BoundModel, Variable
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.models.traced_update import TracedUpdate
 from jaxpipe.options import AxisRules, PlanOptions
-from jaxpipe.sharding.mesh_axes import DATA, REPLICA
-from jaxpipe.sharding.submesh import Specs, Submesh, axes_by_dimension, axis_names, spec_of
+from jaxpipe.sharding.mesh_axes import DATA, REPLICA, Specs, Submesh, axes_by_dimension, axis_names, spec_of
 
 
 #: Mesh axes over which examples are split, if the caller does not say which.

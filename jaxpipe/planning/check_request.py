@@ -38,8 +38,15 @@ from jaxpipe.runtime.replica_exchange import check_exchange
 from jaxpipe.runtime.select_runtime import RuntimeName, makers_for
 from jaxpipe.schedules import BY_NAME, Schedule
 from jaxpipe.schedules.schedule_makers import AUTO, ScheduleMaker, plain_name, schedule_named
-from jaxpipe.sharding.mesh_axes import COMMON_NAMES, DATA, STAGE, with_joined_replicas, with_own_names
-from jaxpipe.sharding.submesh import Submesh, split_mesh
+from jaxpipe.sharding.mesh_axes import (
+    COMMON_NAMES,
+    DATA,
+    STAGE,
+    Submesh,
+    split_mesh,
+    with_joined_replicas,
+    with_own_names,
+)
 from jaxpipe.targets.known import target_named
 from jaxpipe.text.stable_text import stable_text
 from jaxpipe.text.units import asked_bytes, bytes_text, device_bytes, whole_number

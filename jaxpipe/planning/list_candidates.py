@@ -22,8 +22,7 @@ from jaxpipe.planning.trace_request import Traced, without_collection
 from jaxpipe.schedules import Schedule, list_schedule, makespan_bound, schedule_makers
 from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.table import without_backward
-from jaxpipe.sharding.mesh_axes import STAGE
-from jaxpipe.sharding.submesh import Submesh
+from jaxpipe.sharding.mesh_axes import STAGE, Submesh
 from jaxpipe.text.progress import phase, tell
 from jaxpipe.text.short_names import number_ranges
 

@@ -37,7 +37,7 @@ from jaxpipe.runtime.executable_plan import Batching
 from jaxpipe.runtime.gradient_precision import check_effect
 from jaxpipe.schedules import Schedule, schedule_makers
 from jaxpipe.schedules.replicas import StageReplicas
-from jaxpipe.sharding.submesh import joined_mesh
+from jaxpipe.sharding.mesh_axes import joined_mesh
 from jaxpipe.targets.known import target_of, target_of_kind
 from jaxpipe.targets.rates import Rates
 from jaxpipe.text.progress import phase, tell

@@ -22,8 +22,7 @@ from jaxpipe.runtime.replica_exchange import StageExchange, StageOuterLoop
 from jaxpipe.runtime.stages import Placement, Program
 from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.schedules.schedule_makers import ScheduleMaker
-from jaxpipe.sharding.mesh_axes import DATA
-from jaxpipe.sharding.submesh import joined_mesh
+from jaxpipe.sharding.mesh_axes import DATA, joined_mesh
 
 
 #: What to do about a step with a value that is not finite: nothing, raise ``NonFiniteError``, or leave the step out.

@@ -22,7 +22,7 @@ from jaxpipe.runtime.gradient_precision import sum_dtype
 from jaxpipe.runtime.uint32_words import word_count
 from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.table import DeviceNumber, Kind, Schedule, StageNumber
-from jaxpipe.sharding.submesh import Specs
+from jaxpipe.sharding.mesh_axes import Specs
 
 
 #: Where a variable is: the number of a stage, or of a device.

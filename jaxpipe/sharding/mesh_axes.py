@@ -1,11 +1,21 @@
-"""The axes of a caller's mesh, by their common names."""
+"""The axes of a caller's mesh: ``stage`` and ``data``, by their common names, and those that shard inside a stage.
 
+    mesh (stage 2, data 2, model 2) ──split_mesh──▶ outer mesh (stage 2, data 2) of first devices, and a Submesh
+
+Each stage of a replica is on a group of devices, its submesh. Plans are made for the outer mesh, in which the first
+device of a group stands for all of them. Partition specs of a stage's arrays are over the axes of its submesh.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import PartitionSpec as P
 
-from jaxpipe.array_types import Device
+from jaxpipe.array_types import Device, TensorNumber
 from jaxpipe.errors import PartitionError
 from jaxpipe.schedules.replicas import StageReplicas
 
@@ -75,3 +85,149 @@ def with_joined_replicas(mesh: Mesh) -> Mesh:
 def own_name(name: str | None) -> str | None:
     """Return the name that is used here for an axis that a caller calls ``name``."""
     return None if name is None else _MEANING.get(name, name)
+
+
+@dataclass(frozen=True, eq=False)
+class Submesh:
+    """The axes over which the programs of a stage are sharded; by first device of a group, all its devices."""
+
+    shape: Mapping[str, int] = field(default_factory=dict)
+    groups: Mapping[Device, tuple[Device, ...]] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Devices of a group."""
+        return math.prod(self.shape.values())
+
+    def group(self, device: Device) -> tuple[Device, ...]:
+        """Return all devices of the group that a device is the first of."""
+        return self.groups.get(device, (device,))
+
+    def mesh(self, devices: Sequence[Device]) -> Mesh:
+        """Return the groups of some first devices as a mesh, with an axis ``data`` over the groups."""
+        every = [d for device in devices for d in self.group(device)]
+        grid = np.array(every).reshape(len(devices), *self.shape.values())
+        return Mesh(grid, (DATA, *self.shape), axis_types=(AxisType.Auto,) * grid.ndim)
+
+    def abstract(self, groups: int = 1) -> AbstractMesh:
+        """Return the mesh of so many groups, whatever their devices."""
+        return AbstractMesh(
+            (groups, *self.shape.values()), (DATA, *self.shape), axis_types=(AxisType.Auto,) * (1 + len(self.shape))
+        )
+
+    def shards(self, spec: P, groups: int = 1) -> int:
+        """Return the number of parts that arrays of a spec are in, over so many groups."""
+        return count_parts(spec, {DATA: groups, **self.shape})
+
+
+def axis_names(axes: object) -> tuple[str, ...]:
+    """Return the mesh axes that split one dimension, of an entry of a ``PartitionSpec``.
+
+    Example:
+      >>> axis_names("model"), axis_names(("fsdp", "model")), axis_names(None)
+      (('model',), ('fsdp', 'model'), ())
+    """
+    if isinstance(axes, str):
+        return (axes,)
+    return tuple(axes) if isinstance(axes, tuple) else ()
+
+
+def axes_by_dimension(spec: P, ndim: int) -> tuple[tuple[str, ...], ...]:
+    """Return the mesh axes that split each of an array's dimensions.
+
+    Example:
+      >>> axes_by_dimension(P(None, "model"), 3)
+      ((), ('model',), ())
+    """
+    named = [axis_names(axes) for axes in tuple(spec)]
+    return (*named, *((),) * (ndim - len(named)))
+
+
+def count_parts(spec: P, shape: Mapping[str, int]) -> int:
+    """Return the number of parts that an array of a spec is in, over mesh axes of some sizes.
+
+    Example:
+      >>> count_parts(P(("data", "model"), None), {"data": 2, "model": 4})
+      8
+    """
+    return math.prod(shape[axis] for axes in tuple(spec) for axis in axis_names(axes))
+
+
+def kept_spec(spec: P, axes: Collection[str]) -> P:
+    """Return a spec without the axes that are not among some.
+
+    Example:
+      >>> kept_spec(P(("data", "fsdp"), None, "model"), {"fsdp"})
+      P('fsdp', None, None)
+    """
+    return P(*(_kept(entry, axes) for entry in spec))
+
+
+def _kept(entry: object, axes: Collection[str]) -> object:
+    names = [axis for axis in axis_names(entry) if axis in axes]
+    if not isinstance(entry, (str, tuple)):  # None, or P.UNCONSTRAINED
+        return entry
+    return (names[0] if len(names) == 1 else tuple(names)) if names else None
+
+
+def spec_of(dimensions: Iterable[Sequence[str]]) -> P:
+    """Return the spec of the axes that split each dimension.
+
+    Example:
+      >>> spec_of([("data", "fsdp"), (), ("model",), ()])
+      P(('data', 'fsdp'), None, 'model')
+    """
+    entries = [(axes[0] if len(axes) == 1 else tuple(axes)) if axes else None for axes in dimensions]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)
+
+
+def split_mesh(mesh: Mesh) -> tuple[Mesh, Submesh]:
+    """Split a mesh into the mesh of first devices, with the axes ``stage`` and perhaps ``data``, and the submeshes."""
+    inner = [axis for axis in mesh.axis_names if axis not in (STAGE, DATA)]
+    if not inner:
+        return mesh, Submesh()
+    outer = [axis for axis in mesh.axis_names if axis in (STAGE, DATA)]
+    grid = np.transpose(mesh.devices, [mesh.axis_names.index(axis) for axis in (*outer, *inner)])
+    rows = grid.reshape(*(mesh.shape[axis] for axis in outer), -1)
+    groups = {row[0]: tuple(row) for row in rows.reshape(-1, rows.shape[-1])}
+    return Mesh(rows[..., 0], tuple(outer)), Submesh({axis: mesh.shape[axis] for axis in inner}, groups)
+
+
+def joined_mesh(mesh: Mesh, submesh: Submesh) -> Mesh:
+    """Return all devices of an outer mesh, the axes of the submeshes behind its own."""
+    if not submesh.shape:
+        return mesh
+    every = [d for device in mesh.devices.flat for d in submesh.group(device)]
+    grid = np.array(every).reshape(*mesh.devices.shape, *submesh.shape.values())
+    return Mesh(grid, (*mesh.axis_names, *submesh.shape))
+
+
+@dataclass(frozen=True, eq=False)
+class Specs:
+    """Partition specs of the arrays that a plan names: by tensor of the objective, by leaf of the optimizer state."""
+
+    submesh: Submesh = field(default_factory=Submesh)
+    tensors: Mapping[TensorNumber, P] = field(default_factory=dict)
+    optimizer: tuple[P, ...] = ()
+
+    def of_tensor(self, t: TensorNumber) -> P:
+        """Return the spec of a tensor."""
+        return self.tensors.get(t, P())
+
+    def of_leaf(self, k: int) -> P:
+        """Return the spec of a leaf of the optimizer state."""
+        return self.optimizer[k] if self.optimizer else P()
+
+
+def side_by_side(spec: P, axis: str) -> P:
+    """Return the spec of arrays of all groups along ``axis``, side by side along their first dimension.
+
+    Example:
+      >>> side_by_side(P("model"), "data"), side_by_side(P(), "data")
+      (P(('data', 'model'),), P('data',))
+    """
+    first, *rest = spec or (None,)
+    axes = (axis, *axis_names(first))
+    return P(axes if len(axes) > 1 else axis, *rest)

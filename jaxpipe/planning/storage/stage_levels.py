@@ -28,7 +28,7 @@ from jaxpipe.runtime.stages import Program, Stage, StashSwap, with_storage
 from jaxpipe.schedules.joined_work import program_kinds
 from jaxpipe.schedules.swap_points import HOST, swap_points
 from jaxpipe.schedules.table import DeviceNumber, StageNumber
-from jaxpipe.sharding.submesh import Specs
+from jaxpipe.sharding.mesh_axes import Specs
 from jaxpipe.text.progress import tell
 from jaxpipe.text.units import bytes_text
 

@@ -19,7 +19,7 @@ from jaxpipe.runtime.mpmd.compile_tasks import Needs
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.step_graph import Call, Join, Place, Send, StepGraph, TaskAt
-from jaxpipe.sharding.submesh import count_parts
+from jaxpipe.sharding.mesh_axes import count_parts
 
 
 #: Components of a device's memory in the order in which they are printed; ``"state"`` has keys, totals, counters too.

@@ -26,8 +26,7 @@ from jaxpipe.runtime.mpmd.step_graph import (
     trace_task,
 )
 from jaxpipe.schedules.table import StageNumber
-from jaxpipe.sharding.mesh_axes import DATA
-from jaxpipe.sharding.submesh import side_by_side
+from jaxpipe.sharding.mesh_axes import DATA, side_by_side
 
 
 #: A tree of value numbers.

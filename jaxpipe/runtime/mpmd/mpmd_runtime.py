@@ -31,24 +31,23 @@ from jaxpipe.runtime.mpmd.training_graph import evaluation_graph, gradient_graph
 from jaxpipe.runtime.recent import recent
 from jaxpipe.runtime.train_state import StageArrays, TrainState, made_for, on_host
 from jaxpipe.runtime.uint32_words import typed
-from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.mesh_axes import DATA, STAGE, stage_devices
 from jaxpipe.targets.building import building_for
 from jaxpipe.text.progress import progress, tell
 
 
 class MpmdRuntime:
-    """A plan as stage programs; with the methods of ``SpmdRuntime``."""
+    """A plan as stage programs; with the methods of ``SpmdRuntime``.
+
+    Attributes:
+      planned: the plan.
+      places: numbers of the stages.
+    """
 
     def __init__(self, planned: ExecutablePlan):
-        self.planned = planned
+        self.planned, self.places = planned, planned.program.stage_numbers
         self._token = object()
         self._compiled_steps: dict[Hashable, LoadedGraph] = {}
-
-    @property
-    def places(self) -> tuple[StageNumber, ...]:
-        """Numbers of the stages."""
-        return self.planned.program.stage_numbers
 
     @cached_property
     def devices(self) -> StageDevices:

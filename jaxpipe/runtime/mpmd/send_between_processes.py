@@ -25,7 +25,7 @@ from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.step_graph import Send, Spread
 from jaxpipe.runtime.uint32_words import from_words, pack_words, to_words, unpack_words, word_count
 from jaxpipe.runtime.waiting_thread import Results
-from jaxpipe.sharding.submesh import side_by_side
+from jaxpipe.sharding.mesh_axes import side_by_side
 
 
 #: The mesh axis of the devices that take part.

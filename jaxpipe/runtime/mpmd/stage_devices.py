@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxpipe.array_types import Device
 from jaxpipe.runtime.mpmd.step_graph import Place
 from jaxpipe.schedules.table import StageNumber
-from jaxpipe.sharding.submesh import Submesh
+from jaxpipe.sharding.mesh_axes import Submesh
 from jaxpipe.targets.known import target_of
 from jaxpipe.targets.target import Target
 

@@ -20,8 +20,7 @@ from jaxpipe.runtime.mpmd.step_graph import OF_MICROBATCH, Arrays, Form, Path, P
 from jaxpipe.runtime.stages import Stage
 from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.schedules.table import StageNumber
-from jaxpipe.sharding.mesh_axes import DATA
-from jaxpipe.sharding.submesh import axis_names
+from jaxpipe.sharding.mesh_axes import DATA, axis_names
 
 
 #: By group of arrays, the component of memory that they are counted in; ``"state"`` for the others.

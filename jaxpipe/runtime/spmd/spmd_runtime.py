@@ -35,17 +35,18 @@ from jaxpipe.text.units import bytes_text
 
 
 class SpmdRuntime:
-    """A plan as one program; with the methods of ``MpmdRuntime``."""
+    """A plan as one program; with the methods of ``MpmdRuntime``.
+
+    Attributes:
+      planned, program: the plan, and its program with what one for all devices needs.
+      places: numbers of the devices along the stage axis.
+    """
 
     def __init__(self, planned: ExecutablePlan):
         self.planned, self._token, self._loop = planned, object(), planned.update.outer
         sites = None if self._loop is None else sites_of(planned.mesh)
         self.program = LockstepProgram.of(planned.program, update=planned.update, sites=sites)
-
-    @property
-    def places(self) -> range:
-        """Numbers of the devices along the stage axis."""
-        return range(self.program.num_devices)
+        self.places = range(self.program.num_devices)
 
     def devices_of(self, place: int) -> list[Device]:
         """The devices of a place, one for each replica."""

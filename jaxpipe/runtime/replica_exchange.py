@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, ArrayLike, Shaped
 from jaxpipe.errors import PartitionError
-from jaxpipe.gradients.block_exchange import Messages, averages, leave, message_shapes, send, wire_bytes
+from jaxpipe.gradients.block_exchange import Messages, Rule, averages, leave, message_shapes, send, wire_bytes
 from jaxpipe.gradients.block_sparse import BlockSparse, Settings
 from jaxpipe.gradients.blocks import Blocks
 from jaxpipe.gradients.outer_loop import OuterLoop, OuterSettings, wide_dtype
@@ -37,17 +37,24 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class StageExchange:
+class StageBlocks:
+    """The blocks of what the replicas of each stage exchange, by turn: a phase of the warm-up, or a fragment."""
+
+    plans: tuple[tuple[tuple[Blocks, ...], ...], ...]  # by turn and stage, the blocks of each gradient
+    replicas: int
+    rule: Rule
+
+    @cached_property
+    def traffic(self) -> list[tuple[int, int]]:
+        """Return by turn the bytes that a device hands to gathers and to reductions in a step."""
+        return [wire_bytes(stages, self.rule.mode) for stages in self.plans]
+
+
+@dataclass(frozen=True, eq=False)
+class StageExchange(StageBlocks):
     """The exchange between the replicas of each stage."""
 
     settings: Settings
-    plans: tuple[tuple[tuple[Blocks, ...], ...], ...]  # by phase of the warm-up and stage, the blocks of each gradient
-    replicas: int
-
-    @property
-    def traffic(self) -> list[tuple[int, int]]:
-        """Return by phase of the warm-up the bytes that a device hands to gathers and to reductions in a step."""
-        return [wire_bytes(stages, self.settings.rule.mode) for stages in self.plans]
 
     @property
     def sent_bytes(self) -> int:
@@ -56,7 +63,7 @@ class StageExchange:
 
     def messages(self, s: int) -> Messages:
         """Return the shapes of what arrives in a stage: as long as the longest phase of the warm-up needs."""
-        return message_shapes([phases[s] for phases in self.plans], self.settings.rule, self.replicas)
+        return message_shapes([phases[s] for phases in self.plans], self.rule, self.replicas)
 
     def send(
         self, s: int, step: Array, gradients: Sequence[Array]
@@ -65,8 +72,8 @@ class StageExchange:
         shapes = self.messages(s)
 
         def phase(plan: Sequence[Blocks]) -> tuple[Messages, tuple[list[Array], Array, Array]]:
-            chosen, arrived = send([plan], self.settings.rule, DATA, lambda f: f(0), lambda _: gradients)
-            return jax.tree.map(_fill, arrived, shapes), leave(plan, gradients, chosen, self.settings.rule.decay)
+            chosen, arrived = send([plan], self.rule, DATA, lambda f: f(0), lambda _: gradients)
+            return jax.tree.map(_fill, arrived, shapes), leave(plan, gradients, chosen, self.rule.decay)
 
         return self._by_phase(s, step, phase)
 
@@ -106,7 +113,7 @@ def stage_exchange(
     for blocks in transformation.settings.plans(model.parameter_tree(avals)):
         by_parameter = dict(zip(order, blocks, strict=True))
         phases.append(tuple(tuple(by_parameter[k] for k in placement.held_by(s)[0]) for s in range(num_places)))
-    return StageExchange(transformation.settings, tuple(phases), replicas)
+    return StageExchange(tuple(phases), replicas, transformation.settings.rule, transformation.settings)
 
 
 def check_exchange(gradient_exchange: object, axis_name: str) -> BlockSparse | OuterLoop | None:
@@ -149,23 +156,16 @@ def _is_zero(op: Operator) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class StageOuterLoop:
+class StageOuterLoop(StageBlocks):
     """The outer loop as the stages run it; by fragment and stage the numbers of parameters, and their blocks."""
 
     settings: OuterSettings
     parameters: tuple[tuple[tuple[int, ...], ...], ...]
-    plans: tuple[tuple[tuple[Blocks, ...], ...], ...]
-    replicas: int
 
     @cached_property
     def sends_blocks(self) -> bool:
         """Return whether anything is not sent whole."""
         return not all(b.is_whole for stages in self.plans for plan in stages for b in plan)
-
-    @cached_property
-    def traffic(self) -> list[tuple[int, int]]:
-        """Return by fragment the bytes that a device hands to gathers and to reductions when it has its turn."""
-        return [wire_bytes(stages, self.settings.exchange.rule.mode) for stages in self.plans]
 
     @property
     def sent_bytes(self) -> int:
@@ -209,16 +209,16 @@ def stage_outer_loop(
             "depends on gradients: it would differ from replica to replica. Use an optimizer without it."
         )
     avals = [v.aval for v in model.parameters]
-    order, tree = jax.tree.flatten(model.parameter_tree(list(range(len(avals)))))
-    shapes = jax.tree.unflatten(tree, [avals[k] for k in order])
-    parts = transformation.settings.leaves(jax.tree.leaves(shapes))
+    order = jax.tree.leaves(model.parameter_tree(list(range(len(avals)))))
+    settings, shapes = transformation.settings, model.parameter_tree(avals)
+    parts = settings.leaves(jax.tree.leaves(shapes))
     held = [placement.held_by(s)[0] for s in range(num_places)]
     parameters, plans = [], []
-    for numbers, blocks in zip(parts, transformation.settings.plans(shapes), strict=True):
+    for numbers, blocks in zip(parts, settings.plans(shapes), strict=True):
         by_parameter = {order[n]: b for n, b in zip(numbers, blocks, strict=True)}
         parameters.append(tuple(tuple(k for k in row if k in by_parameter) for row in held))
         plans.append(tuple(tuple(by_parameter[k] for k in row if k in by_parameter) for row in held))
-    return StageOuterLoop(transformation.settings, tuple(parameters), tuple(plans), replicas)
+    return StageOuterLoop(tuple(plans), replicas, settings.exchange.rule, settings, tuple(parameters))
 
 
 def sites_of(mesh: Mesh) -> list[list[int]] | None:

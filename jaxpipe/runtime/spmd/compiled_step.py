@@ -141,9 +141,7 @@ def _exchanged(
         new = (layout.write(s, dict(zip(layout.places[s], values, strict=True))) for layout, values in pairs)
         return next(new), next(new), averaged.squares, averaged.unsent
 
-    phases = [
-        partial(exchange, plans, plan.settings.rule, DATA, program.by_device, read, write) for plans in plan.plans
-    ]
+    phases = [partial(exchange, plans, plan.rule, DATA, program.by_device, read, write) for plans in plan.plans]
     return lax.switch(plan.settings.phase(step), phases)
 
 
@@ -186,7 +184,7 @@ def advance(program: LockstepProgram, loop: StageOuterLoop, state: TrainState) -
                     after = parameters[d][t].put(after, restarted)
             return [after, new, left]
 
-        return exchange(loop.plans[fragment], settings.exchange.rule, DATA, program.by_device, read, write)
+        return exchange(loop.plans[fragment], loop.rule, DATA, program.by_device, read, write)
 
     def moved(fragment: int, now: list[Array], pending: list[Array]) -> list[Array]:
         def write(d: int) -> list[Array]:

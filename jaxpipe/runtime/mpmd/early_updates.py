@@ -9,10 +9,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.runtime.mpmd.microbatch_graph import put
 from jaxpipe.runtime.mpmd.stage_layout import StageLayout
-from jaxpipe.runtime.mpmd.step_end_graph import StepEndWriter
 from jaxpipe.runtime.mpmd.step_graph import Arrays
+from jaxpipe.runtime.mpmd.step_writer import StepEndWriter, put
 from jaxpipe.runtime.mpmd.update_tasks import StageUpdate, chosen, in_groups, value_at
 from jaxpipe.schedules.joined_work import Kinds
 from jaxpipe.schedules.table import Kind, StageNumber

@@ -112,7 +112,7 @@ class MpmdRuntime:
             shaped = dataclasses.replace(self.planned, batch=shapes, batching=batching, program=program, traces={})
             layout = StageLayout(shaped, self.devices, collects=name == "predict")
             graph = evaluation_graph(layout) if name == "evaluate" else prediction_graph(layout)
-            compiled = self._compile(layout, graph, f"Pipeline.{name}")
+            compiled = LoadedGraph(layout, compile_graph(graph, self.devices, f"Pipeline.{name}"))
 
         def run(state: TrainState, batch: PyTree) -> PyTree:
             if name == "evaluate":
@@ -219,7 +219,8 @@ class MpmdRuntime:
                 return LoadedGraph(self._layout, self.compiled_step)
             with progress(f"Compiling the {'training step' if trains else 'gradient'}"), self._building():
                 layout = self._layout if is_planned else self._layout_for(shapes)
-                return self._compile(layout, make(layout), f"Pipeline.{'step' if trains else 'value_and_grad'}")
+                call = f"Pipeline.{'step' if trains else 'value_and_grad'}"
+                return LoadedGraph(layout, compile_graph(make(layout), self.devices, call))
 
         return recent(self._compiled_steps, key, compiled)
 
@@ -236,9 +237,6 @@ class MpmdRuntime:
 
     def _building(self) -> AbstractContextManager[None]:
         return building_for(self.planned.mesh.devices.flat[0])
-
-    def _compile(self, layout: StageLayout, graph: StepGraph, call: str) -> LoadedGraph:
-        return LoadedGraph(layout, compile_graph(graph, self.devices, call))
 
     def _by_replica_rows(self, layout: StageLayout, parts: Sequence[Array | None]) -> Array | None:
         """Put the rows of all replicas together, on the last stage or where they have been spread."""

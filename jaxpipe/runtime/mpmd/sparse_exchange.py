@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.array_types import Array
-from jaxpipe.runtime.mpmd.microbatch_graph import put
 from jaxpipe.runtime.mpmd.stage_layout import StageLayout
-from jaxpipe.runtime.mpmd.step_end_graph import StepEndWriter
 from jaxpipe.runtime.mpmd.step_graph import Arrays
+from jaxpipe.runtime.mpmd.step_writer import StepEndWriter, put
 from jaxpipe.runtime.mpmd.update_tasks import StageUpdate
 from jaxpipe.runtime.replica_exchange import StageExchange, sums_in_order
 from jaxpipe.schedules.table import StageNumber

@@ -3,12 +3,11 @@
 import functools
 
 from jaxpipe.runtime.mpmd.early_updates import EarlyUpdateWriter
-from jaxpipe.runtime.mpmd.microbatch_graph import MicrobatchWriter
 from jaxpipe.runtime.mpmd.report_tasks import stacked_predictions
 from jaxpipe.runtime.mpmd.sparse_exchange import exchange_gradients
 from jaxpipe.runtime.mpmd.stage_layout import StageLayout
-from jaxpipe.runtime.mpmd.step_end_graph import StepEndWriter
 from jaxpipe.runtime.mpmd.step_graph import Port, StepGraph
+from jaxpipe.runtime.mpmd.step_writer import MicrobatchWriter, StepEndWriter
 
 
 def training_graph(layout: StageLayout) -> StepGraph:

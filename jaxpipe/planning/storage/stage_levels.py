@@ -9,7 +9,6 @@ depend on a budget: what XLA reserves for one, whatever was predicted, is the sa
 The last stage may also run its largest product in slices, logits as a rule, where that is faster within its room.
 """
 
-# More than 15 of our modules: what a stage stores is priced, chosen and swapped by modules of their own.
 import functools
 import math
 from collections.abc import Sequence

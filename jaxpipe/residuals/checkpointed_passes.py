@@ -1,7 +1,6 @@
 """The passes of a decorated program as JAX differentiates it, with ``jax.checkpoint`` around blocks of it.
 
-What ``nn.remat`` does where a model's author writes it, so that a budget is never worse than that. A stash does not
-reach across a scan: for small budgets blocks with scans are checkpointed in the program itself.
+What ``nn.remat`` does where a model's author writes it, so that a budget is never worse than that.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ import numpy as np
 
 from jaxpipe import _compat
 from jaxpipe.array_types import AnyJaxpr, Array, Atom, OpenJaxpr
-from jaxpipe.graph.graph import encoded_policy, equations_in, replaced
+from jaxpipe.graph.graph import encoded_policy, replaced
 from jaxpipe.graph.save_policy import SavePolicy
 from jaxpipe.residuals.chosen_storage import DecoratedProgram
 from jaxpipe.residuals.equal_blocks import modules_by_family
@@ -34,7 +33,7 @@ class CheckpointedPasses:
         places = [self.program.graph.inputs.index(t) for t in self.program.wrt]
 
         def run(*moving: Array) -> list[Array]:
-            return _checkpointed(self.program.jaxpr, self.blocks, self.policy, replaced(values, places, moving))
+            return self._checkpointed(replaced(values, places, moving))
 
         return jax.vjp(run, *(values[k] for k in places))
 
@@ -44,36 +43,20 @@ class CheckpointedPasses:
         given = [_zero(aval) if ct is None else ct for ct, aval in zip(cotangents, avals, strict=True)]
         return list(kept(given))
 
+    def _checkpointed(self, values: Sequence[Array]) -> list[Array]:
+        jaxpr, consts = _compat.open_jaxpr(self.program.jaxpr)
+        env = dict[Atom, Array](zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
+        borders = sorted({0, len(jaxpr.eqns), *(place for block in self.blocks for place in block)})
+        for start, stop in pairwise(borders):
+            piece, inputs, outputs = _section(jaxpr, start, stop)
 
-def _checkpointed(
-    program: AnyJaxpr, blocks: Sequence[tuple[int, int]], policy: SavePolicy | None, values: Sequence[Array]
-) -> list[Array]:
-    """Return the outputs of a program, some ranges of whose equations are checkpointed."""
-    jaxpr, consts = _compat.open_jaxpr(program)
-    env = dict[Atom, Array](zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
-    borders = sorted({0, len(jaxpr.eqns), *(place for block in blocks for place in block)})
-    for start, stop in pairwise(borders):
-        piece, inputs, outputs = _section(jaxpr, start, stop)
+            def run(*values: Array, piece: Any = piece) -> list[Array]:
+                return _compat.evaluate_jaxpr(piece, *values)
 
-        def run(*values: Array, piece: Any = piece) -> list[Array]:
-            return _compat.evaluate_jaxpr(piece, *values)
-
-        if (start, stop) in blocks:
-            run = jax.checkpoint(run, policy=policy)
-        env.update(zip(outputs, run(*(env[v] for v in inputs)), strict=True))
-    return [jnp.asarray(v.val) if _compat.is_literal(v) else env[v] for v in jaxpr.outvars]
-
-
-def with_checkpointed_scans(program: AnyJaxpr) -> AnyJaxpr:
-    """Return a traced program with ``jax.checkpoint`` around blocks with scans, those of the outermost such family."""
-    jaxpr, _ = _compat.open_jaxpr(program)
-    scans = {k for k, x in enumerate(jaxpr.eqns) if any(y.primitive.name == "scan" for y in equations_in([x]))}
-    for modules in modules_by_family(map(_compat.named_scope_of, jaxpr.eqns)).values():
-        blocks = [block for block in _ranges(modules) or () if not scans.isdisjoint(range(*block))]
-        if len(modules) > 1 and blocks:
-            avals = [v.aval for v in jaxpr.invars]
-            return jax.make_jaxpr(lambda *values, at=blocks: _checkpointed(program, at, None, values))(*avals)
-    return program
+            if (start, stop) in self.blocks:
+                run = jax.checkpoint(run, policy=self.policy)
+            env.update(zip(outputs, run(*(env[v] for v in inputs)), strict=True))
+        return [jnp.asarray(v.val) if _compat.is_literal(v) else env[v] for v in jaxpr.outvars]
 
 
 def checkpointed_blocks(program: DecoratedProgram, family: str | None, every: int) -> list[tuple[int, int]] | None:

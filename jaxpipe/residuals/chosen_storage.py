@@ -135,6 +135,5 @@ class Choices:
 #: of such a step: by default.
 choosing = jax.make_user_context(default_value=None)
 
-#: True where decorated programs that are traced have ``jax.checkpoint`` around their blocks with scans in them, across
-#: which nothing is stored otherwise.
-checkpoints_scans = jax.make_user_context(default_value=False)
+#: True where the scans in blocks of decorated programs that are traced are operators like others, which may run again.
+whole_scans = jax.make_user_context(default_value=False)

@@ -16,6 +16,7 @@ import jax
 from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.graph.graph import Graph, Operator, read_graph
 from jaxpipe.graph.split_scan import scan_operands
+from jaxpipe.residuals.equal_blocks import modules_by_family
 
 
 #: Inputs of a graph that are kept alive anyway.
@@ -29,6 +30,15 @@ Run: TypeAlias = Callable[[Graph, Held, Sequence[Array], int | None], Sequence[A
 def has_scans(graph: Graph) -> bool:
     """Return whether there is a scan among the operators of a graph that no save policy is for."""
     return any(map(_is_scan, graph.operators))
+
+
+def blocks_have_scans(graph: Graph) -> bool:
+    """Return whether several modules of a family have a scan each."""
+    operators = graph.operators
+    for modules in modules_by_family(op.path for op in operators).values():
+        if sum(any(_is_scan(operators[k]) for k in places) for places in modules.values()) > 1:
+            return True
+    return False
 
 
 def _is_scan(op: Operator) -> bool:

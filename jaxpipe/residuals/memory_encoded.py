@@ -22,9 +22,9 @@ from jaxpipe.graph.save_policy import SavePolicy
 from jaxpipe.models import purify_linen
 from jaxpipe.models.decorated_class import twin_class
 from jaxpipe.models.purify_nnx import PureCall, purify, root_scope
-from jaxpipe.residuals.checkpointed_passes import CheckpointedPasses, with_checkpointed_scans
-from jaxpipe.residuals.chosen_storage import DecoratedProgram, Passes, checkpoints_scans, choosing
-from jaxpipe.residuals.encoded_scans import Held, has_scans, module_paths, run_around_scans
+from jaxpipe.residuals.checkpointed_passes import CheckpointedPasses
+from jaxpipe.residuals.chosen_storage import DecoratedProgram, Passes, choosing, whole_scans
+from jaxpipe.residuals.encoded_scans import Held, blocks_have_scans, has_scans, module_paths, run_around_scans
 from jaxpipe.residuals.stored_passes import StoredPasses
 from jaxpipe.residuals.undecorated import disabled, undecorated
 from jaxpipe.targets.building import building_for, current, target_of_values
@@ -164,18 +164,16 @@ def run_encoded(call: PureCall, *, policy: Policy) -> PyTree:
     with choosing(None), undecorated(plain):  # decorated parts inside are parts of this program
         closed = jax.make_jaxpr(call.function)(*call.leaves)
     program, consts = _compat.hoist_constants(closed)
-    if checkpoints_scans.value and policy.saves is None:
-        program = with_checkpointed_scans(program)
     if any(_compat.is_forward_mode(value) for value in consts):
         raise DifferentiationError(_FORWARD_MODE)
     graph = read_graph(program, policy=policy).with_parameters([False] * len(consts) + list(call.parameters))
     values = [*consts, *call.leaves]
     flags = zip(graph.inputs, [True] * len(consts) + list(call.held), strict=True)
     held, target = frozenset(t for t, flag in flags if flag), target_of_values(values)
-    paths = tuple(module_paths(graph))
+    paths, splits = tuple(module_paths(graph)), not (whole_scans.value and blocks_have_scans(graph))
 
     def run(part: Graph, held: Held, values: Sequence[Array], iterations: int | None = None) -> Sequence[Array]:
-        if has_scans(part):
+        if splits and has_scans(part):
             return run_around_scans(part, held, values, iterations, run)
         traced = program
         if part is not graph:

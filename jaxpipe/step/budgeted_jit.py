@@ -33,8 +33,8 @@ from jaxpipe.text.units import asked_bytes, bytes_text, device_bytes, seconds_te
 from jaxpipe.text.value_text import shown
 
 
-#: Behind the name of a level of a step whose blocks with scans are checkpointed.
-CHECKPOINTED_SCANS = ", with jax.checkpoint around blocks with scans"
+#: Behind the name of a level of a step whose scans in blocks run again whole.
+WHOLE_SCANS = ", whole scans"
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class BudgetedFunction:
             plain_bytes=plain.bytes,
             products=needed.products,
             plain_products=plain.products,
-            storage=level + CHECKPOINTED_SCANS * (chosen is not variants),
+            storage=level + WHOLE_SCANS * (chosen is not variants),
             compilations=sum(x.compilations for x in tried),
             compile_seconds=compiling,
             planning_seconds=time.perf_counter() - start - compiling,
@@ -286,12 +286,12 @@ def jit(step: Callable[..., Any] | None = None, *, memory: int | str, **jit_argu
 def _fitted(variants: StepVariants, budget: int) -> tuple[list[StepVariants], str | None]:
     """Return the levels that were tried, those of the step with the fewest products last, and its level; or None.
 
-    A stash does not reach across scans; checkpoints do, of blocks with scans, which may be less and run less again.
+    What iterations of a scan store is there until its backward pass; a whole scan may run again.
     """
     level = _level_within(variants, budget)
     if level == PLAIN or all(program.iterations is None for program in variants.programs.values()):
         return [variants], level
-    others, fewest = variants.with_checkpointed_scans, math.inf if level is None else variants.known[level].products
+    others, fewest = variants.with_whole_scans, math.inf if level is None else variants.known[level].products
     if others is None or others.variant(DEFAULT).products >= fewest:
         return [variants], level
     other = _level_within(others, budget)

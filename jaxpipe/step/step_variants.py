@@ -20,7 +20,7 @@ from jaxpipe.array_types import PyTree
 from jaxpipe.costs.count_products import count_products
 from jaxpipe.costs.profile_cache import cache_folder
 from jaxpipe.costs.reserved_bytes import reserved_bytes
-from jaxpipe.residuals.chosen_storage import Choices, DecoratedProgram, checkpoints_scans, choosing
+from jaxpipe.residuals.chosen_storage import Choices, DecoratedProgram, choosing, whole_scans
 from jaxpipe.residuals.stored_passes import StoredPasses
 from jaxpipe.residuals.undecorated import Undecorated, undecorated
 from jaxpipe.step.step_arguments import Call, jitter, split_arguments
@@ -71,18 +71,18 @@ class Variant:
 class StepVariants:
     """The levels of a step for some arguments."""
 
-    def __init__(self, call: Call, like: "StepVariants | None" = None, stored: "StepVariants | None" = None):
+    def __init__(self, call: Call, like: "StepVariants | None" = None, split: "StepVariants | None" = None):
         """Trace the plain step.
 
         Args:
           call: the step.
           like: the same step for arguments of the same shapes, whose needs are taken to be these, until it is compiled.
-          stored: the same step; here decorated programs have ``jax.checkpoint`` around their blocks with scans.
+          split: the same step; here scans in blocks are operators like others.
         """
-        self._call, self._like, self._scans = call, like, stored is not None
-        self._variants: dict[str, Variant] = {} if stored is None else {PLAIN: stored.plain}
+        self._call, self._like, self._whole = call, like, split is not None
+        self._variants: dict[str, Variant] = {} if split is None else {PLAIN: split.plain}
         self._met: dict[str, DecoratedProgram] = {}
-        self._undecorated = Undecorated() if stored is None else stored._undecorated
+        self._undecorated = Undecorated() if split is None else split._undecorated
         self.compilations = 0
         self.seconds = 0.0  # of compilations
         self.plain = self.variant(PLAIN)
@@ -101,9 +101,9 @@ class StepVariants:
         return self._met
 
     @cached_property
-    def with_checkpointed_scans(self) -> "StepVariants | None":
-        """The levels of the step with ``jax.checkpoint`` around blocks with scans; None if there are no such blocks."""
-        others = StepVariants(self._call, stored=self)
+    def with_whole_scans(self) -> "StepVariants | None":
+        """The levels of the step with scans in blocks as operators like others; None if there are no such blocks."""
+        others = StepVariants(self._call, split=self)
         return None if others.programs.keys() <= self.programs.keys() else others
 
     @cached_property
@@ -142,7 +142,7 @@ class StepVariants:
 
     @cached_property
     def _template(self) -> StepTemplate | None:
-        with phase("trace"), building_for(self._call.device), checkpoints_scans(self._scans):
+        with phase("trace"), building_for(self._call.device), whole_scans(self._whole):
             return step_template(self._call, self._met, self._undecorated)
 
     def _traced(self, level: str) -> Variant:
@@ -160,7 +160,7 @@ class StepVariants:
                     stack.enter_context(undecorated(self._undecorated))
                 elif template is None:
                     stack.enter_context(choosing(choices))
-                    stack.enter_context(checkpoints_scans(self._scans))
+                    stack.enter_context(whole_scans(self._whole))
                 stack.enter_context(building_for(call.device))
                 return step(*args, **kwargs)
 

@@ -156,6 +156,30 @@ def test_variables_that_do_not_fit_are_listed(layered, net):
         net.init(KEY, variables={**variables, "params": {**variables["params"], "Dense_0": {"kernel": X, "bias": 0}}})
 
 
+class Counted(nn.Module):
+    """Its state begins as numbers of Python, which Module.init returns as they are."""
+
+    @nn.compact
+    def __call__(self, x):
+        calls, peak = self.variable("seen", "calls", lambda: 0), self.variable("seen", "peak", lambda: 0.0)
+        if not self.is_initializing():
+            calls.value, peak.value = calls.value + 1, jnp.maximum(peak.value, jnp.abs(x).max())
+        return nn.Dense(2)(nn.Dense(4)(x)) * calls.value
+
+
+def test_numbers_of_python_that_a_module_begins_with_are_arrays():
+    variables = Counted().init(KEY, X)
+    assert variables["seen"] == {"calls": 0, "peak": 0.0}
+    pipeline = pipeline_of(Counted())
+    state, metrics = pipeline.step(pipeline.init(KEY, variables=variables), X)
+    first, new = Counted().apply(variables, X[:4], mutable=["seen"])
+    second, new = Counted().apply({**variables, **new}, X[4:], mutable=["seen"])
+    np.testing.assert_allclose(metrics["loss"], (first.mean() + second.mean()) / 2, rtol=1e-6)
+    assert_same_bits(pipeline.parameters(state)["seen"], jax.tree.map(jnp.asarray, new["seen"]))
+    with pytest.raises(ModelError, match=r"seen/calls is 0\.5 \(float\), which is no array, the model's is int32"):
+        pipeline.init(KEY, variables={**variables, "seen": {"calls": 0.5, "peak": 0}})
+
+
 def test_a_long_list_is_cut():
     expected = {(str(k),): jax.ShapeDtypeStruct((), jnp.float32) for k in range(8)}
     with pytest.raises(ModelError, match=r"Missing: 0 \(float32\[\]\), .*, 4 \(float32\[\]\) and 3 more\. Pass"):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.core import meta
@@ -127,6 +128,7 @@ def select(
     """
     ways = [arrays, *(_renamed(arrays, expected, level) for level in levels)]
     given = max(ways, key=lambda way: len(way.keys() & expected.keys()))  # of equal ones the first
+    given = {path: _as_array(x, expected.get(path)) for path, x in given.items()}
     owner, extra = argument.owner, given.keys() - expected.keys()
     missing = [f"{path_text(path)} ({_text(aval)})" for path, aval in expected.items() if path not in given]
     unexpected = [f"{path_text(path)} ({_text(x)})" for path, x in given.items() if path in extra]
@@ -175,9 +177,6 @@ def optimizer_leaves(given: PyTree, state_shape: PyTree, parameters: PyTree) -> 
     """
     expected = by_path(state_shape)
     arrays = by_path(given.opt_state if holds_optimizer(given) else given)
-    for path, aval in expected.items():  # a learning rate that was set to a number
-        if isinstance(arrays.get(path), bool | int | float) and not aval.shape:
-            arrays[path] = np.asarray(arrays[path], aval.dtype)
     # Plain training may have the parameters with or without the outermost level that the model has them in.
     return select(arrays, expected, [("params",), common_level(by_path(parameters))], argument=OPTIMIZER_STATE)
 
@@ -213,6 +212,14 @@ def merged(new: PyTree, old: PyTree) -> PyTree:
     if not isinstance(old, dict) or not isinstance(new, dict):
         return old
     return {**new, **{k: merged(new[k], v) if k in new else v for k, v in old.items()}}
+
+
+def _as_array(x: PyTree, aval: Shaped | None) -> PyTree:
+    """Python's number as the array that JAX makes of it: a counter that a module begins with, a rate that was set."""
+    kinds = {bool: jnp.bool_, int: jnp.number, float: jnp.inexact}
+    if type(x) not in kinds or aval is None or aval.shape or not jnp.issubdtype(aval.dtype, kinds[type(x)]):
+        return x
+    return np.asarray(x, aval.dtype)
 
 
 def _text(x: PyTree) -> str:

@@ -269,3 +269,27 @@ def test_a_prediction_reads_the_cache_that_it_makes():
         cached = {**cached, **new}
         rows.append(row)
     assert relative_l2(pipeline.predict(state, BATCH), jnp.stack(rows[1:], 1)) < FUSION
+
+
+class Perturbed(nn.Module):
+    """A module that is made to ask for gradients of values inside: ``perturb`` adds zeros to them."""
+
+    @nn.compact
+    def __call__(self, x):
+        for k in range(3):
+            x = self.perturb(f"layer{k}", nn.relu(nn.Dense(8)(x)))
+        return nn.Dense(5)(x)
+
+
+@pytest.mark.parametrize("given", ["all variables", "parameters"])
+@pytest.mark.parametrize("runtime", ["mpmd", "spmd"])
+def test_perturbations_of_values_inside_are_no_state(runtime, given):
+    variables = Perturbed().init(KEY, BATCH["x"])
+    params = {"params": variables["params"]}
+    pipeline = partition(Perturbed(), 2, runtime=runtime)
+    state = pipeline.init(KEY, variables=variables if given == "all variables" else params)
+    (value, _), gradients = pipeline.value_and_grad(state, BATCH)
+    plain = jax.value_and_grad(lambda params: loss(lambda x: Perturbed().apply(params, x), BATCH))(params)
+    np.testing.assert_allclose(value, plain[0], rtol=FUSION)
+    assert relative_l2(gradients, plain[1]["params"]) < 3 * FUSION
+    assert set(pipeline.parameters(state)) == {"params"}

@@ -26,7 +26,7 @@ class Observed:
     """Facts about the calls of some traces.
 
     Attributes:
-      sown: of Linen, collection and path of every value that ``sow`` has collected.
+      sown: of Linen, collection and path of every value that ``sow`` or ``perturb`` has collected.
       split: of Linen, the streams beside "params" that a lifted transformation names, to split them or not.
       sown_variables: of NNX, type and name of every variable that ``sow`` has made or changed.
       returned: of Linen, what the code behind each call can see of it, if that is taken to be what its initialization
@@ -79,6 +79,16 @@ def _sow(sow: _Flax, observed: Observed, self: nn.Module, col: str, name: str, *
     if self.scope is not None:
         observed.sown.add((col, *self.scope.path, name))
     return sow(self, col, name, *args, **kwargs)
+
+
+@_replaces(nn.Module, "perturb")
+def _perturb(
+    perturb: _Flax, observed: Observed, self: nn.Module, name: str, value: PyTree, collection: str = "perturbations"
+) -> PyTree:
+    # Zeros whose gradient is that of a value inside: nothing that a step keeps.
+    if self.scope is not None:
+        observed.sown.add((collection, *self.scope.path, name))
+    return perturb(self, name, value, collection)
 
 
 @_replaces(nn.Module, "has_rng")

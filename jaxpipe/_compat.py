@@ -27,6 +27,7 @@ from jax._src.distributed import global_state
 from jax._src.interpreters.batching import BatchTracer
 from jax._src.interpreters.pxla import _dce_jaxpr, global_aval_to_result_handler
 from jax._src.lib import xla_client
+from jax._src.state.discharge import discharge_state
 from jax.experimental.layout import Format, Layout
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -137,6 +138,12 @@ def without_dead_code(closed: AnyJaxpr, outputs: Sequence[int]) -> tuple[jex.Clo
     part = cast(OpenJaxpr, live)
     result = dict(zip(sorted(outputs), part.outvars, strict=True))
     return rebuilt(part, part.constvars, consts, part.invars, part.eqns, [result[k] for k in outputs]), used
+
+
+def without_references(closed: AnyJaxpr) -> AnyJaxpr:
+    """Return a program that passes on as values what it keeps in references of its own (``jax.new_ref``)."""
+    inside = private_core.internal_mutable_array_effect in open_jaxpr(closed)[0].effects
+    return discharge_state(closed_jaxpr(closed)) if inside else closed
 
 
 def rebuilt(

@@ -419,6 +419,7 @@ def read_graph(
       inline_shards: as ``GraphBuilder`` has it.
       policy, boundaries, path: as ``GraphBuilder.read`` has them.
     """
+    closed = _compat.without_references(closed)
     jaxpr, _ = _compat.open_jaxpr(closed)
     builder = GraphBuilder(inline_shards=inline_shards)
     inputs = [builder.tensor(var.aval) for var in jaxpr.invars]

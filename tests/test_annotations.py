@@ -297,6 +297,31 @@ def test_explicit_shardings_are_of_axes_of_the_stage_or_dropped(kept, context, r
         check_gradients(pipeline, explicit_layers(False), params, numbers)
 
 
+@pytest.mark.parametrize("runtime", ["mpmd", "spmd"])
+def test_a_linen_module_may_have_explicit_shardings(runtime):
+    class Net(nn.Module):
+        explicit: bool = True
+
+        @nn.compact
+        def __call__(self, x):
+            h = nn.Dense(8)(x)
+            h = jax.sharding.reshard(h, P(None, None)) if self.explicit else h
+            asked = {"out_sharding": P(None, None)} if self.explicit else {}
+            w = self.param("w", nn.initializers.lecun_normal(), (8, 8))
+            return jnp.einsum("bi,ij->bj", jax.nn.relu(h), w, **asked)
+
+    def loss(model, x):
+        return jnp.square(model(x)).mean()
+
+    x, plain = normal(9, 8, 8), Net(explicit=False)
+    variables = plain.init(jax.random.key(0), x)
+    options = {"loss": loss, "optimizer": optax.sgd(0.1), "num_microbatches": 2, "profile": "analytic"}
+    pipeline = jaxpipe.partition(Net(), named_mesh(stage=2), x, runtime=runtime, **options)
+    _, gradients = pipeline.value_and_grad(pipeline.init(jax.random.key(0), variables=variables), x)
+    expected = jax.grad(lambda params: loss(lambda x: plain.apply({"params": params}, x), x))(variables["params"])
+    assert relative_l2(gradients, expected) < ORDER
+
+
 @pytest.mark.versions
 @pytest.mark.parametrize("runtime", ["mpmd", "spmd"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])

@@ -151,8 +151,9 @@ def _shapes(
         result, calls = make_variables(module, function, key, batch, variables, assumed)
         return result
 
+    key = jax.random.key(0)  # an array, which is made outside of the axes
     with contextlib.suppress(*([Exception] if assumed else ())):
-        shapes, _ = with_axes(lambda: jax.eval_shape(make, jax.random.key(0), batch, variables))
+        shapes, _ = with_axes(lambda: jax.eval_shape(make, key, batch, variables))
         return shapes, calls
     return _shapes(module, function, batch, variables)
 

@@ -34,7 +34,6 @@ from jaxpipe.planning.step_bytes import with_step
 from jaxpipe.runtime.mpmd.device_bytes import device_peaks
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
-from jaxpipe.schedules.joined_work import program_kinds
 from jaxpipe.targets.absent import absent_devices
 from jaxpipe.targets.known import target_named
 from scripts.measuring import header
@@ -130,7 +129,7 @@ def measure(pipeline: Any) -> list[dict[str, Any]]:
         stash = sum(
             plan.stages[s].in_flight * plan.stages[s].stash_bytes
             for s in here
-            if len(program_kinds(pipeline.schedule, s)[0]) == 1
+            if len(pipeline.schedule.program_kinds[s][0]) == 1
         )
         if any(plan.stages[s].away for s in here):
             stash = estimated["stash"]

@@ -15,7 +15,6 @@ from jaxpipe.errors import BatchError, ModelError, PartitionError
 from jaxpipe.runtime.mpmd.step_graph import Call, Send
 from jaxpipe.runtime.mpmd.training_graph import training_graph
 from jaxpipe.schedules import Kind, gpipe, interleaved, one_f_one_b, zero_bubble
-from jaxpipe.schedules.joined_work import program_kinds
 from tests.support.compare import FUSION, arrays, assert_same_bits, relative_l2
 from tests.support.meshes import mesh_of
 from tests.support.pipeline_models import CASES, case_of, pipeline_of, plain_gradients
@@ -142,11 +141,11 @@ def _written(calls) -> set[int]:
 
 def test_the_last_stage_goes_on_with_the_backward_pass_where_nothing_is_between():
     fused = [(Kind.FORWARD, Kind.BACKWARD)]
-    assert program_kinds(one_f_one_b(4, 8), 3) == fused
-    assert program_kinds(one_f_one_b(1, 4), 0) == fused
-    assert program_kinds(one_f_one_b(4, 8), 0) == [(Kind.FORWARD,), (Kind.BACKWARD,)]
-    assert program_kinds(gpipe(2, 4), 1) == [(Kind.FORWARD,), (Kind.BACKWARD,)]
-    split = program_kinds(zero_bubble(2, 4), 1)
+    assert one_f_one_b(4, 8).program_kinds[3] == fused
+    assert one_f_one_b(1, 4).program_kinds[0] == fused
+    assert one_f_one_b(4, 8).program_kinds[0] == [(Kind.FORWARD,), (Kind.BACKWARD,)]
+    assert gpipe(2, 4).program_kinds[1] == [(Kind.FORWARD,), (Kind.BACKWARD,)]
+    split = zero_bubble(2, 4).program_kinds[1]
     assert split == [(Kind.FORWARD, Kind.BACKWARD_INPUT), (Kind.BACKWARD_WEIGHT,)]
 
 

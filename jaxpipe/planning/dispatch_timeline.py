@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpipe.schedules import Kind, Schedule, Timeline
-from jaxpipe.schedules.joined_work import program_kinds
 from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.table import KINDS
 
@@ -38,7 +37,7 @@ def dispatched_timeline(schedule: Schedule, work: Sequence[Sequence[float]], dis
     """
     count = schedule.total_stages
     forward, backward_input, backward_weight = work
-    first = {s: {kinds[0] for kinds in program_kinds(schedule, s)} for s in range(count)}
+    first = _first_kinds(schedule)
     stage_replicas = dispatching.stage_replicas
 
     def called(kind: Kind, seconds: Sequence[float]) -> list[float]:
@@ -53,6 +52,11 @@ def dispatched_timeline(schedule: Schedule, work: Sequence[Sequence[float]], dis
         begins=_calls(schedule, dispatching.processes, stage_replicas.round_size),
         lockstep=False,
     )
+
+
+def _first_kinds(schedule: Schedule) -> list[set[Kind]]:
+    """Return by stage the kinds of work with which its programs begin."""
+    return [{kinds[0] for kinds in programs} for programs in schedule.program_kinds]
 
 
 def _links(schedule: Schedule, dispatching: Dispatching) -> list[tuple[float, float]]:
@@ -98,9 +102,8 @@ def _calls(schedule: Schedule, processes: Sequence[Sequence[int]], round_size: i
 
     What goes on in a program that was called before is left out.
     """
-    count, m = schedule.total_stages, schedule.num_microbatches
+    first, m = _first_kinds(schedule), schedule.num_microbatches
     apart = (*schedule.apart, False)  # behind the last stage, and before the first
-    first = [{kinds[0] for kinds in program_kinds(schedule, s)} for s in range(count)]
     now = {process: 0.0 for row in processes for process in row}
     called: dict[int, float] = {}
     for tick in schedule.ticks:

@@ -40,6 +40,9 @@ class Kind(enum.Enum):
 #: The order of actions within a tick.
 KINDS = tuple(Kind)
 
+#: Work in one program.
+Kinds = tuple[Kind, ...]
+
 #: What the work of each kind is called.
 KIND_NAMES = {
     Kind.FORWARD: "forward",
@@ -212,6 +215,24 @@ class Schedule:
     def backward_kind(self) -> Kind:
         """The work that hands cotangents on: backward as a whole, or its first part."""
         return Kind.BACKWARD_INPUT if self.splits_backward else Kind.BACKWARD
+
+    @cached_property
+    def program_kinds(self) -> list[list[Kinds]]:
+        """By stage, which kinds of its work are one program each, where each stage has programs of its own.
+
+        The last stage goes on with the backward pass at once where its device does nothing in between: its stash then
+        never leaves the program.
+        """
+        kinds: list[list[Kinds]] = [
+            [(kind,) for kind in self.kinds if self.stage_ticks(s, kind)] for s in range(self.total_stages)
+        ]
+        device, chunk = self._places[-1]
+        order, back = list(self.order(device)), self.backward_kind
+        following = dict(zip(order, [*order[1:], None], strict=True))
+        forward = (action for action in order if action.kind is Kind.FORWARD and action.chunk == chunk)
+        if all(following[action] == action._replace(kind=back) for action in forward):
+            kinds[-1][:2] = [(Kind.FORWARD, back)]
+        return kinds
 
     def is_trained(self, device: int, chunk: int = 0) -> bool:
         """True if a stage of a device works backward, too."""

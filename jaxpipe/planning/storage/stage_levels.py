@@ -24,7 +24,6 @@ from jaxpipe.planning.storage.solving import GAP, Solving
 from jaxpipe.planning.storage.storage_items import Items, stage_items
 from jaxpipe.residuals.vjp_program import SlicedProgram, VJPProgram, in_slices
 from jaxpipe.runtime.stages import Program, Stage, StashSwap, with_storage
-from jaxpipe.schedules.joined_work import program_kinds
 from jaxpipe.schedules.swap_points import HOST, swap_points
 from jaxpipe.schedules.table import DeviceNumber, StageNumber
 from jaxpipe.sharding.mesh_axes import Specs
@@ -246,7 +245,7 @@ def stage_levels(
     fronts = []
     for s, stage in zip(program.stage_numbers, program.stages, strict=True):
         assert stage.vjp is not None
-        stays_apart = len(program_kinds(program.schedule, s)[0]) == 1  # its stash leaves its forward program
+        stays_apart = len(program.schedule.program_kinds[s][0]) == 1  # its stash leaves its forward program
         front = Front(
             vjp=stage.vjp,
             sliced=_in_slices(program, stage, policy),

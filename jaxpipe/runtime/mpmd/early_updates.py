@@ -13,8 +13,7 @@ from jaxpipe.runtime.mpmd.stage_layout import StageLayout
 from jaxpipe.runtime.mpmd.step_graph import Arrays
 from jaxpipe.runtime.mpmd.step_writer import StepEndWriter, put
 from jaxpipe.runtime.mpmd.update_tasks import StageUpdate, chosen, in_groups, value_at
-from jaxpipe.schedules.joined_work import Kinds
-from jaxpipe.schedules.table import Kind, StageNumber
+from jaxpipe.schedules.table import Kind, Kinds, StageNumber
 
 
 class EarlyUpdateWriter(StepEndWriter):

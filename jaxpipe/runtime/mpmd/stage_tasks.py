@@ -25,8 +25,7 @@ from jaxpipe.runtime.mpmd.step_graph import Arrays
 from jaxpipe.runtime.stage_passes import stage_backward, stage_forward
 from jaxpipe.runtime.stages import Stage
 from jaxpipe.runtime.uint32_words import typed
-from jaxpipe.schedules.joined_work import Kinds
-from jaxpipe.schedules.table import Kind, StageNumber
+from jaxpipe.schedules.table import Kind, Kinds, StageNumber
 
 
 def run_kinds(layout: StageLayout, s: StageNumber, kinds: Kinds, arrays: Arrays) -> Arrays:

@@ -25,8 +25,7 @@ from jaxpipe.runtime.mpmd.stage_layout import StageLayout
 from jaxpipe.runtime.mpmd.stage_tasks import first_sums, leaves_used, run_kinds
 from jaxpipe.runtime.mpmd.step_graph import Arrays, Place, Port, StepGraph, Work
 from jaxpipe.runtime.mpmd.update_tasks import StageUpdate, folded_state
-from jaxpipe.schedules.joined_work import Kinds, program_kinds
-from jaxpipe.schedules.table import KIND_NAMES, Kind, StageNumber
+from jaxpipe.schedules.table import KIND_NAMES, Kind, Kinds, StageNumber
 
 
 #: Groups of results that stand for what a member had before.
@@ -40,7 +39,7 @@ class MicrobatchWriter(GraphWriter):
         super().__init__(layout)
         self.place, self.members_of = layout.devices.place, layout.devices.members
         self.every_member = [place for s in layout.stages for place in self.members_of(s)]
-        self.kinds = {s: program_kinds(layout.schedule, s) for s in layout.stages}
+        self.kinds = layout.schedule.program_kinds
         self.reports: dict[Port, int] = {}
         #: What each stage holds at the beginning, of all its members.
         self.whole = {s: self._given(s) for s in layout.stages}

@@ -18,7 +18,7 @@ from jaxpipe import Network, Node, Profile
 from jaxpipe.costs.topology import INFINIBAND_HDR, NVLINK_A100, NVLINK_V100
 from jaxpipe.planning import partition_layers
 from jaxpipe.planning.cuts import choose_plan
-from jaxpipe.planning.cuts.free_pipeline import Timelines, one_f_one_b_seconds, shortest
+from jaxpipe.planning.cuts.free_pipeline import Timelines, shortest
 from jaxpipe.planning.cuts.placed_stages import step_bound
 from jaxpipe.planning.dispatch_timeline import Dispatching, dispatched_timeline, host_seconds
 from jaxpipe.schedules import gpipe, interleaved, one_f_one_b, simulate, zero_bubble
@@ -34,14 +34,13 @@ CALL, SEND = 25e-6, 40e-6
 def test_makespan_of_many_plans_is_the_simulators(frozen):
     r = np.random.default_rng(0)
     for p, m in itertools.product(range(1, 7), (1, 2, 3, 7, 12)):
-        forward, backward = r.random((3, p)), 2 * r.random((3, p))
-        ahead, back = r.random((3, p - 1)), r.random((3, p - 1))
+        forward, backward, ways = r.random((3, p)), 2 * r.random((3, p)), r.random((3, p - 1))
         idle = int(r.integers(0, p)) if frozen else 0
         trained = np.broadcast_to(np.arange(p) >= idle, (3, p))
-        seconds = one_f_one_b_seconds(forward, backward, ahead, back, m, trained if frozen else None)
+        seconds = Timelines(forward, backward, ways, trained, np.zeros(3), m).seconds(np.arange(3))
         schedule = without_backward(one_f_one_b(p, m), idle)
         for k in range(3):
-            links = list(zip(ahead[k].tolist(), back[k].tolist(), strict=True))
+            links = [(way, way) for way in ways[k].tolist()]
             work = {"forward": forward[k].tolist(), "backward": backward[k].tolist()}
             assert simulate(schedule, **work, communication=links, lockstep=False).makespan == seconds[k]
 
@@ -57,10 +56,7 @@ def test_plans_whose_bounds_are_high_are_left_out(frozen, within):
             forward, backward, ways = r.random((300, p)), 2 * r.random((300, p)), 0.5 * r.random((300, p - 1))
             trained = np.broadcast_to(np.arange(p) >= r.integers(0, p), (300, p)) if frozen else np.full((300, p), True)
             parts.append(Timelines(forward, backward, ways, trained, r.random(300), m))
-        every = [
-            one_f_one_b_seconds(x.forward, x.backward, x.ways, x.ways, m, x.trained if frozen else None) + x.besides
-            for x in parts
-        ]
+        every = [x.seconds(np.arange(300)) for x in parts]
         assert all((x.bounds() <= seconds * (1 + 1e-12)).all() for x, seconds in zip(parts, every, strict=True))
         found, limit = np.concatenate(shortest(parts, within)), within * np.concatenate(every).min()
         known, all_seconds = np.isfinite(found), np.concatenate(every)
@@ -225,7 +221,8 @@ def equal_stages(profile, network, stages, copies, m):
         SEND + max(network.seconds(a, b, 2.0**25) for a in first for b in second)
         for first, second in itertools.pairwise(groups)
     ]
-    step = one_f_one_b_seconds(*(np.array([x]) for x in (forward, backward, links, links)), rounds)[0]
+    work = (np.array([x]) for x in (forward, backward, links, [True] * len(forward), 0.0))
+    step = Timelines(*work, rounds).seconds(np.arange(1))[0]
     parameters = 2.0**23 * max(b - a for a, b in itertools.pairwise(ends))
     inside = max((network.seconds(0, b, parameters / copies) for b in groups[0] if b), default=0.0)
     return step + 2 * (copies - 1) * inside

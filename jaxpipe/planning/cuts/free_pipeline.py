@@ -13,9 +13,14 @@ PRICED_AT_ONCE = 32
 
 
 class Timelines(NamedTuple):
-    """The work of some plans with as many stages, by stage as ``one_f_one_b_seconds`` takes it.
+    """The work of some plans with as many stages.
 
-    ``besides`` are the seconds of each plan that follow the pipeline's.
+    Attributes:
+      forward, backward: ``[plans, stages]``, seconds of one micro-batch.
+      ways: ``[plans, stages - 1]``, seconds of a message between each stage and the next, in either direction.
+      trained: ``[plans, stages]``; stages without backward work leave it out.
+      besides: seconds of each plan that follow the pipeline's.
+      num_microbatches: of a step.
     """
 
     forward: np.ndarray
@@ -26,11 +31,29 @@ class Timelines(NamedTuple):
     num_microbatches: int
 
     def seconds(self, rows: np.ndarray) -> np.ndarray:
-        """Return the seconds of a step of some plans."""
-        trained, ways = self.trained[rows], self.ways[rows]
-        known = None if trained.all() else trained
-        work = self.forward[rows], self.backward[rows]
-        return one_f_one_b_seconds(*work, ways, ways, self.num_microbatches, known) + self.besides[rows]
+        """Return the seconds of a step of some plans, as ``Schedule.simulate`` has them for ``one_f_one_b``.
+
+        Example:
+          >>> work = np.ones((1, 4)), 2 * np.ones((1, 4)), np.zeros((1, 3)), np.ones((1, 4), bool), np.zeros(1)
+          >>> Timelines(*work, 16).seconds(np.arange(1))
+          array([57.])
+        """
+        forward, backward, trained = (x[rows].T.copy() for x in (self.forward, self.backward, self.trained))
+        stages, plans = forward.shape
+        ahead = np.vstack([self.ways[rows].T, np.zeros((1, plans))])
+        back, everywhere, free = np.roll(ahead, 1, axis=0), trained.all(), np.zeros((stages, plans))
+        # When the last message has come from the stage before, and from the one behind; a row besides for no stage.
+        before, behind = np.zeros((2, stages + 1, plans))
+        for ahead_now, back_now in _steps(stages, self.num_microbatches):
+            if len(ahead_now):
+                ends = np.maximum(free[ahead_now], before[ahead_now]) + forward[ahead_now]
+                free[ahead_now] = ends
+                before[ahead_now + 1] = ends + ahead[ahead_now]
+            if len(back_now):
+                ends = np.maximum(free[back_now], behind[back_now + 1]) + backward[back_now]
+                free[back_now] = ends if everywhere else np.where(trained[back_now], ends, free[back_now])
+                behind[back_now] = ends + back[back_now]
+        return free.max(0) + self.besides[rows]
 
     def bounds(self) -> np.ndarray:
         """Return a lower bound of the seconds of a step, for each plan.
@@ -65,45 +88,6 @@ def shortest(timelines: Sequence[Timelines], within: float) -> list[np.ndarray]:
             seconds[k][rows] = timelines[k].seconds(rows)
             least = min(least, float(seconds[k][rows].min()))
     return seconds
-
-
-def one_f_one_b_seconds(
-    forward: np.ndarray,
-    backward: np.ndarray,
-    ahead: np.ndarray,
-    back: np.ndarray,
-    num_microbatches: int,
-    trained: np.ndarray | None = None,
-) -> np.ndarray:
-    """Return the makespan of each plan, as ``jaxpipe.schedules.simulate`` has it for ``one_f_one_b`` running free.
-
-    Args:
-      forward, backward: ``[plans, stages]``, seconds of one micro-batch.
-      ahead, back: ``[plans, stages - 1]``, seconds of the messages between each stage and the next.
-      num_microbatches: of a step.
-      trained: ``[plans, stages]``; stages without backward work leave it out. All have it if left out.
-
-    Example:
-      >>> one_f_one_b_seconds(np.ones((1, 4)), 2 * np.ones((1, 4)), np.zeros((1, 3)), np.zeros((1, 3)), 16)
-      array([57.])
-    """
-    plans, stages = forward.shape
-    nothing = np.zeros((plans, 1))
-    work = np.ascontiguousarray(forward.T), np.ascontiguousarray(backward.T)
-    ways = np.hstack([ahead, nothing]).T, np.hstack([nothing, back]).T
-    free = np.zeros((stages, plans))
-    # When the last message has come from the stage before, and from the one behind; a row besides for no stage.
-    arrived = np.zeros((stages + 1, plans)), np.zeros((stages + 1, plans))
-    for ahead_now, back_now in _steps(stages, num_microbatches):
-        if len(ahead_now):
-            ends = np.maximum(free[ahead_now], arrived[0][ahead_now]) + work[0][ahead_now]
-            free[ahead_now] = ends
-            arrived[0][ahead_now + 1] = ends + ways[0][ahead_now]
-        if len(back_now):
-            ends = np.maximum(free[back_now], arrived[1][back_now + 1]) + work[1][back_now]
-            free[back_now] = ends if trained is None else np.where(trained.T[back_now], ends, free[back_now])
-            arrived[1][back_now] = ends + ways[1][back_now]
-    return free.max(0)
 
 
 @cache

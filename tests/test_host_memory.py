@@ -1,7 +1,6 @@
 """Host memory for stashes: the argument, refusals, and devices and links without it."""
 
 import functools
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,8 +13,8 @@ import pytest
 import jaxpipe
 from jaxpipe import MemoryBudgetError, Network, PartitionError, Plan
 from jaxpipe.plan import HostPlan
+from jaxpipe.planning.check_request import Request
 from jaxpipe.planning.storage.choose_swaps import Links, SwapLink
-from jaxpipe.planning.storage.host_memory import check_host_memory
 from jaxpipe.schedules.swap_points import HOST
 from tests.support.texts import one_line
 
@@ -58,15 +57,19 @@ def test_misuse_is_refused_before_anything_is_traced(given, options, error, mess
         jaxpipe.partition(lambda v, x: x, mesh, np.ones((4, 3)), **arguments)
 
 
+def host_of(given, *kinds, devices_per_stage=False):
+    options = jaxpipe.PlanOptions(host_memory=given)
+    arguments = {"model": None, "loss": None, "optimizer": None, "memory": "8B", "devices_per_stage": devices_per_stage}
+    return Request(mesh=fake_mesh(*kinds), options=options, **arguments).host
+
+
 def test_devices_need_memory_of_a_kind():
-    assert check_host_memory(None, 8, fake_mesh("device"), False) is None
+    assert host_of(None, "device") is None
     for kinds in (("device", "pinned_host"), ()):  # those of devices that are not here are not known
-        assert check_host_memory("1KiB", 8, fake_mesh(*kinds), False) == HostPlan(1024, 0)
+        assert host_of("1KiB", *kinds) == HostPlan(1024, 0)
     reason = "abacus has memory of the kinds device, unpinned_host, and none is pinned_host"
-    assert check_host_memory("5B", 8, fake_mesh("device", "unpinned_host"), False) == HostPlan(5, 0, reason)
-    assert check_host_memory("5B", 8, fake_mesh("pinned_host"), True) == HostPlan(
-        5, 0
-    )  # stages may have one device each
+    assert host_of("5B", "device", "unpinned_host") == HostPlan(5, 0, reason)
+    assert host_of("5B", "pinned_host", devices_per_stage=True) == HostPlan(5, 0)  # stages may have one device each
 
 
 def test_a_link_is_that_of_the_slowest_replica():
@@ -114,7 +117,7 @@ def test_a_host_without_room_or_with_a_slow_link_is_left_alone(size, rate):
 
 def test_devices_without_such_memory_do_without_and_the_plan_says_why(monkeypatch):
     refused = HostPlan(2**20, 0, "they say no")
-    monkeypatch.setattr(sys.modules["jaxpipe.planning.check_request"], "check_host_memory", lambda *_: refused)
+    monkeypatch.setattr(Request, "host", refused)
     plan = plan_with(budget(), "1MiB")
     assert plan.host == refused and not any(stage.away for stage in plan.stages)
     assert "the host's memory is not used: they say no" in one_line(plan)

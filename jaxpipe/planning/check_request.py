@@ -32,7 +32,6 @@ from jaxpipe.plan import HostPlan, Plan
 from jaxpipe.planning.given_cuts import check_cuts
 from jaxpipe.planning.given_plan import check_same, recipe_in
 from jaxpipe.planning.storage.fastest_choice import check_solver
-from jaxpipe.planning.storage.host_memory import check_host_memory
 from jaxpipe.runtime.gradient_precision import check_gradient_dtype
 from jaxpipe.runtime.replica_exchange import check_exchange
 from jaxpipe.runtime.select_runtime import RuntimeName, makers_for
@@ -124,8 +123,24 @@ class Request:
 
     @cached_property
     def host(self) -> HostPlan | None:
-        """The use of the host's memory."""
-        return check_host_memory(self.options.host_memory, self.budget, self.mesh, self.devices_per_stage)
+        """The use of the host's memory, with nothing used yet; None if ``host_memory`` was left out."""
+        given, widths, device = self.options.host_memory, self.devices_per_stage, self.mesh.devices.flat[0]
+        if given is None:
+            return None
+        size = device_bytes(given, "host_memory")
+        if self.budget is None:
+            raise PartitionError(
+                f"host_memory={given!r} without memory=: stashes go to the host only where the memory of a device is "
+                "limited. Pass memory= too, the most bytes on a device, or leave host_memory= out."
+            )
+        if isinstance(widths, tuple) and max(widths) > 1:
+            raise PartitionError(
+                f"host_memory={given!r} with devices_per_stage={widths}: stashes go to the host only from stages with "
+                "one device each. Leave out one of the two."
+            )
+        kinds = [memory.kind for memory in device.addressable_memories()]  # none of devices that are not here
+        reason = f"{device.device_kind} has memory of the kinds {', '.join(kinds)}, and none is pinned_host"
+        return HostPlan(size, 0, reason if kinds and "pinned_host" not in kinds else "")
 
     @cached_property
     def gradient_dtype(self) -> np.dtype | None:

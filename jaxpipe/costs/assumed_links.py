@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jaxpipe import _compat
 from jaxpipe.costs.link_speed import measure_links
 from jaxpipe.costs.network import Network
-from jaxpipe.sharding.mesh_axes import STAGE
+from jaxpipe.sharding.mesh_axes import stage_places
 from jaxpipe.text.progress import tell
 
 
@@ -45,8 +45,7 @@ def slowest_used(links: Network, mesh: Mesh) -> Network:
 
 def _neighbors(mesh: Mesh) -> Iterator[tuple[int, int]]:
     """Yield the pairs of devices that exchange messages: of neighboring stages, and of the replicas of a stage."""
-    places = np.moveaxis(np.arange(mesh.devices.size).reshape(mesh.devices.shape), mesh.axis_names.index(STAGE), 0)
-    rows = places.reshape(len(places), -1).tolist()
+    rows = stage_places(mesh)
     for row, following in itertools.pairwise(rows):
         yield from zip(row, following, strict=True)
     for row in rows:

@@ -1,13 +1,11 @@
 """Put the devices of a mesh in the order in which stages use them."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxpipe.costs.network import Network
-from jaxpipe.planning.cuts.placed_stages import Partition
 from jaxpipe.sharding.mesh_axes import STAGE
 
 
@@ -26,14 +24,6 @@ def arrange(mesh: Mesh, groups: Sequence[Sequence[int]], network: Network) -> Me
     axis = mesh.axis_names.index(STAGE)
     places = np.moveaxis(np.array(rows), 0, axis).reshape(mesh.devices.shape)
     return Mesh(flat[places], mesh.axis_names, axis_types=mesh.axis_types)
-
-
-def stay(partition: Partition, mesh: Mesh) -> Partition:
-    """Return the stages, each on the devices at its place in the mesh; for devices and links that are all alike."""
-    places = np.moveaxis(np.arange(mesh.devices.size).reshape(mesh.devices.shape), mesh.axis_names.index(STAGE), 0)
-    groups = places.reshape(len(places), -1).tolist()
-    stages = [replace(stage, devices=tuple(group)) for stage, group in zip(partition.stages, groups, strict=True)]
-    return replace(partition, stages=tuple(stages))
 
 
 def pair(before: Sequence[int], group: Sequence[int], network: Network) -> tuple[int, ...]:

@@ -11,7 +11,6 @@ from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.operator_order import allowed_cuts
-from jaxpipe.planning.arrange_devices import stay
 from jaxpipe.planning.cuts.balance_chain import balanced
 from jaxpipe.planning.cuts.partition_layers import partition_layers
 from jaxpipe.planning.cuts.placed_stages import Partition, on_devices, stage_work
@@ -20,6 +19,7 @@ from jaxpipe.planning.trace_request import Traced
 from jaxpipe.runtime.stages import variable_spans
 from jaxpipe.schedules import Schedule
 from jaxpipe.schedules.replicas import StageReplicas
+from jaxpipe.sharding.mesh_axes import stage_places
 from jaxpipe.text.progress import phase
 
 
@@ -80,7 +80,7 @@ def place_stages(
         free = {} if num_chunks == 1 else {"starts": ()}
         straight = partition_layers(profile, network, num_stages=request.num_devices, **{**asked, **free})
         if request.network is None:
-            straight = replace(stay(straight, request.mesh), network=traced.links)
+            straight = on_devices(straight, stage_places(request.mesh), traced.links)  # all are alike: each stays
     if num_chunks > 1:
         # Cuts are those for devices that are all alike, as every device has stages from each part of the program.
         groups = num_chunks * [stage.devices for stage in straight.stages]

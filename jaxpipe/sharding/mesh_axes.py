@@ -35,6 +35,12 @@ COMMON_NAMES = {STAGE: (STAGE, "stages", "pipe", "pipeline", "pp"), DATA: (DATA,
 _MEANING = {name: axis for axis, names in COMMON_NAMES.items() for name in names}
 
 
+def stage_places(mesh: Mesh) -> list[tuple[int, ...]]:
+    """Return by stage the places of its devices in ``mesh.devices.flat``."""
+    places = np.moveaxis(np.arange(mesh.devices.size).reshape(mesh.devices.shape), mesh.axis_names.index(STAGE), 0)
+    return list(map(tuple, places.reshape(len(places), -1).tolist()))
+
+
 def stage_devices(mesh: Mesh, stage_replicas: StageReplicas, s: int) -> list[Device]:
     """Return the devices of a stage, one for each replica."""
     return list(np.take(mesh.devices, stage_replicas.groups[s], axis=mesh.axis_names.index(STAGE)).flat)

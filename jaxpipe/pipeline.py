@@ -38,7 +38,6 @@ from jaxpipe.planning.make_plan import compiled_plan
 from jaxpipe.planning.memory_report import MemoryReport
 from jaxpipe.planning.plan_timeline import plan_timeline
 from jaxpipe.planning.refuse_budget import check_budget
-from jaxpipe.planning.step_bytes import with_step
 from jaxpipe.runtime import check_state, nonfinite_origin, shard_batch
 from jaxpipe.runtime.executable_plan import Batching, ForwardPass, StepResults
 from jaxpipe.runtime.hold_signals import hold_signals
@@ -322,7 +321,7 @@ class Pipeline:
         planned = self._planned
         if planned.plan.budget is not None and check_batch.shape_key(shapes) == check_batch.shape_key(planned.batch):
             if planned.compiled is None:
-                self._use(with_step)
+                self._use(PlannedStep.with_step)
             check_budget(self._planned)
         self._runtime.prepare(shapes)
 
@@ -545,7 +544,7 @@ class Pipeline:
     def memory_report(self) -> MemoryReport:
         """Predicted bytes on each device beside those of the compiled training step; nothing is run."""
         if self.plan.budget is not None and self._planned.compiled is None:
-            self._use(with_step)
+            self._use(PlannedStep.with_step)
         reserved, temporary, host = self._runtime.bytes()
         plan = self.plan
         predicted_host = (0 if plan.host is None else plan.host.bytes,) * len(host)

@@ -30,7 +30,6 @@ import jaxpipe
 from examples import models
 from jaxpipe import _compat
 from jaxpipe.costs.count_products import count_products
-from jaxpipe.planning.step_bytes import with_step
 from jaxpipe.runtime.mpmd.device_bytes import device_peaks
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
@@ -109,7 +108,7 @@ def pipeline_of(case: Case, devices: Any, runtime: str, options: argparse.Namesp
 
 def measure(pipeline: Any) -> list[dict[str, Any]]:
     """Compile the stage programs of a pipeline; a row for each device."""
-    plan, runtime = pipeline.plan, MpmdRuntime(with_step(pipeline._planned))
+    plan, runtime = pipeline.plan, MpmdRuntime(pipeline._planned.with_step())
     dispatch = runtime.compiled_step
     peaks = device_peaks(dispatch, runtime.devices)
     rows = []

@@ -17,7 +17,7 @@ from flax import nnx
 import jaxpipe
 from jaxpipe.errors import MemoryBudgetError, PartitionError
 from jaxpipe.plan import Plan, StagePlan
-from jaxpipe.planning import budget_search, make_plan, refuse_budget
+from jaxpipe.planning import make_plan, refuse_budget
 from jaxpipe.planning.candidate import PlannedStep
 from jaxpipe.planning.level_search import LevelSearch
 from jaxpipe.planning.storage import integer_program, solving
@@ -215,7 +215,7 @@ def test_default_storage_is_offered_where_the_smallest_plan_needs_more_once_comp
         is_default = all(stage.storage == "default" for stage in planned.plan.stages)
         return as_compiled(planned, default - 1 if is_default else 2 * default)
 
-    monkeypatch.setattr(budget_search, "with_step", with_step)
+    monkeypatch.setattr(PlannedStep, "with_step", with_step)
     with pytest.raises(MemoryBudgetError) as error:
         make(chain, 2, memory=1000)
     assert error.value.smallest == default - 1
@@ -381,7 +381,7 @@ def test_smaller_plans_are_built_for_the_platform_of_the_mesh(monkeypatch):
     paper, _ = make(chain, 2, memory=10**7, options=jaxpipe.PlanOptions(compile=False))
     devices = np.array([SimpleNamespace(platform="gpu", device_kind="H100")] * 2)
     planned = replace(paper._planned, mesh=SimpleNamespace(devices=devices))
-    monkeypatch.setattr(make_plan, "with_step", with_step)
+    monkeypatch.setattr(PlannedStep, "with_step", with_step)
     monkeypatch.setattr(make_plan, "search_plan", search_plan)
     assert make_plan.compiled_plan(planned) is planned
     assert platforms == ["gpu"] * 2

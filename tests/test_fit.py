@@ -199,7 +199,7 @@ def test_a_budget_that_xla_exceeds_may_be_raised(monkeypatch):
     budget = unlimited(mlp, 2, 4)[0].plan.predicted_bytes
     reserved = iter([budget + 1, budget + 2, budget + 3])
     peaks = lambda _, devices: dict.fromkeys(devices.every, Peak(next(reserved, budget + 1), 0, ""))  # noqa: E731
-    monkeypatch.setattr("jaxpipe.planning.step_bytes.device_peaks", peaks)
+    monkeypatch.setattr("jaxpipe.planning.candidate.device_peaks", peaks)
     pipeline, _ = make(mlp, 2, 4, memory=budget, options=jaxpipe.PlanOptions(allow_over_budget=True, compile=False))
     before = pipeline.plan
     pipeline.compile()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import jaxpipe
 from jaxpipe import Network
 from jaxpipe.errors import PartitionError
-from jaxpipe.planning import step_bytes
+from jaxpipe.planning import candidate
 from jaxpipe.planning.storage.choose_swaps import SwapLink, choose_targets
 from jaxpipe.planning.storage.fastest_choice import choose
 from jaxpipe.planning.storage.storage_problem import Item, Option, Problem, SolverOptions
@@ -248,13 +248,13 @@ def test_a_plan_that_is_made_smaller_when_it_is_compiled_takes_steps(monkeypatch
     """XLA is said to need more for the first plan: other tensors leave, and the graph has other values."""
     plain = chain(schedule="1f1b")
     budget = budget_of(plain.plan)
-    actual, least = step_bytes.device_peaks, iter([budget + 4096])
+    actual, least = candidate.device_peaks, iter([budget + 4096])
 
     def device_peaks(step, devices):
         size = next(least, 0)
         return {d: replace(peak, total=max(size, peak.total)) for d, peak in actual(step, devices).items()}
 
-    monkeypatch.setattr(step_bytes, "device_peaks", device_peaks)
+    monkeypatch.setattr(candidate, "device_peaks", device_peaks)
     pipeline = chain(
         schedule="1f1b", memory=budget, options=jaxpipe.PlanOptions(host_memory="1GiB", compile=False, time_limit=60)
     )

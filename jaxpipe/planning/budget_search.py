@@ -23,7 +23,6 @@ from jaxpipe.planning.candidate import Candidate, PlannedStep
 from jaxpipe.planning.level_search import INEXACT, LevelSearch
 from jaxpipe.planning.list_candidates import cut_again, leanest, list_candidates, price
 from jaxpipe.planning.price_storage import price_storage, swap_links
-from jaxpipe.planning.step_bytes import needs, with_step
 from jaxpipe.planning.storage.program_front import reruns_products
 from jaxpipe.planning.storage.solving import Solving
 from jaxpipe.planning.storage.stage_levels import StageLevels, stage_levels
@@ -153,7 +152,7 @@ class BudgetSearch:
     def _search(self, candidate: Candidate) -> LevelSearch:
         """Return the levels of a candidate, with what its devices need besides what their stages store."""
         if candidate not in self._searches:
-            besides = self._estimated(candidate).besides_of(needs(candidate.default, candidate.graphs))
+            besides = self._estimated(candidate).besides_of(candidate.default.needs)
             self._wrong = self._wrong or tuple(map(operator.sub, besides, candidate.held_bytes))
             levels = replace(self._estimated(candidate), besides=besides)
             self._searches[candidate] = LevelSearch(candidate, levels, self._with_step if self._compiles else None)
@@ -178,7 +177,7 @@ class BudgetSearch:
     def _with_step(self, planned: PlannedStep) -> PlannedStep:
         """Compile a plan, once for equal programs."""
         if planned.program not in self._compiled:
-            known = self._compiled[planned.program] = with_step(planned)
+            known = self._compiled[planned.program] = planned.with_step()
             self._log.append(f"{_described(planned)} predicted, {bytes_text(known.needed_bytes)} compiled")
         return self._compiled[planned.program]
 

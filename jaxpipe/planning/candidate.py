@@ -5,16 +5,19 @@ traced ──list_candidates──▶ Candidate ──default, with_storage(...)
 
 # More than 15 of our modules: the parts of a planned step are put together here.
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from jax.sharding import Mesh
 
+from jaxpipe.array_types import Device
+from jaxpipe.collect_later import collecting_later
 from jaxpipe.costs.assumed_links import slowest_used
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import PartitionError
 from jaxpipe.gradients.outer_loop import OuterLoop
+from jaxpipe.graph.sharding_annotations import outside_mesh
 from jaxpipe.models.microbatch_program import trace_loss
 from jaxpipe.models.traced_update import trace_update, without_frozen
 from jaxpipe.plan import Plan
@@ -23,12 +26,12 @@ from jaxpipe.planning.cuts.device_mapping import best_mapping
 from jaxpipe.planning.cuts.placed_stages import Partition, on_devices
 from jaxpipe.planning.describe_plan import describe, program_timeline, stage_seconds, step_seconds
 from jaxpipe.planning.price_storage import longest_microbatch
-from jaxpipe.planning.step_bytes import Graphs, with_bytes
 from jaxpipe.planning.storage.stage_levels import Fitted
 from jaxpipe.planning.trace_request import Traced
 from jaxpipe.residuals.choose_formats import ResidualPlan
 from jaxpipe.runtime.executable_plan import ExecutablePlan, Update
-from jaxpipe.runtime.mpmd.device_bytes import array_bytes
+from jaxpipe.runtime.mpmd.device_bytes import Peak, array_bytes, device_peaks
+from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
 from jaxpipe.runtime.optimizer_by_stage import check_asynchronous, partition_update
 from jaxpipe.runtime.replica_exchange import stage_exchange, stage_outer_loop, warn_of_first_moment
 from jaxpipe.runtime.stages import (
@@ -45,6 +48,9 @@ from jaxpipe.schedules import schedule_makers
 from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.table import Kind, Schedule, StageNumber, without_backward
 from jaxpipe.sharding.mesh_axes import DATA
+from jaxpipe.targets.building import building_for
+from jaxpipe.text.progress import phase, tell
+from jaxpipe.text.units import bytes_text
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +117,8 @@ class Candidate:
     program: Program
     schedule: Schedule
     maker: schedule_makers.ScheduleMaker | None = None
-    graphs: Graphs = field(default_factory=dict, init=False)  # of its plans' steps
+    #: Of its plans' steps, the runtime that has written the graph of a program's, with what each device needs along it.
+    graphs: dict[Program, tuple[MpmdRuntime, dict[Device, Peak]]] = field(default_factory=dict, init=False)
 
     @property
     def traced(self) -> Traced:
@@ -226,9 +233,68 @@ class PlannedStep(ExecutablePlan):
 
     candidate: Candidate
 
+    @outside_mesh()
+    @collecting_later()
+    @phase("bytes")
+    def _peaks(self) -> tuple[MpmdRuntime, dict[Device, Peak]]:
+        """Return the runtime of the plan's program with its graph, and what each device needs along that."""
+        graphs = self.candidate.graphs
+        if self.program not in graphs:
+            with building_for(self.mesh.devices.flat[0]):
+                runtime = MpmdRuntime(replace(self, graph=None))
+                graphs[self.program] = runtime, runtime.predicted
+        return graphs[self.program]
+
     def with_bytes(self) -> "PlannedStep":
-        """Return the plan with the bytes of each device. To trace all calls for them takes longer than all else."""
-        return self if self.plan.memory else with_bytes(self, self.candidate.graphs)
+        """Return the plan with its graph, and the bytes that each device needs for it.
+
+        To trace all calls for them takes longer than all else.
+        """
+        if self.plan.memory:
+            return self
+        runtime, peaks = self._peaks()
+        each = [sum(peak.components.values()) for peak in peaks.values()]
+        firsts = [peaks[row[0]] for row in runtime.devices.rows]
+        plan = replace(
+            self.plan,
+            memory=list(peaks.values())[each.index(max(each))].components,
+            each_device=tuple(each),
+            stage_memory=tuple(peak.components for peak in firsts),
+            fullest_in=tuple(peak.label for peak in firsts),
+        )
+        if plan.host is not None:
+            plan = replace(plan, host=replace(plan.host, bytes=max(peak.host for peak in peaks.values())))
+        return replace(self, plan=plan, graph=runtime.graph)
+
+    @property
+    def needs(self) -> list[int]:
+        """The predicted bytes of each device along the stage axis."""
+        runtime, peaks = self._peaks()
+        rows = (runtime.devices.rows[stages[0]] for stages in self.program.schedule.stage_of)
+        return [max(peaks[x].total for x in row) for row in rows]
+
+    @phase("compile")
+    def with_step(self) -> "PlannedStep":
+        """Compile the stage programs, in all processes at once; nothing if they have been compiled.
+
+        What counts is the fullest device of any process.
+        """
+        if self.compiled is not None:
+            return self
+        tell(f"Compiling the training step, {bytes_text(self.plan.predicted_bytes)} predicted")
+        runtime = MpmdRuntime(self)
+        step = runtime.build()
+        peaks = device_peaks(step, runtime.devices)
+        size = max(peak.total for peak in peaks.values())
+        tell(f"XLA reserves {bytes_text(size)} on the fullest device")
+        firsts = [peaks[row[0]] for row in runtime.devices.rows]
+        plan = replace(
+            self.plan,
+            compiled_each_device=tuple(peak.total for peak in runtime.in_mesh_order(peaks).values()),
+            compiled_stage_memory=tuple(peak.components for peak in firsts),
+            fullest_in=tuple(peak.label for peak in firsts),
+        )
+        return replace(self, plan=plan, compiled=step)
 
     @property
     def profile(self) -> Profile:

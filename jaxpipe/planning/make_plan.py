@@ -19,7 +19,6 @@ from jaxpipe.planning.kept_front import Point, add_point, better_point, front_pa
 from jaxpipe.planning.list_candidates import leanest, list_candidates, on_fewer_devices, price
 from jaxpipe.planning.refuse_budget import check_budget, refusal
 from jaxpipe.planning.run_plan import run_plan, with_recipe
-from jaxpipe.planning.step_bytes import with_step
 from jaxpipe.planning.storage.fastest_choice import raised
 from jaxpipe.planning.trace_request import Traced, trace_request
 from jaxpipe.targets.building import building_for, current
@@ -48,7 +47,7 @@ def compiled_plan(planned: PlannedStep) -> PlannedStep:
       MemoryBudgetError: if no plan keeps the budget.
     """
     with building_for(planned.mesh.devices.flat[0]):
-        planned, traced = with_step(planned), planned.candidate.traced
+        planned, traced = planned.with_step(), planned.candidate.traced
         if planned.plan.budget is None or planned.needed_bytes <= planned.plan.budget:
             return planned
         if traced.request.plan is not None:
@@ -91,7 +90,7 @@ def _by_default(candidates: Sequence[Candidate]) -> PlannedStep:
     planned = leanest(candidates).default  # on which no choice depends: bytes are predicted when somebody asks
     wanted = candidates[0].traced.request.options.compile
     compiles = not current().exact_predictions if wanted is None else wanted
-    return with_step(planned.with_bytes()) if compiles and planned.plan.runtime == "mpmd" else planned
+    return planned.with_bytes().with_step() if compiles and planned.plan.runtime == "mpmd" else planned
 
 
 def _within_budget(traced: Traced, search: BudgetSearch) -> tuple[PlannedStep, int]:

@@ -24,7 +24,6 @@ from jaxpipe.planning.compare_requests import shape_parts
 from jaxpipe.planning.cuts.placed_stages import Partition, StageCost
 from jaxpipe.planning.given_plan import check_same, made_with, recipe_in
 from jaxpipe.planning.refuse_budget import check_budget
-from jaxpipe.planning.step_bytes import with_step
 from jaxpipe.planning.trace_request import Traced
 from jaxpipe.recipe import Recipe, StagePrograms
 from jaxpipe.residuals import vjp_program
@@ -211,7 +210,7 @@ def run_plan(traced: Traced) -> PlannedStep:
     mesh = Mesh(devices, request.mesh.axis_names, axis_types=request.mesh.axis_types)
     planned = replace(Candidate(cut, partition, program, schedule).planned(program, plan), mesh=mesh)
     if plan.runtime == "mpmd" and (request.options.compile or (plan.budget is not None and not same)):
-        planned = with_step(planned)
+        planned = planned.with_step()
         check_budget(planned)
     return planned
 

@@ -8,13 +8,12 @@ from typing import Literal
 from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import MemoryBudgetError, PartitionError
-from jaxpipe.planning.cuts.choose_plan import Plans, all_plans, chosen, least_bytes
+from jaxpipe.planning.cuts.choose_plan import Plans, all_plans, chosen, least_bytes, move_operators
 from jaxpipe.planning.cuts.cost_models import Synchronous
 from jaxpipe.planning.cuts.cut_space import CutSpace, cut_space
 from jaxpipe.planning.cuts.layouts import Limits, device_classes
 from jaxpipe.planning.cuts.placed_stages import Partition, cost_stages, in_order_of_stages, step_bound
 from jaxpipe.planning.cuts.published import Bottleneck, MinMax, PipeDream, Throughput, cheapest_bottleneck
-from jaxpipe.planning.cuts.refine_cuts import move_operators
 from jaxpipe.planning.cuts.shortest_step import least_memory, shortest_step
 from jaxpipe.text.units import bytes_text, parse_bytes
 

@@ -16,7 +16,7 @@ from examples import models as zoo
 from jaxpipe import Density, Network, Plan, PlanOptions, measure_density, memory_encoded, with_density
 from jaxpipe.errors import JaxpipeError, MemoryBudgetError, PartitionError
 from jaxpipe.gradients import block_sparse
-from jaxpipe.planning import cut_scans, given_plan, make_plan, place_stages, trace_request
+from jaxpipe.planning import cut_scans, given_plan, list_candidates, make_plan, trace_request
 from jaxpipe.planning.storage import integer_program
 from jaxpipe.schedules import gpipe
 from tests.support.codecs import Halves
@@ -172,7 +172,7 @@ def no_search(monkeypatch):
 
     monkeypatch.setattr(make_plan, "search_plan", refused)
     monkeypatch.setattr(make_plan, "list_candidates", refused)
-    monkeypatch.setattr(place_stages, "partition_layers", refused)
+    monkeypatch.setattr(list_candidates, "partition_layers", refused)
     monkeypatch.setattr(trace_request, "profile_objective", refused)
     monkeypatch.setattr(cut_scans, "profile_objective", refused)
     monkeypatch.setattr(integer_program, "solve", refused)

@@ -132,7 +132,7 @@ class BudgetSearch:
 
     def _least_seconds(self, candidate: Candidate) -> float:
         """Return a lower bound of a step's seconds with some cuts and a schedule, within any budget."""
-        if not any(reruns_products(stage.vjp) for stage in candidate.program.stages):
+        if not any(reruns_products(stage.programs) for stage in candidate.program.stages):
             return candidate.seconds
         return candidate.seconds - self._estimated(candidate).most_saved_seconds
 

@@ -67,8 +67,7 @@ def stage_seconds(
 
 def _summing_bytes(program: Program, stage: Stage) -> int:
     """Bytes read and written to add a micro-batch's gradients in a stage."""
-    assert stage.vjp is not None
-    wrt = set(stage.vjp.backward_graph.wrt) - program.objective.frozen
+    wrt = set(stage.programs.backward_graph.wrt) - program.objective.frozen
     trained = [t for t in (*stage.parameters, *stage.borrowed) if t in wrt]
     return sum(4 * word_count(a) for a in program.avals(trained)) + 2 * program.sum_bytes(trained)
 
@@ -281,12 +280,11 @@ def _idle_share(timeline: Timeline, widths: Sequence[int]) -> float:
 
 def _weight_share(stage: Stage, rates: Rates) -> float:
     """The part for weights of a stage's backward work, by estimate."""
-    assert stage.vjp is not None
-    shares = _weight_shares.setdefault(stage.vjp, {})
+    shares = _weight_shares.setdefault(stage.programs, {})
     if rates not in shares:
         first, second = (
             sum(operator_seconds(op, step.program.tensors, rates) for step in steps for op in step.program.operators)
-            for steps in (stage.vjp.input_steps, stage.vjp.weight_steps)
+            for steps in (stage.programs.input_steps, stage.programs.weight_steps)
         )
         shares[rates] = second / (first + second) if second else 0.0
     return shares[rates]
@@ -300,8 +298,7 @@ def _device_ids(request: Request, devices: Sequence[int]) -> tuple[int, ...]:
 
 def _stored_bytes(stage: Stage) -> dict[str, dict[str, int]]:
     """Return bytes of one micro-batch's stash by kind of storage, and by the module that makes what is stored."""
-    assert stage.vjp is not None
-    graph, codecs = stage.vjp.graph, stage.vjp.plan.codecs
+    graph, codecs = stage.programs.graph, stage.programs.plan.codecs
     makers = {t: op.path or "the loss" for op in stage.graph.operators for t in op.outputs}
     by_kind, by_module = Counter[str](), Counter[str]()
     for t in stage.stashed:
@@ -313,9 +310,8 @@ def _stored_bytes(stage: Stage) -> dict[str, dict[str, int]]:
 
 def _recomputed(stage: Stage) -> tuple[str, ...]:
     """The operators of more than cheap arithmetic that the backward pass runs again."""
-    assert stage.vjp is not None
-    again = {t for t, fmt in stage.vjp.plan.formats.items() if fmt is Derived.RECOMPUTE}
-    rerun = (op for op in stage.vjp.graph.operators if weight(op) is None and not again.isdisjoint(op.outputs))
+    again = {t for t, fmt in stage.programs.plan.formats.items() if fmt is Derived.RECOMPUTE}
+    rerun = (op for op in stage.programs.graph.operators if weight(op) is None and not again.isdisjoint(op.outputs))
     return tuple(f"{op.path} {op.label}".strip() for op in rerun)
 
 

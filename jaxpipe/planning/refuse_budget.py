@@ -90,8 +90,7 @@ def largest_stored(planned: PlannedStep) -> list[str]:
     producers = {t: op for op in objective.graph.operators for t in op.outputs}
     stored: dict[str, int] = {}
     for stage in planned.program.stages:
-        assert stage.vjp is not None
-        graph, codecs = stage.vjp.graph, stage.vjp.plan.codecs
+        graph, codecs = stage.programs.graph, stage.programs.plan.codecs
         producers_here = {**producers, **{t: op for op in graph.operators for t in op.outputs}}
         for t in stage.stashed:
             text = tensor_text(graph.tensors[t], producers_here.get(t), inputs.get(t, "an input"))
@@ -137,8 +136,8 @@ def _kernel_written_twice(stage: Stage) -> tuple[str, int]:
     On a GPU a convolution writes the gradient of its kernel with the outputs first. Before that is turned, it is in no
     other gradient's place: each of those is smaller, or, of equal kernels, written before the last one.
     """
-    graph, vjp = stage.graph, stage.vjp
-    size = {t: graph.tensors[t].bytes for t in stage.parameters if vjp is not None and t in vjp.backward_graph.wrt}
+    graph = stage.graph
+    size = {t: graph.tensors[t].bytes for t in stage.parameters if t in stage.programs.backward_graph.wrt}
     largest = {t for t, count in size.items() if count == max(size.values())}
     turned = {op.inputs[1]: op for op in graph.operators if op.name == "conv_general_dilated" and _turns_gradient(op)}
     if not largest or not largest <= turned.keys():

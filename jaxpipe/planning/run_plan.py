@@ -95,8 +95,7 @@ def _cell(actions: Iterable[Action]) -> str:
 
 def _stage_programs(program: Program, s: StageNumber) -> StagePrograms:
     stage, formats = program.stages[s], dict[str, dict[TensorNumber, int | None]]()
-    assert stage.vjp is not None
-    for t, form in stage.vjp.plan.formats.items():
+    for t, form in stage.programs.plan.formats.items():
         name = form.value if isinstance(form, Derived) else form.name
         formats.setdefault(name, {})[t] = form.capacity if isinstance(form, SparseCodec) else None
     texts = {name: _ranges(numbers) for name, numbers in formats.items()}
@@ -156,8 +155,7 @@ def _stored(program: Program, traced: Traced, plan: Plan, forms: Mapping[str, Fo
     """Return a program with its largest product in slices and with swaps, where the plan has them."""
     stages, loss = list(program.stages), program.objective.results[0]
     for k, (stage, planned, exact) in enumerate(zip(program.stages, plan.stages, recipe_in(plan).stages, strict=True)):
-        vjp, swap = stage.vjp, None
-        assert vjp is not None
+        vjp, swap = stage.programs, None
         if planned.slices > 1:
             wrt, policy = vjp.backward_graph.wrt, traced.request.policy
             sliced = in_slices(stage.graph, wrt, policy=policy, held=stage.used, seeds=[loss])

@@ -59,8 +59,7 @@ def stage_backward(
 
     ``received`` are the cotangents that the next stage sends; for the weight part, the saved ones.
     """
-    built = stage.vjp
-    assert built is not None
+    built = stage.programs
     stored = [stash[t] if t in stash else (known[t],) for t in built.plan.stored]
     parameters = [known[t] for t in built.parameters]
 
@@ -80,12 +79,11 @@ def stage_backward(
 
 def _seeds(objective: MicrobatchProgram, stage: Stage, received: Values) -> Values:
     """Return the cotangents of a stage's outputs, in their order."""
-    assert stage.vjp is not None
     seeds, loss = dict(received), objective.results[0]
     if 0 in stage.results:
         seed = jnp.ones((), objective.graph.tensors[loss].dtype)
         seeds[loss] = seeds[loss] + seed if loss in seeds else seed
-    return {t: seeds[t] for t in stage.vjp.backward_graph.source.outputs if t in seeds}
+    return {t: seeds[t] for t in stage.programs.backward_graph.source.outputs if t in seeds}
 
 
 def _with_zeros(

@@ -95,6 +95,12 @@ class Stage:
         return [aval for avals in self.stashed.values() for aval in avals]
 
     @property
+    def programs(self) -> VJPProgram:
+        """The forward and the backward program, of a stage that has both."""
+        assert self.vjp is not None
+        return self.vjp
+
+    @property
     def is_trained(self) -> bool:
         """True if there is backward work here."""
         return self.vjp is not None and bool(self.vjp.backward_graph.wrt)

@@ -47,8 +47,7 @@ def _pass(program: Program, s: StageNumber, kind: Kind) -> TimedProgram:
             return stage_forward(stage, values, program.schedule.has_backward)
 
         return TimedProgram(forward, (inputs,))
-    assert stage.vjp is not None
-    known = {t: inputs[t] for t in (*stage.vjp.parameters, *stage.used)}
+    known = {t: inputs[t] for t in (*stage.programs.parameters, *stage.used)}
     waited = program.received(s, kind)
     received = dict(zip(waited, program.tangents(waited), strict=True))
 

@@ -226,9 +226,9 @@ class Front:
         return replace(way, problem=problem, formats=tuple((*formats, *formats) for formats in way.formats))
 
 
-def reruns_products(vjp: VJPProgram | None) -> bool:
+def reruns_products(vjp: VJPProgram) -> bool:
     """Return whether a program with default storage runs products again, as many as a GPU may."""
-    return not current().runs_early and vjp is not None and bool(rerun_products(vjp, vjp.plan))
+    return not current().runs_early and bool(rerun_products(vjp, vjp.plan))
 
 
 def rerun_products(vjp: VJPProgram, plan: ResidualPlan) -> list[Operator]:

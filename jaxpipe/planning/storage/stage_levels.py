@@ -244,10 +244,9 @@ def stage_levels(
     """
     fronts = []
     for s, stage in zip(program.stage_numbers, program.stages, strict=True):
-        assert stage.vjp is not None
         stays_apart = len(program.schedule.program_kinds[s][0]) == 1  # its stash leaves its forward program
         front = Front(
-            vjp=stage.vjp,
+            vjp=stage.programs,
             sliced=_in_slices(program, stage, policy),
             items_of=functools.partial(_items, program.specs, stage, prices, solving.items),
             price=prices.seconds,
@@ -265,9 +264,9 @@ def stage_levels(
 def _in_slices(program: Program, stage: Stage, policy: Policy) -> SlicedProgram | None:
     """Return the programs of the last stage with its largest product in slices, if that can be."""
     is_last, on_one_device = stage is program.stages[-1], program.specs.submesh.size == 1
-    if stage.vjp is None or not (is_last and on_one_device and stage.is_trained and stage.fold is None):
+    if not (is_last and on_one_device and stage.is_trained and stage.fold is None):
         return None
-    wrt, loss = stage.vjp.backward_graph.wrt, program.objective.results[0]
+    wrt, loss = stage.programs.backward_graph.wrt, program.objective.results[0]
     return in_slices(stage.graph, wrt, policy=policy, held=stage.used, seeds=[loss])
 
 

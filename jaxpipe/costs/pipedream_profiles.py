@@ -1,10 +1,9 @@
 """Read published profile graphs of the PipeDream family (D. Narayanan et al., SOSP 2019)."""
 
-import contextlib
-import graphlib
 import heapq
 import os
 import re
+from collections import Counter, defaultdict
 from pathlib import Path
 
 from jaxpipe.costs.profile import Edge, Profile
@@ -94,20 +93,16 @@ def _sorted(names: list[str], edges: list[tuple[str, str]], path: Path) -> list[
         digits = re.sub(r"[^0-9]", "", name).lstrip("0")
         return len(digits), digits, name  # Python refuses numbers of thousands of digits
 
-    sorter = graphlib.TopologicalSorter({name: [] for name in names})
+    waits, readers = Counter(target for _, target in edges), defaultdict[str, list[str]](list)
     for source, target in edges:
-        sorter.add(target, source)
-    with contextlib.suppress(graphlib.CycleError):  # which leaves what can be sorted
-        sorter.prepare()
-    ready: list[tuple[int, str, str]] = []
-    order: list[str] = []
-    while sorter.is_active():
-        for name in sorter.get_ready():
-            heapq.heappush(ready, key(name))
-        if not ready:
-            break
+        readers[source].append(target)
+    ready, order = sorted(key(name) for name in names if not waits[name]), list[str]()
+    while ready:
         order.append(heapq.heappop(ready)[-1])
-        sorter.done(order[-1])
+        for target in readers[order[-1]]:
+            waits[target] -= 1
+            if not waits[target]:
+                heapq.heappush(ready, key(target))
     if len(order) < len(names):
         raise PartitionError(f"{path}: operators {sorted(set(names) - set(order), key=key)[:4]} wait for each other.")
     return order

@@ -165,17 +165,13 @@ class Synchronous(CostModel):
                 link = self.network.slowest_link(devices)
                 besides = np.maximum(besides, link.all_reduce_seconds(parameters[:, k], len(devices)))
         besides = np.where(self.fits(space, cuts, layout), besides, np.inf)
-        ways = np.maximum(each[:-1], each[1:]) * (self.message_seconds(space, cuts, layout) + SEND_SECONDS)
+        ways = np.full((len(cuts), len(layout) - 1), SEND_SECONDS)
+        for k, (before, behind) in enumerate(itertools.pairwise(layout)):
+            ways[:, k] += self.transfer_seconds(space.crossing[cuts[:, k + 1]], before, behind)
+        ways *= np.maximum(each[:-1], each[1:])
         forward += CALL_SECONDS * each
         backward[:, :-1] += CALL_SECONDS * each[:-1]
         return Timelines(forward, backward, ways, trained, besides, self._rounds(layout))
-
-    def message_seconds(self, space: CutSpace, cuts: np.ndarray, layout: Layout) -> np.ndarray:
-        """Return the seconds of a message from each stage to the next, for each row of cuts."""
-        seconds = np.zeros((len(cuts), len(layout) - 1))
-        for k, (before, behind) in enumerate(itertools.pairwise(layout)):
-            seconds[:, k] = self.transfer_seconds(space.crossing[cuts[:, k + 1]], before, behind)
-        return seconds
 
     def in_flight(self, layout: Sequence[Sequence[int]]) -> list[int]:
         pairs = zip(super().in_flight(layout), layout, strict=True)

@@ -22,7 +22,6 @@ from jaxpipe.planning.balance_stages import balanced, round_of
 from jaxpipe.planning.candidate import Candidate, PlannedStep
 from jaxpipe.planning.level_search import INEXACT, LevelSearch
 from jaxpipe.planning.list_candidates import cut_again, leanest, list_candidates, price
-from jaxpipe.planning.price_storage import price_storage, swap_links
 from jaxpipe.planning.storage.program_front import reruns_products
 from jaxpipe.planning.storage.solving import Solving
 from jaxpipe.planning.storage.stage_levels import StageLevels, stage_levels
@@ -164,11 +163,9 @@ class BudgetSearch:
         Estimates are taken to be as wrong as for the first candidate whose calls are traced.
         """
         if candidate not in self._levels:
-            program, partition, request = candidate.program, candidate.partition, candidate.traced.request
-            prices, links = price_storage(program, partition), swap_links(request, partition)
-            self._levels[candidate] = stage_levels(
-                program, candidate.held_bytes, prices, links, self._solving, request.policy
-            )
+            held, prices, links = candidate.held_bytes, candidate.prices, candidate.links
+            policy = candidate.traced.request.policy
+            self._levels[candidate] = stage_levels(candidate.program, held, prices, links, self._solving, policy)
         levels = self._levels[candidate]
         if self._wrong is None or len(self._wrong) != candidate.program.num_devices:
             return levels

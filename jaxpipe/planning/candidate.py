@@ -14,20 +14,23 @@ from jax.sharding import Mesh
 from jaxpipe.array_types import Device
 from jaxpipe.collect_later import collecting_later
 from jaxpipe.costs.assumed_links import slowest_used
+from jaxpipe.costs.kernels import program_cost
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import PartitionError
 from jaxpipe.gradients.outer_loop import OuterLoop
+from jaxpipe.graph.op_cost import weight
 from jaxpipe.graph.sharding_annotations import outside_mesh
 from jaxpipe.models.microbatch_program import trace_loss
 from jaxpipe.models.traced_update import trace_update, without_frozen
 from jaxpipe.plan import Plan
 from jaxpipe.planning.arrange_devices import arrange
 from jaxpipe.planning.cuts.device_mapping import best_mapping
-from jaxpipe.planning.cuts.placed_stages import Partition, on_devices
+from jaxpipe.planning.cuts.placed_stages import Partition, on_devices, stage_speeds
 from jaxpipe.planning.describe_plan import describe, program_timeline, stage_seconds, step_seconds
-from jaxpipe.planning.price_storage import longest_microbatch
+from jaxpipe.planning.storage.choose_swaps import Links
+from jaxpipe.planning.storage.prices import Prices
 from jaxpipe.planning.storage.stage_levels import Fitted
-from jaxpipe.planning.trace_request import Traced
+from jaxpipe.planning.trace_request import Traced, rates_in
 from jaxpipe.residuals.choose_formats import ResidualPlan
 from jaxpipe.runtime.executable_plan import ExecutablePlan, Update
 from jaxpipe.runtime.mpmd.device_bytes import Peak, array_bytes, device_peaks
@@ -160,6 +163,43 @@ class Candidate:
             held[d] += waiting * program.bytes_of(stage.saved)
         users = {program.device(s) for s, x in zip(program.stage_numbers, program.stages, strict=True) if x.used}
         return [n + batch if d in users else n for d, n in zip(program.device_numbers, held, strict=True)]
+
+    @property
+    def longest_microbatch(self) -> float:
+        """The seconds of a micro-batch on the slowest stage."""
+        work = zip(stage_seconds(self.program, self.partition), self._slowness, strict=True)
+        return max((stage.forward_seconds + stage.backward_seconds) * slow for stage, slow in work)
+
+    @property
+    def prices(self) -> Prices:
+        """The prices of computing an operator again and of encoding."""
+        graph, profile = self.program.objective.graph, self.partition.profile
+        rates = rates_in(profile)
+        _, estimated = program_cost(graph, rates)
+        profiled = {
+            (t, op.name): seconds
+            for op, seconds in zip(graph.operators, profile.forward_seconds, strict=True)
+            for t in op.outputs
+            if weight(op) is None
+        }
+        scale = sum(profile.forward_seconds) / estimated if estimated else 1.0
+        return Prices(rates, profiled, scale, self._slowness, self.longest_microbatch)
+
+    @property
+    def links(self) -> Links:
+        """The links for swaps. Without a network nobody has said that devices exchange more than messages."""
+        request = self.traced.request
+        host_bytes = 0 if request.host is None or request.host.refused else request.host.budget
+        devices = tuple(stage.devices for stage in self.partition.stages)
+        return Links(self.partition.network, devices, request.network is not None, host_bytes)
+
+    @property
+    def _slowness(self) -> tuple[float, ...]:
+        """By stage, how many times slower than the profiled device its own is, or are together."""
+        program, speeds = self.program, stage_speeds(self.partition)
+        widths = program.stage_replicas.per_stage
+        pairs = zip(program.stage_numbers, speeds, strict=True)
+        return tuple(1 / (widths[program.device(s)] * speed) for s, speed in pairs)
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -318,11 +358,11 @@ def build_candidate(cut: Cut, schedule: Schedule, maker: schedule_makers.Schedul
     """Return the program of a cut and a schedule in which all stages are trained; ``maker`` as ``Candidate`` has it."""
     request, partition = cut.traced.request, cut.on_devices(schedule)
     program = make_program(cut, schedule)
+    candidate = Candidate(cut, partition, program, schedule, maker)
     if request.budget is not None and request.network is not None and program.stage_replicas.is_single:
         stashes = list(map(_stash_bytes, program.stages))
-        period = longest_microbatch(program, partition)
-        partition = best_mapping(partition, program.schedule, stashes, period)
-    return Candidate(cut, partition, program, schedule, maker)
+        partition = best_mapping(partition, program.schedule, stashes, candidate.longest_microbatch)
+    return replace(candidate, partition=partition)
 
 
 def make_program(cut: Cut, schedule: Schedule) -> Program:

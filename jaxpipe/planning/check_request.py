@@ -1,4 +1,4 @@
-"""Checks of the arguments of ``partition``, before anything is traced."""
+"""Checks of the arguments of ``partition``: most before anything is traced, some with the model."""
 
 # More than 15 of our modules: each argument is checked by the module that uses it.
 from collections.abc import Sequence
@@ -16,13 +16,12 @@ from jaxpipe.costs.network import Network, check_network_units
 from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.profile_model import EstimateFor, Source
 from jaxpipe.costs.sharded_profile import groups_of
-from jaxpipe.errors import BatchError, FewExamplesWarning, MemoryBudgetError, PartitionError, warn
+from jaxpipe.errors import BatchError, MemoryBudgetError, PartitionError
 from jaxpipe.gradients.block_sparse import BlockSparse
 from jaxpipe.gradients.outer_loop import OuterLoop
 from jaxpipe.graph.allowed_codecs import FAST, Codecs, Policy, parse
-from jaxpipe.models.batch_statistics import FEW_EXAMPLES
 from jaxpipe.models.bind import check_model
-from jaxpipe.models.bound_model import UserFunction
+from jaxpipe.models.bound_model import BoundModel, UserFunction
 from jaxpipe.models.check_arguments import check_flag, check_function, check_optimizer, check_seconds
 from jaxpipe.models.joined_replicas import ReplicaAxis
 from jaxpipe.models.unroll_layers import Unrolling, check_unroll
@@ -392,6 +391,78 @@ def check_network(network: Network | None, mesh: Mesh) -> None:
         check_network_units(network)
 
 
+def check_runtime_features(request: Request, schedules: Sequence[Schedule]) -> None:
+    """Raise ``PartitionError`` if ``runtime="spmd"`` comes with a feature that only ``"mpmd"`` has."""
+    if request.runtime != "spmd":
+        return
+    features = {
+        f"schedule={schedule.name}": "one program updates weights at the end of a step, not between micro-batches"
+        for schedule in schedules
+        if schedule.versions is not None
+    }
+    features |= {
+        f"schedule={schedule.name}": "the devices of one program pass messages around a ring, where they take turns"
+        for schedule in schedules
+        if not schedule.takes_turns
+    }
+    if request.devices_per_stage:
+        features[f"devices_per_stage={request.devices_per_stage}"] = (
+            "in one program each stage of a pipeline is on one device"
+        )
+    if request.host is not None:
+        features["host_memory="] = "one program keeps stashes in the devices' own memory"
+    if request.replica_axis is not None:
+        features[f"PlanOptions(axis_name={request.replica_axis.name!r})"] = (
+            "in one program each replica computes its micro-batches by itself"
+        )
+    elif request.submesh.shape:
+        axes = ", ".join(map(repr, request.submesh.shape))
+        features[f"the mesh axes {axes}"] = "in one program a stage is on one device, not sharded over several"
+    if request.options.zero:
+        features[f"zero={request.options.zero}"] = "in one program each replica has all of the optimizer state"
+    if request.budget is not None:
+        features["memory="] = "in one program each device reserves the memory of the largest stage"
+    if request.several_sizes:
+        features["batches of several sizes"] = "one program has one size"
+    for feature, rule in features.items():
+        raise PartitionError(
+            f"runtime='spmd' with {feature}: {rule}. Pass runtime='mpmd', the default: a program for each stage."
+        )
+
+
+def check_model_features(request: Request, model: BoundModel) -> None:
+    """Raise ``PartitionError`` if a model has variables that what was requested cannot train."""
+    names = [model.parameters[k].name for k in sorted(model.overwritten)][:1]
+    rows = [v.name for v, axis in zip(model.state, model.examples, strict=True) if axis is not None][:1]
+    keys = [v.name for v in model.state if jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.prng_key)][:1]
+    reasons = {
+        "becomes its gradient, and one program adds up gradients": names,
+        "has a row for each example": rows,
+        "is a typed random key (jax.random.key_data makes numbers of it)": keys,
+    }
+    for reason, refused in reasons.items():
+        if request.runtime == "spmd" and refused:
+            raise PartitionError(
+                f"runtime='spmd' with the variable {refused[0]}: it {reason}, which only stage programs keep apart. "
+                "Leave runtime= out."
+            )
+    if names and request.exchange is not None:
+        raise PartitionError(
+            f"gradient_exchange=block_sparse(...) with the variable {names[0]}: it becomes its gradient, of which no "
+            "block may be left out. Use gradient_exchange='dense'."
+        )
+    if rows and request.replica_axis is not None:
+        raise PartitionError(
+            f"PlanOptions(axis_name={request.replica_axis.name!r}) with the state variable {rows[0]}, which has a row "
+            "for each example of a batch: a micro-batch of several replicas has no rows side by side. Leave out one."
+        )
+    if rows and request.several_sizes:
+        raise PartitionError(
+            f"Batches of several sizes with the state variable {rows[0]}, which has a row for each example of a batch: "
+            "it has one size. Pass batches of one size."
+        )
+
+
 def schedule_makers(schedule: ScheduleMaker | str) -> tuple[ScheduleMaker, ...]:
     """Return the makers of the requested tables, of which the planner takes the fastest."""
     if isinstance(schedule, str) and plain_name(schedule) == "auto":
@@ -409,35 +480,3 @@ def schedule_makers(schedule: ScheduleMaker | str) -> tuple[ScheduleMaker, ...]:
         )
     check_function(maker, "schedule", ("num_devices", "num_microbatches"))
     return (cast(ScheduleMaker, maker),)
-
-
-def warn_few_examples(modules: Sequence[str], size: int, replicas: int, num_microbatches: int, fewer: int) -> None:
-    """Warn that a model normalizes over the few examples of a micro-batch; ``fewer`` micro-batches may have more."""
-    unit = replicas * num_microbatches
-    more = f"num_microbatches={fewer}, of {size // (replicas * fewer)} each, or " if fewer < num_microbatches else ""
-    warn(
-        f"{_listed(modules)} normalize(s) over the examples of a micro-batch, and a batch of {size} in "
-        f"num_microbatches={num_microbatches} on each of {replicas} replica(s) leaves {size // unit} to each. "
-        f"Statistics of fewer than {FEW_EXAMPLES} examples are mostly noise (of one example, a dense layer's output "
-        f"becomes the same whatever it was). Use {more}a batch of at least {FEW_EXAMPLES * unit} examples.",
-        FewExamplesWarning,
-    )
-
-
-def warn_own_negatives(modules: Sequence[str], size: int, replicas: int, num_microbatches: int) -> None:
-    """Warn that the examples of a contrastive loss are compared with those of their own micro-batch only."""
-    rows = size // (replicas * num_microbatches)
-    single = "num_microbatches=1" + (" on one replica" if replicas > 1 else "")
-    warn(
-        f"{_listed(modules)} compare(s) examples with one another by products, as contrastive losses do, and a batch "
-        f"of {size} is cut into num_microbatches={num_microbatches} on each of {replicas} replica(s). The negatives of "
-        f"an example are the other {rows - 1} of its micro-batch, not the other {size - 1} of the batch, and loss and "
-        f"gradient are means over micro-batches. Use {single} for all negatives of the batch, fewer micro-batches or a "
-        "larger batch for more of them, or two passes, of which the first gives the gradient of all embeddings "
-        "(GradCache; the guide on training has an example).",
-        FewExamplesWarning,
-    )
-
-
-def _listed(modules: Sequence[str]) -> str:
-    return ", ".join(path or "the loss" for path in modules[:3]) + (" and others" if len(modules) > 3 else "")

@@ -17,7 +17,7 @@ from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.profile_model import EstimateFor, frozen_names, profile_objective, without_frozen_work
 from jaxpipe.costs.sharded_profile import divided, groups_of
-from jaxpipe.errors import JaxpipeWarning, PartitionError, warn
+from jaxpipe.errors import FewExamplesWarning, JaxpipeWarning, PartitionError, warn
 from jaxpipe.graph.allowed_codecs import warn_unused
 from jaxpipe.models import check_batch
 from jaxpipe.models.batch_statistics import FEW_EXAMPLES, find_statistics, may_compare
@@ -27,8 +27,7 @@ from jaxpipe.models.linen_facade import ReturnsOtherError
 from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_results, with_rows
 from jaxpipe.models.traced_update import TracedUpdate, without_frozen
 from jaxpipe.models.variable_shardings import Shardings, shardings_of
-from jaxpipe.planning.check_request import Request, warn_few_examples, warn_own_negatives
-from jaxpipe.planning.check_runtime import check_model_features, check_runtime_features
+from jaxpipe.planning.check_request import Request, check_model_features, check_runtime_features
 from jaxpipe.planning.compare_requests import program_parts
 from jaxpipe.planning.cut_scans import TracedLayers, trace_layers
 from jaxpipe.planning.given_cuts import find_cuts
@@ -224,10 +223,42 @@ def _leaving_examples(
         if request.num_microbatches is None and fewer < num_microbatches:
             return fewer
         if statistics.modules:
-            warn_few_examples(statistics.modules, size, replicas, num_microbatches, fewer)
+            _warn_few_examples(statistics.modules, size, replicas, num_microbatches, fewer)
     if statistics.similarities and rows < size:
-        warn_own_negatives(statistics.similarities, size, replicas, num_microbatches)
+        _warn_own_negatives(statistics.similarities, size, replicas, num_microbatches)
     return num_microbatches
+
+
+def _warn_few_examples(modules: Sequence[str], size: int, replicas: int, num_microbatches: int, fewer: int) -> None:
+    """Warn that a model normalizes over the few examples of a micro-batch; ``fewer`` micro-batches may have more."""
+    unit = replicas * num_microbatches
+    more = f"num_microbatches={fewer}, of {size // (replicas * fewer)} each, or " if fewer < num_microbatches else ""
+    warn(
+        f"{_listed(modules)} normalize(s) over the examples of a micro-batch, and a batch of {size} in "
+        f"num_microbatches={num_microbatches} on each of {replicas} replica(s) leaves {size // unit} to each. "
+        f"Statistics of fewer than {FEW_EXAMPLES} examples are mostly noise (of one example, a dense layer's output "
+        f"becomes the same whatever it was). Use {more}a batch of at least {FEW_EXAMPLES * unit} examples.",
+        FewExamplesWarning,
+    )
+
+
+def _warn_own_negatives(modules: Sequence[str], size: int, replicas: int, num_microbatches: int) -> None:
+    """Warn that the examples of a contrastive loss are compared with those of their own micro-batch only."""
+    rows = size // (replicas * num_microbatches)
+    single = "num_microbatches=1" + (" on one replica" if replicas > 1 else "")
+    warn(
+        f"{_listed(modules)} compare(s) examples with one another by products, as contrastive losses do, and a batch "
+        f"of {size} is cut into num_microbatches={num_microbatches} on each of {replicas} replica(s). The negatives of "
+        f"an example are the other {rows - 1} of its micro-batch, not the other {size - 1} of the batch, and loss and "
+        f"gradient are means over micro-batches. Use {single} for all negatives of the batch, fewer micro-batches or a "
+        "larger batch for more of them, or two passes, of which the first gives the gradient of all embeddings "
+        "(GradCache; the guide on training has an example).",
+        FewExamplesWarning,
+    )
+
+
+def _listed(modules: Sequence[str]) -> str:
+    return ", ".join(path or "the loss" for path in modules[:3]) + (" and others" if len(modules) > 3 else "")
 
 
 def _default_microbatches(size: int, request: Request) -> int:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxpipe.collect_later import collecting_later
 from jaxpipe.costs.assumed_links import slowest_used
 from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
@@ -24,7 +25,7 @@ from jaxpipe.planning.cuts.partition_layers import partition_layers
 from jaxpipe.planning.cuts.placed_stages import Partition, on_devices, plan_bound, stage_work
 from jaxpipe.planning.describe_plan import least_seconds, stage_search_arguments
 from jaxpipe.planning.dispatch_timeline import Dispatching, dispatched_timeline, host_seconds
-from jaxpipe.planning.trace_request import Traced, without_collection
+from jaxpipe.planning.trace_request import Traced
 from jaxpipe.runtime.stages import variable_spans
 from jaxpipe.schedules import Schedule, list_schedule, makespan_bound, schedule_makers
 from jaxpipe.schedules.replicas import StageReplicas
@@ -68,7 +69,7 @@ def leanest(candidates: Sequence[Candidate]) -> Candidate:
 
 
 @phase("candidates")
-@without_collection()
+@collecting_later()
 def list_candidates(traced: Traced) -> list[Candidate]:
     """Return a program for each schedule that may be the fastest, fastest first.
 

@@ -2,9 +2,8 @@
 
 # More than 15 of our modules: model, batch, optimizer, profile and links of a request are read here.
 import contextlib
-import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -12,6 +11,7 @@ import jax
 from jaxpipe import multihost
 from jaxpipe.agreement import agreed
 from jaxpipe.array_types import PyTree, Shaped
+from jaxpipe.collect_later import collecting_later
 from jaxpipe.costs.assumed_links import assumed_links
 from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
@@ -79,20 +79,8 @@ def rates_in(profile: Profile) -> Rates:
     return profile.rates
 
 
-@contextlib.contextmanager
-def without_collection() -> Iterator[None]:
-    """Look for no cycles of objects meanwhile: that takes long where much is made that is kept."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 @phase("trace")
-@without_collection()
+@collecting_later()
 def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> Traced:
     """Trace a model for batches of the given shapes, and profile its operators; raises as ``partition``."""
     asked, start = (request, batch, variables), time.perf_counter()

@@ -406,7 +406,7 @@ def _link_table(network: Network) -> PlainTable:
     table.add_column("device", max_width=12, no_wrap=True)
     table.add_column("speed", justify="right")
     table.add_column("memory", justify="right", no_wrap=True)
-    if _tells_of_host(network):
+    if len(_kind(network, 0)) > 2:
         table.add_column("host GB/s", justify="right")
     for k in range(network.num_devices):
         table.add_column(str(k), justify="right", no_wrap=True)
@@ -414,8 +414,7 @@ def _link_table(network: Network) -> PlainTable:
     for row in range(network.num_devices):
         cells = [_short(x) if network.bandwidth[row, column] else "-" for column, x in enumerate(scaled[row])]
         cells[row] = ""
-        host = [_host(network, row)] if _tells_of_host(network) else []
-        table.add_row(str(row), network.names[row], _short(network.speed[row]), _memory(network, row), *host, *cells)
+        table.add_row(str(row), network.names[row], *_kind(network, row), *cells)
     return table
 
 
@@ -426,8 +425,7 @@ def _kinds_table(network: Network) -> PlainTable:
         kinds[network.bandwidth[a, b], network.latency[a, b]].append(f"{a}-{b}")
     alike = defaultdict(list)
     for k in range(network.num_devices):
-        host = f", host {_host(network, k)} GB/s" if _tells_of_host(network) else ""
-        alike[network.speed[k], _memory(network, k) + host].append(k)
+        alike[network.speed[k], *_kind(network, k)].append(k)
     table = PlainTable(title=f"{network.num_devices} devices")
     table.add_numbers("GB/s", "µs", "links")
     table.add_column("between")
@@ -435,24 +433,19 @@ def _kinds_table(network: Network) -> PlainTable:
         between = ", ".join(links[:6]) + (", ..." if len(links) > 6 else "")
         table.add_row(_short(bandwidth / 1e9), _short(1e6 * latency), str(len(links)), between)
     table.caption = "\n".join(
-        f"{len(devices)} of speed {_short(speed)} and memory {memory}: {number_ranges(devices)}"
-        for (speed, memory), devices in alike.items()
+        f"{len(devices)} of speed {speed} and memory {memory}{f', host {host[0]} GB/s' if host else ''}: "
+        f"{number_ranges(devices)}"
+        for (_, speed, memory, *host), devices in alike.items()
     )
     return table
 
 
-def _tells_of_host(network: Network) -> bool:
-    """Return whether something is known of the links to the host."""
-    return any(rate != PCIE_3_X16 for rate in network.host_bandwidth_bytes_per_second)
-
-
-def _host(network: Network, device: int) -> str:
-    return _short(network.host_bandwidth_bytes_per_second[device] / 1e9)
-
-
-def _memory(network: Network, device: int) -> str:
-    count = network.memory_bytes[device]
-    return "no limit" if count == math.inf else bytes_text(count)
+def _kind(network: Network, device: int) -> list[str]:
+    """Return the speed and the memory of a device, and its rate to the host if something is known of these rates."""
+    size, rates = network.memory_bytes[device], network.host_bandwidth_bytes_per_second
+    memory = "no limit" if size == math.inf else bytes_text(size)
+    host = [_short(rates[device] / 1e9)] if any(rate != PCIE_3_X16 for rate in rates) else []
+    return [_short(network.speed[device]), memory, *host]
 
 
 def _short(value: float) -> str:

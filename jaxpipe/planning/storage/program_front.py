@@ -162,17 +162,14 @@ class Front:
             problem = self._problem(way, room)
             if best is not None and best.seconds <= way.seconds + least_seconds(problem):
                 continue
-            answer = self._fastest(problem) if exact else greedy_choice(problem)
+            if exact and self.solving is not None:
+                answer, spent = self.solving.fastest(problem, self.slack)
+                self.spent.append(spent)
+            else:
+                answer = greedy_choice(problem)
             if answer is not None and (best is None or way.seconds + answer.outcome.seconds < best.seconds):
                 best = self._point(way, answer, targets)
         return best
-
-    def _fastest(self, problem: Problem) -> Answer | None:
-        if self.solving is None:
-            return greedy_choice(problem)
-        answer, spent = self.solving.fastest(problem, self.slack)
-        self.spent.append(spent)
-        return answer
 
     @cached_property
     def smallest(self) -> Point:

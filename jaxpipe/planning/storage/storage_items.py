@@ -221,7 +221,7 @@ def _events(
     released: Container[TensorNumber],
 ) -> tuple[dict[TensorNumber, tuple[int, ...]], tuple[int, ...]]:
     """Return the events that read each item, and the bytes in each of cotangents and of what a step needs besides."""
-    chains = _chains(_in_parts(backward_graph.steps[::-1], available))
+    chains = _chains(backward_graph.steps[::-1], available)
     graph = backward_graph.graph
     leaves = (
         {t for step in chain for t in recomputation(graph, step.needs, everything, available)[1]} for chain in chains
@@ -246,27 +246,18 @@ def _events(
     return {t: tuple(events) for t, events in uses.items()}, tuple(total) or (0,)
 
 
-def _in_parts(steps: Sequence[BackwardOp], available: frozenset[int]) -> list[BackwardOp]:
-    """Return the steps as they run: on a GPU a convolution makes the gradient of its kernel first."""
-    if current().order != "joined":
-        return list(steps)
-    run: list[BackwardOp] = []
-    for step in steps:
-        parts = divided(step, available) if step.name == _CONVOLUTION else (step,)
-        run += [part for part in parts if part is not None]
-    return run
-
-
-def _chains(steps: Sequence[BackwardOp]) -> list[list[BackwardOp]]:
+def _chains(steps: Sequence[BackwardOp], available: frozenset[int]) -> list[list[BackwardOp]]:
     """Return the steps that run as one: each by itself on a CPU; on a GPU a product with the steps before the next.
 
-    Those behind a convolution run apart from it, but as one.
+    There a convolution makes the gradient of its kernel first, and those behind it run apart from it, but as one.
     """
     chains: list[list[BackwardOp]] = []
     for step in steps:
-        if not chains or current().runs_early or is_heavy(step) or chains[-1][-1].name == _CONVOLUTION:
-            chains.append([])
-        chains[-1].append(step)
+        in_parts = current().order == "joined" and step.name == _CONVOLUTION
+        for part in filter(None, divided(step, available) if in_parts else (step,)):
+            if not chains or current().runs_early or is_heavy(part) or chains[-1][-1].name == _CONVOLUTION:
+                chains.append([])
+            chains[-1].append(part)
     return chains
 
 

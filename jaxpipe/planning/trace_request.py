@@ -22,10 +22,9 @@ from jaxpipe.graph.allowed_codecs import warn_unused
 from jaxpipe.models import check_batch
 from jaxpipe.models.batch_statistics import FEW_EXAMPLES, find_statistics, may_compare
 from jaxpipe.models.bind import bind
-from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.linen_facade import ReturnsOtherError
 from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_results, with_rows
-from jaxpipe.models.traced_update import TracedUpdate, without_frozen
+from jaxpipe.models.traced_update import without_frozen
 from jaxpipe.models.variable_shardings import Shardings, shardings_of
 from jaxpipe.planning.check_request import Request, check_model_features, check_runtime_features
 from jaxpipe.planning.compare_requests import program_parts
@@ -46,8 +45,8 @@ from jaxpipe.text.progress import phase, tell
 MICROBATCHES_PER_STAGE = 4
 
 
-@dataclass(frozen=True, eq=False)
-class Traced:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Traced(TracedLayers):
     """A model traced for batches of some shapes.
 
     The network of its request is that of groups of devices that share a stage, ``links`` are those between all devices
@@ -57,9 +56,6 @@ class Traced:
     """
 
     request: Request
-    objective: MicrobatchProgram
-    model: BoundModel
-    update: TracedUpdate
     profile: Profile
     links: Network
     batch: PyTree
@@ -69,7 +65,6 @@ class Traced:
     shardings: Shardings
     asked: tuple[Request, PyTree, PyTree]
     trace_seconds: float = 0.0
-    notes: tuple[str, ...] = ()
     cuts: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -99,21 +94,21 @@ def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> 
     profile = replace(profile, scan_groups=model.scan_groups)
     request, profile, links = _for_groups(request, objective, shardings, profile)
     return Traced(
-        request,
-        objective,
         model,
+        objective,
         update,
-        profile,
-        links,
-        batch,
-        microbatch,
-        batching,
-        local,
-        shardings,
-        asked if request.budget is not None else (*asked[:2], None),
-        seconds,
         layers.notes,
-        find_cuts(request.cuts, objective, [v.name for v in (*model.parameters, *model.state)]),
+        request=request,
+        profile=profile,
+        links=links,
+        batch=batch,
+        microbatch=microbatch,
+        batching=batching,
+        local=local,
+        shardings=shardings,
+        asked=asked if request.budget is not None else (*asked[:2], None),
+        trace_seconds=seconds,
+        cuts=find_cuts(request.cuts, objective, [v.name for v in (*model.parameters, *model.state)]),
     )
 
 

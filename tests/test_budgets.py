@@ -18,8 +18,8 @@ import jaxpipe
 from jaxpipe.errors import MemoryBudgetError, PartitionError
 from jaxpipe.plan import Plan, StagePlan
 from jaxpipe.planning import make_plan, refuse_budget
+from jaxpipe.planning.budget_search import LevelSearch
 from jaxpipe.planning.candidate import PlannedStep
-from jaxpipe.planning.level_search import LevelSearch
 from jaxpipe.planning.storage import integer_program, solving
 from jaxpipe.planning.storage.solving import Solving
 from jaxpipe.planning.storage.storage_problem import Problem

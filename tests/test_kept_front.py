@@ -2,18 +2,17 @@
 
 import pytest
 
-from jaxpipe.planning import kept_front
-from jaxpipe.planning.kept_front import Point
+from jaxpipe.planning.make_plan import Point, add_point, better_point, read_front
 
 
 def test_points_that_are_neither_smaller_nor_faster_are_dropped(tmp_path):
     path = tmp_path / "fronts" / "x.json"
     for point in (Point(10, 2.0, 12), Point(20, 1.0, 20), Point(15, 2.5, 15), Point(9, 3.0, 9), Point(10, 1.5, 30)):
-        kept_front.add_point(path, kept_front.read_front(path), point)
-    assert sorted(kept_front.read_front(path)) == [(9, 3.0, 9), (10, 1.5, 30), (20, 1.0, 20)]
+        add_point(path, read_front(path), point)
+    assert sorted(read_front(path)) == [(9, 3.0, 9), (10, 1.5, 30), (20, 1.0, 20)]
     for text in ("", "{}", "[[1]]", '[[1, "2", 3]]'):
         path.write_text(text)
-        assert kept_front.read_front(path) == []
+        assert read_front(path) == []
 
 
 @pytest.mark.parametrize(
@@ -29,4 +28,4 @@ def test_points_that_are_neither_smaller_nor_faster_are_dropped(tmp_path):
 )
 def test_the_fastest_point_within_a_budget_is_taken(budget, seconds, smallest, expected):
     front = [Point(10, 2.0, 12), Point(20, 1.0, 20)]
-    assert kept_front.better_point(front, budget, seconds, smallest) == expected
+    assert better_point(front, budget, seconds, smallest) == expected

@@ -47,8 +47,7 @@ from jaxpipe.runtime.stages import (
     shared_stages,
     with_backward,
 )
-from jaxpipe.schedules import schedule_makers
-from jaxpipe.schedules.replicas import StageReplicas
+from jaxpipe.schedules import StageReplicas, schedule_makers
 from jaxpipe.schedules.table import Kind, Schedule, StageNumber, without_backward
 from jaxpipe.sharding.mesh_axes import DATA
 from jaxpipe.targets.building import building_for

@@ -33,8 +33,7 @@ from jaxpipe.runtime.gradient_precision import sum_dtype
 from jaxpipe.runtime.select_runtime import bytes_by_component, lockstep_timeline
 from jaxpipe.runtime.stages import Program, Stage
 from jaxpipe.runtime.uint32_words import word_count
-from jaxpipe.schedules import Schedule, Timeline, makespan_bound
-from jaxpipe.schedules.replicas import StageReplicas
+from jaxpipe.schedules import Schedule, StageReplicas, Timeline, makespan_bound
 from jaxpipe.schedules.swap_points import HOST, swap_points
 from jaxpipe.schedules.table import StageNumber
 from jaxpipe.targets.known import target_of_kind

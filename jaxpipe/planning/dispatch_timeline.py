@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpipe.schedules import Kind, Schedule, Timeline
-from jaxpipe.schedules.replicas import StageReplicas
+from jaxpipe.schedules import Kind, Schedule, StageReplicas, Timeline
 from jaxpipe.schedules.table import KINDS
 
 

@@ -27,8 +27,7 @@ from jaxpipe.planning.describe_plan import least_seconds, stage_search_arguments
 from jaxpipe.planning.dispatch_timeline import Dispatching, dispatched_timeline, host_seconds
 from jaxpipe.planning.trace_request import Traced
 from jaxpipe.runtime.stages import variable_spans
-from jaxpipe.schedules import Schedule, list_schedule, makespan_bound, schedule_makers
-from jaxpipe.schedules.replicas import StageReplicas
+from jaxpipe.schedules import Schedule, StageReplicas, list_schedule, makespan_bound, schedule_makers
 from jaxpipe.schedules.table import without_backward
 from jaxpipe.sharding.mesh_axes import STAGE, Submesh, stage_places
 from jaxpipe.text.progress import phase, tell

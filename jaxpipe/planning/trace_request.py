@@ -33,8 +33,7 @@ from jaxpipe.planning.given_cuts import find_cuts
 from jaxpipe.planning.given_plan import plan_profile
 from jaxpipe.runtime.executable_plan import Batching
 from jaxpipe.runtime.gradient_precision import check_effect
-from jaxpipe.schedules import Schedule, schedule_makers
-from jaxpipe.schedules.replicas import StageReplicas
+from jaxpipe.schedules import Schedule, StageReplicas, schedule_makers
 from jaxpipe.sharding.mesh_axes import joined_mesh
 from jaxpipe.targets.known import target_of, target_of_kind
 from jaxpipe.targets.rates import Rates

@@ -18,7 +18,7 @@ from jaxpipe import Network, Node, Profile
 from jaxpipe.costs.topology import INFINIBAND_HDR, NVLINK_A100, NVLINK_V100
 from jaxpipe.planning import partition_layers
 from jaxpipe.planning.cuts import choose_plan
-from jaxpipe.planning.cuts.free_pipeline import Timelines, shortest
+from jaxpipe.planning.cuts.cost_models import Timelines, shortest
 from jaxpipe.planning.cuts.placed_stages import step_bound
 from jaxpipe.planning.dispatch_timeline import Dispatching, dispatched_timeline, host_seconds
 from jaxpipe.schedules import gpipe, interleaved, one_f_one_b, simulate, zero_bubble

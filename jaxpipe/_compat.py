@@ -60,9 +60,9 @@ def open_jaxpr(jaxpr: AnyJaxpr | OpenJaxpr) -> tuple[OpenJaxpr, list[Array]]:
     return cast(OpenJaxpr, getattr(jaxpr, "jaxpr", jaxpr)), consts
 
 
-def closed_jaxpr(jaxpr: AnyJaxpr | OpenJaxpr) -> jex.ClosedJaxpr:
-    """A program with its constants, of which an open one has none."""
-    return jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jex.ClosedJaxpr(cast(jex.Jaxpr, jaxpr), ())
+def with_constants(jaxpr: OpenJaxpr, consts: Sequence[Array]) -> jex.ClosedJaxpr:
+    """A program with other constants."""
+    return jex.ClosedJaxpr(cast(jex.Jaxpr, jaxpr), consts)
 
 
 def lower(traced: jax.stages.Traced, platform: str) -> jax.stages.Lowered:

@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,10 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxpipe import _compat
-from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Atom, Equation, OpenJaxpr, PyTree, Shaped
+from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Equation, PyTree, Shaped
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.axis_names import NO_AXES, TracedIn, bound, evaluate_alone, names_in, with_names
+from jaxpipe.graph.evaluate_otherwise import evaluate_otherwise, with_programs
 from jaxpipe.graph.graph import Operator, all_operands, equations_in, replaced, without_literals
 from jaxpipe.graph.primitives import CALLS, CHECKPOINTS, CONTROL, FUNCTIONS, JITS, MARKS
 from jaxpipe.sharding.mesh_axes import Submesh, axes_by_dimension, axis_names, kept_spec
@@ -332,21 +333,15 @@ class _Rewriter:
 
     def program(self, program: AnyJaxpr) -> ClosedJaxpr:
         """Trace a program again."""
-        jaxpr, consts = _compat.open_jaxpr(program)
-        avals = [without_mesh(v.aval) for v in jaxpr.invars]
-        return jax.make_jaxpr(lambda *values: self.run(jaxpr, consts, values))(*avals)
+        avals = [without_mesh(v.aval) for v in _compat.open_jaxpr(program)[0].invars]
+        return jax.make_jaxpr(lambda *values: self.run(program, values))(*avals)
 
-    def run(self, jaxpr: OpenJaxpr, consts: Sequence[Array], values: Sequence[Array]) -> list[Array]:
+    def run(self, program: AnyJaxpr, values: Sequence[Array]) -> list[Array]:
         """Evaluate a program."""
+        jaxpr, consts = _compat.open_jaxpr(program)
         known = [cast(Array, np.asarray(x)) if _is_on_mesh(x) else x for x in consts]
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*known, *values), strict=True))
-
-        def read(atom: Atom) -> Array:
-            return _compat.literal_without_mesh(atom) if _compat.is_literal(atom) else env[atom]
-
-        for eqn in jaxpr.eqns:
-            env.update(zip(eqn.outvars, self.apply(eqn, [read(atom) for atom in eqn.invars]), strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+        alone = _compat.with_constants(jaxpr, known)
+        return evaluate_otherwise(alone, values, self.apply, _compat.literal_without_mesh)
 
     def apply(self, eqn: Equation, values: Sequence[Array]) -> Sequence[Array]:
         """Evaluate an equation."""
@@ -373,11 +368,11 @@ class _Rewriter:
         if name == "shard_map":
             return self._run_shards(eqn, values)
         if name in JITS and not _compat.has_default_sharding(params):
-            return self.run(*_compat.open_jaxpr(params["jaxpr"]), values)
+            return self.run(params["jaxpr"], values)
         if name == "custom_jvp_call" and self.explicit:
             return self._with_rule(eqn, values)
         if name in _CONTROL:
-            params = {key: self._parameter(value) for key, value in params.items()}
+            params = {key: with_programs(value, self.program) for key, value in params.items()}
         operands = [_compat.variable(atom.aval) for atom in eqn.invars]
         alone = _compat.in_current_mesh(eqn.replace(params=params, invars=operands))
         return _compat.evaluate_equation(alone, values)
@@ -402,7 +397,7 @@ class _Rewriter:
             operands = [*primals, *(tangents[k] for k in varied)]
             with _compat.explicit_axes(dict.fromkeys(self.explicit, 1)):
                 closed = jax.make_jaxpr(derivative)(*(without_mesh(jax.typeof(x)) for x in operands))
-            results = self.run(*_compat.open_jaxpr(closed), operands)
+            results = self.run(closed, operands)
             return results[: len(eqn.outvars)], results[len(eqn.outvars) :]
 
         return function(*values)
@@ -414,14 +409,6 @@ class _Rewriter:
             return list(values)
         return [jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(self._mesh, spec)) for x in values]
 
-    def _parameter(self, value: Any) -> Any:
-        if isinstance(value, (tuple, list)):
-            return type(value)(map(self._parameter, value)) if any(map(_is_program, value)) else value
-        if not _is_program(value):
-            return value
-        closed = self.program(value)
-        return closed if hasattr(value, "consts") else _compat.open_jaxpr(closed)[0]
-
     @property
     def _mesh(self) -> AbstractMesh:
         return Submesh(self.shape).abstract()
@@ -432,12 +419,10 @@ class _Rewriter:
         all_sizes = {axis: params["mesh"].shape[axis] for axis in _manual_axes(eqn)}
         kept = {axis for axis, size in all_sizes.items() if self.shape.get(axis) == size}
         sizes = {axis: size for axis, size in all_sizes.items() if axis not in kept}
-        body, consts = _compat.open_jaxpr(params["jaxpr"])
-
         inside = replace(self, unbound=self.unbound - set(all_sizes))
 
         def shard(*blocks: Array) -> list[Array]:
-            return inside.run(body, consts, blocks)
+            return inside.run(params["jaxpr"], blocks)
 
         function: Callable[..., list[Array]] = shard
         if kept:
@@ -461,10 +446,6 @@ class _Rewriter:
                 "this part of the model without shard_map when it is in a pipeline."
             ) from error
         return [_whole(x, spec, sizes) for x, spec in zip(results, params["out_specs"], strict=True)]
-
-
-def _is_program(value: object) -> bool:
-    return hasattr(value, "eqns")
 
 
 def _blocks(x: Array, spec: jax.sharding.PartitionSpec, sizes: Mapping[str, int]) -> Array:

@@ -16,10 +16,10 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr
 
 from jaxpipe import _compat
-from jaxpipe.array_types import Array, Atom, DType, Equation
+from jaxpipe.array_types import AnyJaxpr, Array, DType, Equation
+from jaxpipe.graph.evaluate_otherwise import evaluate_otherwise, with_programs
 from jaxpipe.graph.graph import without_literals
 from jaxpipe.graph.primitives import CHECKPOINTS, JITS
 from jaxpipe.targets.building import current
@@ -44,26 +44,21 @@ WITH_PROGRAM = {"scan", *JITS, *CHECKPOINTS}
 Form = Callable[..., Sequence[Array]]
 
 
-def for_target(closed: ClosedJaxpr, may_cut: bool) -> ClosedJaxpr:
+def for_target(closed: AnyJaxpr, may_cut: bool) -> AnyJaxpr:
     """Return a traced program with its products in the form that suits the platform it is built for.
 
     Contractions are cut if they may be: of sharded arrays a part may be on another device.
     """
-    jaxpr, consts = _compat.open_jaxpr(closed)
-    forms = [_form(eqn, may_cut) for eqn in jaxpr.eqns]
-    if not any(forms):
+    jaxpr, _ = _compat.open_jaxpr(closed)
+    forms = {id(eqn): form for eqn in jaxpr.eqns if (form := _form(eqn, may_cut)) is not None}
+    if not forms:
         return closed
 
+    def apply(eqn: Equation, operands: Sequence[Array]) -> Sequence[Array]:
+        return forms[id(eqn)](*operands) if id(eqn) in forms else _as_it_is(eqn, *operands)
+
     def run(*arguments: Array) -> list[Array]:
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
-
-        def read(atom: Atom) -> Array:
-            return atom.val if _compat.is_literal(atom) else env[atom]
-
-        for eqn, form in zip(jaxpr.eqns, forms, strict=True):
-            results = (form or functools.partial(_as_it_is, eqn))(*map(read, eqn.invars))
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [read(a) for a in jaxpr.outvars]
+        return evaluate_otherwise(closed, arguments, apply)
 
     return _compat.trace_without_scope(run, *(v.aval for v in jaxpr.invars))
 
@@ -88,12 +83,11 @@ def _with_inner_form(eqn: Equation) -> Form | None:
     if eqn.primitive.name not in WITH_PROGRAM:
         return None
     inner = eqn.params["jaxpr"]
-    closed = _compat.closed_jaxpr(inner)
-    other = closed if _compat.open_jaxpr(inner)[1] else for_target(closed, may_cut=True)
-    if other is closed:
+    has_constants = bool(_compat.open_jaxpr(inner)[1])
+    other = inner if has_constants else with_programs(inner, functools.partial(for_target, may_cut=True))
+    if other is inner:
         return None
-    params = {**eqn.params, "jaxpr": other if closed is inner else _compat.open_jaxpr(other)[0]}
-    return functools.partial(_as_it_is, eqn.replace(params=params))
+    return functools.partial(_as_it_is, eqn.replace(params={**eqn.params, "jaxpr": other}))
 
 
 def _as_it_is(eqn: Equation, *operands: Array) -> Sequence[Array]:

@@ -15,10 +15,12 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr
 
 from jaxpipe import _compat
-from jaxpipe.array_types import AnyJaxpr, Array, Atom, Equation, PyTree
+from jaxpipe.array_types import AnyJaxpr, Array, Equation, PyTree
+from jaxpipe.graph.evaluate_otherwise import evaluate_otherwise, with_programs
+from jaxpipe.graph.graph import equations_in, without_literals
 from jaxpipe.models.purify_nnx import is_module
 from jaxpipe.residuals.chosen_storage import Choices, DecoratedProgram, Passes, Storage, choosing
 from jaxpipe.residuals.opaque_passes import BACKWARD, FORWARD, CannotReplaceError, OpaquePasses, has_gradient
@@ -109,27 +111,27 @@ def _pair(equation: Equation) -> tuple[object, ...]:
 
 def _evaluated(program: AnyJaxpr, storage: Storage, values: Sequence[Array]) -> list[Array]:
     """Return the results of a program for some values, with passes run in place of opaque equations."""
-    jaxpr, consts = _compat.open_jaxpr(program)
-    known = dict[Atom, Array](zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
     kept: dict[tuple[object, ...], tuple[Passes, Any]] = {}
 
-    def read(atoms: Sequence[Atom]) -> list[Array]:
-        return [atom.val if _compat.is_literal(atom) else known[atom] for atom in atoms]
-
-    for equation in jaxpr.eqns:
+    def apply(equation: Equation, operands: Sequence[Array]) -> Sequence[Array]:
         params = equation.params
         if equation.primitive is FORWARD:
             passes = storage(params["program"])
-            results, stash = passes.forward(read(equation.invars))
+            results, stash = passes.forward(operands)
             kept[_pair(equation)] = passes, stash
-        elif equation.primitive is BACKWARD:
-            results = _gradients(*kept[_pair(equation)], params, read(equation.invars))
-        else:
-            inner = {name: _inner(value, storage) for name, value in params.items()}
-            variables = [atom for atom in equation.invars if not _compat.is_literal(atom)]
-            results = _compat.evaluate_equation(equation.replace(params=inner), read(variables))
-        known.update(zip(equation.outvars, results, strict=True))
-    return read(jaxpr.outvars)
+            return results
+        if equation.primitive is BACKWARD:
+            return _gradients(*kept[_pair(equation)], params, operands)
+        inner = {name: with_programs(value, replaced) for name, value in params.items()}
+        return _compat.evaluate_equation(equation.replace(params=inner), without_literals(equation, operands))
+
+    def replaced(inner: AnyJaxpr) -> AnyJaxpr:
+        if not _is_opaque(inner):
+            return inner
+        avals = [atom.aval for atom in _compat.open_jaxpr(inner)[0].invars]
+        return jax.make_jaxpr(lambda *values: _evaluated(inner, storage, values))(*avals)
+
+    return evaluate_otherwise(program, values, apply)
 
 
 def _gradients(passes: Passes, stash: Any, params: Mapping[str, Any], operands: Sequence[Array]) -> list[Array]:
@@ -141,25 +143,6 @@ def _gradients(passes: Passes, stash: Any, params: Mapping[str, Any], operands: 
     return [by_input[t] for t in has_gradient(program, given)]
 
 
-def _inner(value: Any, storage: Storage) -> Any:
-    """Return a parameter of an equation, with passes in place of opaque equations in its programs."""
-    if isinstance(value, tuple | list):
-        return type(value)(_inner(x, storage) for x in value) if any(map(_is_opaque, value)) else value
-    if not _is_opaque(value):
-        return value
-    inputs = _compat.open_jaxpr(value)[0].invars
-    program = jax.make_jaxpr(lambda *values: _evaluated(value, storage, values))(*(atom.aval for atom in inputs))
-    if isinstance(value, ClosedJaxpr):
-        return program
-    jaxpr, consts = _compat.open_jaxpr(program)
-    if consts:
-        raise CannotReplaceError
-    return jaxpr
-
-
-def _is_opaque(value: Any) -> bool:
-    """Return whether a value is a program with opaque equations."""
-    if not isinstance(value, ClosedJaxpr | Jaxpr):
-        return False
-    equations = _compat.open_jaxpr(value)[0].eqns
-    return any(x.primitive is FORWARD or any(map(_is_opaque, _compat.inner_programs(x))) for x in equations)
+def _is_opaque(program: AnyJaxpr) -> bool:
+    """Return whether a program has opaque equations."""
+    return any(x.primitive is FORWARD for x in equations_in(_compat.open_jaxpr(program)[0].eqns))

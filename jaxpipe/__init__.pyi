@@ -29,6 +29,7 @@ from .errors import ScheduleError as ScheduleError
 from .errors import TrainingModeWarning as TrainingModeWarning
 from .graph.codec import Codec as Codec
 from .models.combine_metrics import Sum as Sum
+from .models.undecorated import without_encoding as without_encoding
 from .multihost import initialize_distributed as initialize_distributed
 from .options import PlanOptions as PlanOptions
 from .partition import partition as partition
@@ -42,7 +43,6 @@ from .residuals.memory_encoded import memory_encoded as memory_encoded
 from .residuals.residual_report import ResidualReport as ResidualReport
 from .residuals.residual_report import count_overflows as count_overflows
 from .residuals.residual_report import residual_report as residual_report
-from .residuals.undecorated import without_encoding as without_encoding
 from .runtime.nonfinite_origin import NonFiniteOrigin as NonFiniteOrigin
 from .runtime.train_state import TrainState as TrainState
 from .schedules.table import Schedule as Schedule

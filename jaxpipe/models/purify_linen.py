@@ -4,7 +4,6 @@ import contextvars
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 
 import flax.linen as nn
 import jax
@@ -14,18 +13,16 @@ from flax.linen import transforms
 from jaxpipe.array_types import Array, PyTree
 from jaxpipe.models.decorated_class import twin_class
 from jaxpipe.models.purify_nnx import PureCall, check_numeric, part, part_results
+from jaxpipe.models.undecorated import unless_disabled
 
 
 #: ``PureCall -> result``; what a decorator does with the call.
 Runner = Callable[[PureCall], PyTree]
 
-#: Gives a context where methods run as they are written; None where they are transformed.
-Disabled = Callable[[], AbstractContextManager[object] | None]
-
 _running: contextvars.ContextVar[frozenset[type]] = contextvars.ContextVar("running", default=frozenset())
 
 
-def transform_class(cls: type[nn.Module], runner: Runner, disabled: Disabled) -> type[nn.Module]:
+def transform_class(cls: type[nn.Module], runner: Runner) -> type[nn.Module]:
     """Return a class whose public methods are run by ``runner``, and which else is like ``cls``.
 
     Only a call from outside is given to ``runner``: what a method then calls on its own module is part of that
@@ -37,24 +34,17 @@ def transform_class(cls: type[nn.Module], runner: Runner, disabled: Disabled) ->
             public = name == "__call__" or not name.startswith("_")
             computes = inspect.isfunction(value) and name not in ("setup", "lazy_init") and not hasattr(value, "nowrap")
             if public and computes:
-                methods[name] = transform_method(value, runner, disabled, owner=cls)
+                methods[name] = transform_method(value, runner, owner=cls)
             else:
                 methods.pop(name, None)
     return twin_class(cls, methods)
 
 
-def transform_method(
-    method: Callable[..., PyTree], runner: Runner, disabled: Disabled, owner: type | None = None
-) -> Callable[..., PyTree]:
+def transform_method(method: Callable[..., PyTree], runner: Runner, owner: type | None = None) -> Callable[..., PyTree]:
     """A Linen method that is run by ``runner`` when its module is bound and not being initialized."""
     lifted = transforms.decorator_lift_transform(functools.partial(_lift, runner=runner), method)
 
-    @functools.wraps(method)
     def call(self: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        as_written = disabled()
-        if as_written is not None:
-            with as_written:
-                return method(self, *args, **kwargs)
         running = _running.get()
         if self.scope is None or self.is_initializing() or owner in running:
             return method(self, *args, **kwargs)
@@ -64,7 +54,7 @@ def transform_method(
         finally:
             _running.reset(token)
 
-    return call
+    return unless_disabled(method, call)
 
 
 def _lift(method: Callable[..., PyTree], *, runner: Runner) -> Callable[..., PyTree]:

@@ -18,10 +18,10 @@ from jaxpipe.array_types import AnyJaxpr, TensorNumber
 from jaxpipe.graph.allowed_codecs import Policy
 from jaxpipe.graph.graph import Graph
 from jaxpipe.graph.program_text import program_text
+from jaxpipe.models.undecorated import Undecorated
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.backward_graph import BackwardGraph, build_backward_graph
 from jaxpipe.residuals.choose_formats import ResidualPlan, default_plan
-from jaxpipe.residuals.undecorated import Undecorated
 from jaxpipe.residuals.vjp_program import SlicedProgram, VJPProgram, in_slices
 from jaxpipe.text.stable_text import digest
 

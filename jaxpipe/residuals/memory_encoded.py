@@ -22,11 +22,11 @@ from jaxpipe.graph.save_policy import SavePolicy
 from jaxpipe.models import purify_linen
 from jaxpipe.models.decorated_class import twin_class
 from jaxpipe.models.purify_nnx import PureCall, purify, root_scope
+from jaxpipe.models.undecorated import undecorated, unless_disabled
 from jaxpipe.residuals.checkpointed_passes import CheckpointedPasses
 from jaxpipe.residuals.chosen_storage import DecoratedProgram, Passes, choosing, whole_scans
 from jaxpipe.residuals.encoded_scans import Held, blocks_have_scans, has_scans, module_paths, run_around_scans
 from jaxpipe.residuals.stored_passes import StoredPasses
-from jaxpipe.residuals.undecorated import disabled, undecorated
 from jaxpipe.targets.building import building_for, current, target_of_values
 from jaxpipe.targets.target import Target
 
@@ -104,7 +104,7 @@ def memory_encoded(target: object = None, *, codecs: Codecs = "fast", policy: Sa
         return functools.partial(memory_encoded, codecs=codecs, policy=policy)
     run = functools.partial(run_encoded, policy=parsed)
     if inspect.isclass(target) and issubclass(target, nn.Module):
-        return purify_linen.transform_class(target, run, disabled)
+        return purify_linen.transform_class(target, run)
     if inspect.isclass(target) and issubclass(target, nnx.Module):
         return _encode_nnx_class(target, parsed)
     if isinstance(target, (nn.Module, nnx.Module)):
@@ -126,19 +126,14 @@ def memory_encoded(target: object = None, *, codecs: Codecs = "fast", policy: Sa
 
 def _encode_function(function: Callable[..., PyTree], policy: Policy) -> Callable[..., PyTree]:
     run = functools.partial(run_encoded, policy=policy)
-    method = purify_linen.transform_method(function, run, disabled)
+    method = purify_linen.transform_method(function, run)
 
-    @functools.wraps(function)
     def encoded(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        as_written = disabled()
-        if as_written is not None:
-            with as_written:
-                return function(*args, **kwargs)
         if args and isinstance(args[0], nn.Module) and args[0].scope is not None:
             return method(*args, **kwargs)
         return run(purify(function, *args, **kwargs))
 
-    return encoded
+    return unless_disabled(function, encoded)
 
 
 def _encode_nnx_class(cls: type[nnx.Module], policy: Policy) -> type[nnx.Module]:

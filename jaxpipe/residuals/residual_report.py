@@ -20,12 +20,12 @@ from jaxpipe.graph.primitives import JITS
 from jaxpipe.graph.words import by_word
 from jaxpipe.models.linen_facade import is_unbound, with_linen_model
 from jaxpipe.models.purify_nnx import PureCall, purify
+from jaxpipe.models.undecorated import without_encoding
 from jaxpipe.models.variable_trees import common_level
 from jaxpipe.residuals.equal_blocks import common_name, counted, grouped, pattern, sums_by_module
 from jaxpipe.residuals.memory_encoded import run_encoded
 from jaxpipe.residuals.residual_labels import Label, StoredTensor, parse_label
 from jaxpipe.residuals.stored_formats import has_overflowed
-from jaxpipe.residuals.undecorated import without_encoding
 from jaxpipe.text.printed import PlainTable, Printed
 from jaxpipe.text.short_names import cut_middle
 from jaxpipe.text.units import bytes_text

@@ -22,9 +22,9 @@ from jaxpipe.array_types import AnyJaxpr, Array, Equation, PyTree
 from jaxpipe.graph.evaluate_otherwise import evaluate_otherwise, with_programs
 from jaxpipe.graph.graph import equations_in, without_literals
 from jaxpipe.models.purify_nnx import is_module
+from jaxpipe.models.undecorated import Undecorated
 from jaxpipe.residuals.chosen_storage import Choices, DecoratedProgram, Passes, Storage, choosing
 from jaxpipe.residuals.opaque_passes import BACKWARD, FORWARD, CannotReplaceError, OpaquePasses, has_gradient
-from jaxpipe.residuals.undecorated import Undecorated
 from jaxpipe.step.step_arguments import Call, flat_arguments, split_static, with_static
 
 

@@ -22,7 +22,6 @@ from jaxpipe.models import purify_linen
 from jaxpipe.models.decorated_class import twin_class
 from jaxpipe.models.purify_nnx import is_array, is_module, part
 from jaxpipe.residuals.memory_encoded import memory_encoded, run_encoded
-from jaxpipe.residuals.undecorated import disabled
 from jaxpipe.step.step_arguments import changed
 
 
@@ -120,7 +119,7 @@ def wrapped_modules(args: PyTree, blocks: type | None = None) -> Iterator[PyTree
             if blocks is not None:
                 return _run_remat(nn.remat, method, module, *args, **kwargs)
             run_as_decorated = functools.partial(run_encoded, policy=FAST)
-            return purify_linen.transform_method(method, run_as_decorated, disabled)(module, *args, **kwargs)
+            return purify_linen.transform_method(method, run_as_decorated)(module, *args, **kwargs)
         finally:
             _inside.reset(token)
 

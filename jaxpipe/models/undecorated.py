@@ -1,11 +1,13 @@
 """``without_encoding``: decorated modules and functions that run as they are written."""
 
 import contextlib
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import jax
+
+from jaxpipe.array_types import PyTree
 
 
 @dataclass(eq=False)
@@ -48,7 +50,15 @@ def without_encoding() -> Iterator[None]:
         yield
 
 
-def disabled() -> AbstractContextManager[object] | None:
-    """Return None where decorated functions run as such, else a context to run one in as it is written."""
-    trace: Undecorated | None = undecorated.value
-    return None if trace is None else trace.call()
+def unless_disabled(function: Callable[..., PyTree], encoded: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Return what runs as ``encoded`` where decorated functions run as such, else as ``function`` is written."""
+
+    @functools.wraps(function)
+    def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        trace: Undecorated | None = undecorated.value
+        if trace is None:
+            return encoded(*args, **kwargs)
+        with trace.call():
+            return function(*args, **kwargs)
+
+    return call

@@ -106,19 +106,10 @@ def key_shapes(streams: nnx.State) -> _KeyShapes:
     return shapes
 
 
-def _without_collected(model: nnx.Module) -> nnx.Module:
-    """Return the module without what calls before have sown, in new variables of the same arrays."""
-    graphdef, state = nnx.split(model)
-    if not any(isinstance(variable, nnx.Intermediate) for _, variable in nnx.to_flat_state(state)):
-        return model
-    model = nnx.merge(graphdef, state)
-    nnx.pop(model, nnx.Intermediate)
-    return model
-
-
 def bind_nnx(model: nnx.Module, factory: Callable[..., nnx.Module] | None) -> BoundModel:
     """Find a module's variables, as ``bind``; ``factory`` makes it with values, if it has none."""
-    model = _without_collected(model)
+    model = nnx.clone(model)
+    nnx.pop(model, nnx.Intermediate)  # what calls before have sown
     graphdef, params, streams, rest = nnx.split(model, nnx.Param, nnx.RngState, ...)
     _warn_of_optimizers(model)
     params_def, rest_def = jax.tree.structure(params), jax.tree.structure(rest)

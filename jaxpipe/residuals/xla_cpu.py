@@ -8,7 +8,7 @@ outside.
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import jax
@@ -24,7 +24,7 @@ from jaxpipe.residuals.run_steps import Walk
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Group:
     """Steps behind a barrier.
 
@@ -38,10 +38,10 @@ class _Group:
 
     steps: Sequence[BackwardOp]
     keep: frozenset[TensorNumber]
-    written: frozenset[TensorNumber]
-    consumed: frozenset[TensorNumber]
-    rematerialized: frozenset[TensorNumber]
-    read: frozenset[TensorNumber]
+    written: set[TensorNumber] = field(default_factory=set)
+    consumed: set[TensorNumber] = field(default_factory=set)
+    rematerialized: set[TensorNumber] = field(default_factory=set)
+    read: set[TensorNumber] = field(default_factory=set)
 
 
 def run_behind_barriers(walk: Walk, steps: Sequence[BackwardOp]) -> frozenset[TensorNumber]:
@@ -51,7 +51,7 @@ def run_behind_barriers(walk: Walk, steps: Sequence[BackwardOp]) -> frozenset[Te
     assert zero is not None
     groups = _outline(walk, steps)
     for k, group in enumerate(groups):
-        shared = group.rematerialized & frozenset().union(*(later.read for later in groups[k + 1 :]))
+        shared = group.rematerialized & set().union(*(later.read for later in groups[k + 1 :]))
         results = sorted(group.written), sorted(shared)
         avals = [[of[t].aval for t in ts] for of, ts in zip(tensors, results, strict=True)]
         (cotangents, values), zero = _barrier(functools.partial(_run_group, walk, group, *results), avals, zero)
@@ -86,25 +86,23 @@ def _outline(walk: Walk, steps: Sequence[BackwardOp]) -> list[_Group]:
     grouped, known, groups = _grouped(steps), set(rematerializer.values), []
     for k, members in enumerate(grouped):
         kept = walk.keep.union(*(step.cotangents_in for later in grouped[k + 1 :] for step in later))
-        here, ran = set(known), False
-        written, consumed, rematerialized, read = (set[TensorNumber]() for _ in range(4))
+        group, here = _Group(members, kept), set(known)
         for step in members:
             present = received.intersection(step.cotangents_in)
             if not present:
                 continue
-            ran = True
             program, loads = rematerializer.sources(step, here)
-            read.update(step.needs, *(op.inputs for op in program))
+            group.read.update(step.needs, *(op.inputs for op in program))
             new = {*loads, *(t for op in program for t in op.outputs)}
-            rematerialized |= {t for t in new if rematerializer.is_kept(t)}
+            group.rematerialized.update(filter(rematerializer.is_kept, new))
             here |= new
             received.difference_update(present - kept)
             received.update(step.cotangents_out)
-            written = (written - (present - kept)) | set(step.cotangents_out)
-            consumed |= present - kept
-        known |= rematerialized
-        if ran:
-            groups.append(_Group(members, kept, *map(frozenset, (written, consumed, rematerialized, read))))
+            group.written = (group.written - (present - kept)) | set(step.cotangents_out)
+            group.consumed |= present - kept
+        known |= group.rematerialized
+        if group.written:  # some step has a cotangent
+            groups.append(group)
     return groups
 
 

@@ -152,14 +152,10 @@ def _names(parts: Sequence[PeakPart]) -> list[tuple[str, int]]:
     """Return the largest parts by name, those of equal blocks together, and the rest as one."""
     groups = grouped(parts, lambda part: (pattern(part.name), part.shape, part.bytes))
     groups.sort(key=_sum, reverse=True)
-    names = [(_counted([part.name for part in group]), _sum(group)) for group in groups]
+    names = [(counted([part.name for part in group]), _sum(group)) for group in groups]
     rest = names[_MOST_NAMES - 1 :] if len(names) > _MOST_NAMES else []
     shown = names[: len(names) - len(rest)]
     return [*shown, (f"{len(rest)} more", sum(size for _, size in rest))] if rest else shown
-
-
-def _counted(names: Sequence[str]) -> str:
-    return counted(names) if len(set(names)) > 1 or len(names) == 1 else f"{len(names)} x {names[0]}"
 
 
 def explain(step: Callable[..., PyTree], *args: PyTree, device: Any = None, **jit_arguments: Any) -> Explanation:

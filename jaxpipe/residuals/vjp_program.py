@@ -26,9 +26,8 @@ from jaxpipe.graph.row_slices import slice_rows
 from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, build_backward_graph, divided, step_ends
 from jaxpipe.residuals.choose_formats import ResidualPlan, check_plan, default_plan, kept_by_policies, refitted
 from jaxpipe.residuals.rematerialize import Rematerializer, is_heavy
-from jaxpipe.residuals.run_steps import Absorb, JoinedWalk, Walk
+from jaxpipe.residuals.run_steps import Absorb, GroupedWalk, JoinedWalk, Walk
 from jaxpipe.residuals.stored_formats import encode, has_overflowed, part_avals
-from jaxpipe.residuals.xla_cpu import run_behind_barriers
 from jaxpipe.targets.building import current
 
 
@@ -261,7 +260,7 @@ def run_backward(
       stash: what ``forward`` returned.
       received: the cotangents that are given, by tensor.
       keep: tensors whose cotangents are returned besides those of ``vjp.backward_graph.wrt``.
-      barriers: run the steps behind barriers (see ``jaxpipe.residuals.xla_cpu``) if XLA needs them; not under
+      barriers: run the steps behind barriers (see ``jaxpipe.residuals.run_steps``) if XLA needs them; not under
         ``vmap``.
       absorb: what is returned for some inputs in place of the cotangent.
 
@@ -272,10 +271,10 @@ def run_backward(
     stored = dict(zip(vjp.plan.stored, stash, strict=True))
     values = dict(zip(vjp.parameters, parameters, strict=True))
     rematerializer = Rematerializer(vjp.graph, vjp.plan, values, stored, barriers)
-    kind, waits = (JoinedWalk if current().order == "joined" else Walk), current().order != "stepwise"
+    kind = JoinedWalk if current().order == "joined" else Walk if rematerializer.zero is None else GroupedWalk
+    waits = current().order != "stepwise"
     walk = kind(graph, dict(received), rematerializer, frozenset((*keep, *graph.wrt)), absorb, vjp.weights, waits)
-    run = walk.run if rematerializer.zero is None else functools.partial(run_behind_barriers, walk)
-    absorbed = run(steps[::-1])
+    absorbed = walk.run(steps[::-1])
     walk.received.update((t, absorb[t](walk.received[t])) for t in absorb if t in walk.received and t not in absorbed)
     return walk.received
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxpipe.array_types import PyTree
 from jaxpipe.graph.rules.max_pool import Windows, find_maxima, position_bits, scatter_to_maxima
 from jaxpipe.residuals.codecs import CSR, Bitmap, bits
-from jaxpipe.residuals.codecs.compaction import SparseCodec
+from jaxpipe.residuals.codecs.sparse import SparseCodec
 from scripts.measuring import header
 
 

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpipe.residuals.codecs import CSR, Bitmap, bits, compaction
+from jaxpipe.residuals.codecs import CSR, Bitmap, bits, sparse
 from jaxpipe.targets.building import building_for
 
 
@@ -146,13 +146,13 @@ def test_both_ways_to_move_values_agree():
     """Blocks are for the CPU, scatter and gather for other devices; NumPy says what is right."""
     for seed, density in enumerate((0.02, 0.3, 0.6, 0.97)):
         flat = sparse_array((2000,), density, jnp.float32, seed)
-        words = compaction.occupancy(flat)
+        words = sparse.occupancy(flat)
         expected = words_of(flat)[words_of(flat) != 0]
-        for compact in (compaction._compact_by_blocks, compaction._compact_by_scatter):
+        for compact in (sparse._compact_by_blocks, sparse._compact_by_scatter):
             values, count = compact(flat, words, 1990)
             assert count == expected.size and np.array_equal(words_of(values)[: expected.size], expected)
         values = jnp.asarray(np.pad(expected, (0, 2064 - expected.size)).view(np.float32))
-        for expand in (compaction._expand_by_blocks, compaction._expand_by_gather):
+        for expand in (sparse._expand_by_blocks, sparse._expand_by_gather):
             assert np.array_equal(words_of(expand(values, words, 2000)), words_of(flat))
 
 

@@ -23,8 +23,8 @@ from jaxpipe.graph.primitives import ADDITIONS, COMPARISONS, ELEMENTWISE, ORDERI
 from jaxpipe.graph.reverse_walk import closure
 from jaxpipe.residuals.backward_graph import BackwardGraph
 from jaxpipe.residuals.codecs import allowed
-from jaxpipe.residuals.codecs.compaction import SparseCodec
 from jaxpipe.residuals.codecs.keep import KEEP
+from jaxpipe.residuals.codecs.sparse import SparseCodec
 from jaxpipe.residuals.density import room
 from jaxpipe.residuals.minimum_cut import minimum_cut
 from jaxpipe.residuals.stored_formats import Derived, Format, stored_bytes

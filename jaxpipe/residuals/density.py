@@ -20,7 +20,7 @@ from jaxpipe.graph.rules import relu
 from jaxpipe.models.linen_facade import with_linen_model
 from jaxpipe.models.purify_nnx import purify
 from jaxpipe.residuals.backward_graph import build_backward_graph
-from jaxpipe.residuals.codecs import compaction
+from jaxpipe.residuals.codecs.sparse import is_occupied
 from jaxpipe.text.value_text import shown
 
 
@@ -100,7 +100,7 @@ def measure_density(function: Callable[..., PyTree], *args: PyTree, **kwargs: Py
     @jax.jit
     def fractions(*leaves: Array) -> list[Array]:
         tensors = replace(graph, outputs=tuple(names)).evaluate(leaves)
-        return [jnp.mean(compaction.is_occupied(x)) for x in tensors]
+        return [jnp.mean(is_occupied(x)) for x in tensors]
 
     return Density(dict(zip(names.values(), map(float, fractions(*call.leaves)), strict=True)))
 

@@ -1,19 +1,17 @@
 """Codecs of jaxpipe's own, and how each encodes. All are lossless.
 
-keep        a tensor as it is
-bits        masks in 1 bit an element, positions in pooling windows in 1, 2 or 4, positions along an axis in 8 or 16
-bitmap      for maps with many zeros: a bit for each element, and the values that are not zero
-csr         for maps of nearly all zeros: values, column numbers, row offsets
-compaction  moves what is not zero to the front, for bitmap and csr
+keep    a tensor as it is
+bits    masks in 1 bit an element, positions in pooling windows in 1, 2 or 4, positions along an axis in 8 or 16
+sparse  for maps with many zeros: a bit for each element, and the values that are not zero; for maps of nearly all
+        zeros: values, column numbers, row offsets
 """
 
 from collections.abc import Iterable
 
 from jaxpipe.graph.codec import Codec
-from jaxpipe.residuals.codecs.bitmap import Bitmap
 from jaxpipe.residuals.codecs.bits import Index, Mask, PoolIndex
-from jaxpipe.residuals.codecs.csr import CSR
 from jaxpipe.residuals.codecs.keep import KEEP
+from jaxpipe.residuals.codecs.sparse import CSR, Bitmap
 
 
 #: Codecs by the name that allows them; of two with equal bytes the first is used.

@@ -1,4 +1,4 @@
-"""Move the elements of an array that are not zero to its front, and back.
+"""Codecs for maps with many zeros: the elements that are not zero are moved to the front, and where they were is kept.
 
 Where they are is kept as words of 32 bits: bit ``i`` of word ``w`` tells whether element ``32 w + i`` of the flattened
 array is something else than +0.0. "Not zero" means a bit pattern that is not zero, so that -0.0 and NaN survive.
@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -29,6 +30,9 @@ from jaxpipe.targets.building import current
 
 WORD = 32
 BLOCK = 64
+
+#: Elements in a row of ``CSR``.
+COLUMNS = 256
 
 #: A sparse codec must bring the bytes down at least to this fraction, or its arithmetic is not worth it.
 WORTH_PACKING = 0.8
@@ -182,3 +186,86 @@ class SparseCodec(Codec):
     def nonzeros(self, arrays: Sequence[Array]) -> Array:
         """Return how many elements are not zero, ``int32[]``."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Bitmap(SparseCodec):
+    """Stores 1 bit for each element, and the values that are not zero, packed.
+
+        0 7 0 0 3 9 0 0  ->  words 0b00110010, values 7 3 9
+
+    The smaller of the two sparse formats unless about 89 % of the elements or more are zero. The number of values is
+    fixed when the program is traced; their count, stored beside them, tells whether they all fit.
+    """
+
+    name = "bitmap"
+
+    def encode(self, x: Array) -> tuple[Array, Array, Array]:
+        """Return ``uint32[2 ceil(n / 64)]`` words, ``capacity + 64`` values, their count ``int32[]``."""
+        flat = lax.reshape(x, (x.size,))
+        words = occupancy(flat)
+        return (words, *compact(flat, words, self.capacity))
+
+    def decode(self, arrays: Sequence[Array], shape_and_type: jax.ShapeDtypeStruct) -> Array:
+        """Return the tensor; if it does not fit, something else."""
+        words, values, _ = arrays
+        return lax.reshape(expand(values, words, shape_and_type.size), shape_and_type.shape)
+
+    def nonzeros(self, arrays: Sequence[Array]) -> Array:
+        """Return how many elements are not zero, ``int32[]``."""
+        return arrays[2]
+
+    def nbytes(self, shape_and_type: jax.ShapeDtypeStruct) -> int:
+        """Return the bytes of the words, the values and the count."""
+        words = 8 * -(-shape_and_type.size // BLOCK)
+        return words + (self.capacity + BLOCK) * shape_and_type.dtype.itemsize + 4
+
+
+@dataclass(frozen=True)
+class CSR(SparseCodec):
+    """Stores values that are not zero with their columns, and row offsets: compressed sparse rows.
+
+        0 7 0 0 | 3 9 0 0  ->  values 7 3 9, columns 1 0 1, offsets 0 1 3        (rows of 4)
+
+    The array is viewed as a matrix whose rows are 256 consecutive elements, the last row shorter, so that a column
+    number takes one byte. Three one-dimensional arrays hold the values that are not zero, their columns, and where each
+    row begins among them; the last offset is the number of values. After Y. Saad, "SPARSKIT: a basic tool kit for
+    sparse matrix computations", 1994; one-byte columns after A. Jain et al., "Gist", ISCA 2018.
+    """
+
+    name = "csr"
+
+    def encode(self, x: Array) -> tuple[Array, Array, Array]:
+        """Return ``capacity + 64`` values, as many ``uint8`` columns, and ``int32[ceil(n / 256) + 1]`` offsets."""
+        flat = lax.reshape(x, (x.size,))
+        words = occupancy(flat)
+        values, _ = compact(flat, words, self.capacity)
+        columns, _ = compact(lax.iota(jnp.int32, x.size).astype(jnp.uint8), words, self.capacity)
+        missing = -words.size % (COLUMNS // WORD)
+        counts = lax.population_count(lax.pad(words, jnp.uint32(0), [(0, missing, 0)]))
+        rows = jnp.sum(counts.reshape(-1, COLUMNS // WORD), axis=1, dtype=jnp.int32)
+        ends = jnp.cumsum(rows, dtype=jnp.int32)
+        return values, columns, lax.pad(ends, jnp.int32(0), [(1, 0, 0)])
+
+    def decode(self, arrays: Sequence[Array], shape_and_type: jax.ShapeDtypeStruct) -> Array:
+        """Return the tensor; if it does not fit, something else."""
+        values, columns, offsets = arrays
+        length, size = values.size, shape_and_type.size
+        # The row of the k-th value: how many rows end at or before k.
+        ends = jnp.zeros(length, jnp.int32).at[offsets[1:]].add(1, mode="drop")
+        place = jnp.cumsum(ends, dtype=jnp.int32) * COLUMNS + columns.astype(jnp.int32)
+        number = lax.iota(jnp.int32, length)
+        # No two places alike; those beyond the array are dropped.
+        held = jnp.minimum(offsets[-1], length - BLOCK)
+        place = jnp.where(number < held, place, size + number)
+        flat = jnp.zeros(size, values.dtype).at[place].set(values, mode="drop", unique_indices=True)
+        return lax.reshape(flat, shape_and_type.shape)
+
+    def nonzeros(self, arrays: Sequence[Array]) -> Array:
+        """Return how many elements are not zero, ``int32[]``."""
+        return arrays[2][..., -1]
+
+    def nbytes(self, shape_and_type: jax.ShapeDtypeStruct) -> int:
+        """Return the bytes of values and columns, and of the offsets."""
+        offsets = 4 * (-(-shape_and_type.size // COLUMNS) + 1)
+        return (self.capacity + BLOCK) * (shape_and_type.dtype.itemsize + 1) + offsets

@@ -22,7 +22,7 @@ from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Atom, DType, Equation, PyTree, Shaped, TensorNumber
 from jaxpipe.graph.allowed_codecs import Policy
 from jaxpipe.graph.axis_names import NO_AXES, TracedIn
-from jaxpipe.graph.primitives import CALLS, FUNCTIONS, SHARDS
+from jaxpipe.graph.primitives import BODIES, CALLS, FUNCTIONS, SHARDS
 from jaxpipe.graph.reverse_walk import needed
 from jaxpipe.graph.save_policy import is_saved
 from jaxpipe.graph.words import by_word
@@ -432,6 +432,12 @@ def equations_in(equations: Iterable[Equation]) -> Iterator[Equation]:
         yield equation
         for program in _compat.inner_programs(equation):
             yield from equations_in(_compat.open_jaxpr(program)[0].eqns)
+
+
+def bodies(op: Operator) -> list[AnyJaxpr]:
+    """Return the programs that an operator runs on its last operands, whose results are its own: branches, or one."""
+    value = op.params.get(BODIES.get(op.name, ""), ())
+    return list(value) if isinstance(value, tuple) else [value]
 
 
 def all_operands(equation: Equation, operands: Sequence[T]) -> list[T | Array]:

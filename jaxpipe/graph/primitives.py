@@ -84,12 +84,13 @@ DRAWS = _names("random_bits random_gamma rng_bit_generator threefry2x32")
 RANDOM = _names("random_bits random_fold_in random_seed random_split threefry2x32")
 
 #: Operators that run a program, by the parameter that holds it: calls, which are no more than that; functions with a
-#: derivative of their own; checkpoints; loops and branches; programs of each shard.
+#: derivative of their own; checkpoints; loops and branches; programs of each shard; and all of these.
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 FUNCTIONS = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 CHECKPOINTS = {"checkpoint": "jaxpr", "remat": "jaxpr", "remat2": "jaxpr"}
 CONTROL = {"cond": "branches", "scan": "jaxpr", "while": "body_jaxpr"}
 SHARDS = {"shard_map": "jaxpr"}
+BODIES = {**CALLS, **FUNCTIONS, **CHECKPOINTS, **CONTROL, **SHARDS}
 
 #: Calls whose body is compiled with what is around them.
 JITS = _names("jit pjit")

@@ -32,7 +32,7 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.graph.axis_names import NO_AXES, TracedIn, bound, evaluate_alone, names_in, with_names
 from jaxpipe.graph.evaluate_otherwise import evaluate_otherwise, with_programs
 from jaxpipe.graph.graph import Operator, all_operands, equations_in, replaced, without_literals
-from jaxpipe.graph.primitives import CALLS, CHECKPOINTS, CONTROL, FUNCTIONS, JITS, MARKS
+from jaxpipe.graph.primitives import BODIES, JITS, MARKS
 from jaxpipe.sharding.mesh_axes import Submesh, axes_by_dimension, axis_names, kept_spec
 
 
@@ -74,9 +74,6 @@ _UNTYPED: dict[str, Callable[..., Array]] = {
         x, axis_name, axis=all_gather_dimension, tiled=tiled
     ),
 }
-
-#: Operators whose programs are rewritten, too.
-_CONTROL = {**CALLS, **FUNCTIONS, **CHECKPOINTS, **CONTROL}
 
 #: The mesh in whose context the caller of jaxpipe is.
 _callers_mesh: contextvars.ContextVar[AbstractMesh | None] = contextvars.ContextVar("callers_mesh", default=None)
@@ -371,7 +368,7 @@ class _Rewriter:
             return self.run(params["jaxpr"], values)
         if name == "custom_jvp_call" and self.explicit:
             return self._with_rule(eqn, values)
-        if name in _CONTROL:
+        if name in BODIES:
             params = {key: with_programs(value, self.program) for key, value in params.items()}
         operands = [_compat.variable(atom.aval) for atom in eqn.invars]
         alone = _compat.in_current_mesh(eqn.replace(params=params, invars=operands))

@@ -14,10 +14,8 @@ from dataclasses import dataclass, replace
 import jax
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe import _compat
 from jaxpipe.array_types import AnyJaxpr, Equation, TensorNumber
-from jaxpipe.graph.graph import Graph, Operator, read_graph
-from jaxpipe.graph.kept_dimensions import RULES as KEPT_BY_RULE
+from jaxpipe.graph.graph import Graph, Operator, bodies, read_graph
 from jaxpipe.graph.kept_dimensions import kept_dimensions
 from jaxpipe.graph.primitives import SHARDS
 from jaxpipe.sharding.mesh_axes import axes_by_dimension, spec_of
@@ -85,18 +83,12 @@ def _splits(graph: Graph, given: Sequence[Split], shape: Mapping[str, int]) -> d
 def _results(op: Operator, operands: Sequence[Split], shape: Mapping[str, int]) -> list[Split]:
     """Return the splits of an operator's results."""
     shapes = [v.aval.shape for v in op.equation.outvars]
-    inner = () if op.name in KEPT_BY_RULE else _compat.inner_programs(op.equation)
-    given = operands
-    if op.name == "cond":
-        given = operands[1:]
-    elif op.name == "while":
-        inner, given = [op.params["body_jaxpr"]], operands[op.params["cond_nconsts"] :]
     if op.name in SHARDS or op.name == "sharding_constraint":
         results = _annotated(op.equation)
     elif op.name == "sort":
         results = list(operands)
-    elif inner and len(_compat.open_jaxpr(inner[0])[0].invars) == len(given):
-        results = _of_program(inner[0], given, shape)
+    elif programs := bodies(op):
+        results = _of_program(programs[0], operands, shape)
     else:
         results = [_kept(op.equation, operands, out) for out in shapes]
     stacked = [((),) * (len(out) - len(split)) + split for split, out in zip(results, shapes, strict=True)]
@@ -106,7 +98,8 @@ def _results(op: Operator, operands: Sequence[Split], shape: Mapping[str, int]) 
 def _of_program(program: AnyJaxpr, operands: Sequence[Split], shape: Mapping[str, int]) -> list[Split]:
     """Return the splits of the results of a program in an operator; a scan's are those of one row."""
     graph = read_graph(program)
-    rows = [split[len(split) - len(graph.tensors[t].shape) :] for split, t in zip(operands, graph.inputs, strict=True)]
+    given = zip(operands[len(operands) - len(graph.inputs) :], graph.inputs, strict=True)
+    rows = [split[len(split) - len(graph.tensors[t].shape) :] for split, t in given]
     splits = _splits(graph, rows, shape)
     return [splits[t] for t in graph.outputs]
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from jaxpipe.array_types import AnyJaxpr, TensorNumber
 from jaxpipe.errors import TrainingModeWarning, warn
-from jaxpipe.graph.graph import Graph, Operator, dependents, equations_in, live, read_graph
-from jaxpipe.graph.primitives import CALLS, CHECKPOINTS, CONTROL, DRAWS, FUNCTIONS, SHARDS
+from jaxpipe.graph.graph import Graph, Operator, bodies, dependents, equations_in, live, read_graph
+from jaxpipe.graph.primitives import DRAWS
 from jaxpipe.graph.split_scan import scan_operands
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.microbatch_program import MicrobatchProgram
@@ -25,9 +25,6 @@ from jaxpipe.text.value_text import listed
 
 #: Fewer examples than this are too few for their mean and variance to say anything of the batch.
 FEW_EXAMPLES = 4
-
-#: Operators that run a program on their last operands, and hand its results out, with the parameter that it is in.
-_PROGRAMS = {**CALLS, **FUNCTIONS, **CHECKPOINTS, **CONTROL, **SHARDS}
 
 #: The axes of examples of a tensor.
 Axes = Callable[[TensorNumber], frozenset[int]]
@@ -120,9 +117,9 @@ def _walk(graph: Graph, other: Graph, marks: _Marks, search: _Search) -> _Marks:
     if axes is None:
         return marks
     for op, twin in zip(graph.operators, other.operators, strict=True):
-        programs = _programs(op)
+        programs = bodies(op)
         if programs:
-            for inner, larger in zip(programs, _programs(twin), strict=True):
+            for inner, larger in zip(programs, bodies(twin), strict=True):
                 _run(op, inner, larger, marks, search)
             continue
         depends = not marks.trained.isdisjoint(op.inputs)
@@ -168,11 +165,6 @@ def _carried(op: Operator, inner: Graph) -> list[tuple[TensorNumber, TensorNumbe
     else:
         return []
     return list(zip(inner.inputs[consts : consts + count], inner.outputs[:count], strict=True))
-
-
-def _programs(op: Operator) -> list[AnyJaxpr]:
-    values = [op.params.get(_PROGRAMS[op.name])] if op.name in _PROGRAMS else []
-    return [x for value in values if value is not None for x in (value if isinstance(value, tuple) else (value,))]
 
 
 def _sums(op: Operator, axes: Axes) -> bool:

@@ -191,10 +191,8 @@ def _shapes(shape: bytes) -> Iterator[tuple[int, ...]]:
         yield tuple(k for field, value in fields if field == 3 for k in _numbers(value))
 
 
-def _numbers(value: int | bytes) -> list[int]:
-    """Return the numbers of a repeated field, which are one in a message or packed."""
-    if isinstance(value, int):
-        return [value]
+def _numbers(value: bytes) -> list[int]:
+    """Return the numbers of a repeated field, which are packed."""
     numbers, place = [], 0
     while place < len(value):
         number, place = _number(value, place)

@@ -142,8 +142,9 @@ def without_dead_code(closed: AnyJaxpr, outputs: Sequence[int]) -> tuple[jex.Clo
 
 def without_references(closed: AnyJaxpr) -> AnyJaxpr:
     """Return a program that passes on as values what it keeps in references of its own (``jax.new_ref``)."""
-    inside = private_core.internal_mutable_array_effect in open_jaxpr(closed)[0].effects
-    return discharge_state(closed_jaxpr(closed)) if inside else closed
+    jaxpr, consts = open_jaxpr(closed)
+    inside = private_core.internal_mutable_array_effect in jaxpr.effects
+    return discharge_state(with_constants(jaxpr, consts)) if inside else closed
 
 
 def rebuilt(

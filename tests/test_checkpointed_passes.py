@@ -9,7 +9,7 @@ from flax import nnx
 
 import jaxpipe
 from jaxpipe.costs.count_products import count_products
-from jaxpipe.residuals.checkpointed_passes import CheckpointedPasses, checkpointed_blocks
+from jaxpipe.residuals.two_passes import CheckpointedPasses, checkpointed_blocks
 from jaxpipe.step.step_arguments import Call, without_values
 from jaxpipe.step.step_template import step_template
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jaxpipe
-from jaxpipe.residuals.stored_passes import StoredPasses
+from jaxpipe.residuals.two_passes import StoredPasses
 from jaxpipe.step.step_arguments import Call, without_values
 from jaxpipe.step.step_template import step_template
 

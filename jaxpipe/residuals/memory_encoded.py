@@ -23,10 +23,9 @@ from jaxpipe.models import purify_linen
 from jaxpipe.models.decorated_class import twin_class
 from jaxpipe.models.purify_nnx import PureCall, purify, root_scope
 from jaxpipe.models.undecorated import undecorated, unless_disabled
-from jaxpipe.residuals.checkpointed_passes import CheckpointedPasses
 from jaxpipe.residuals.chosen_storage import DecoratedProgram, Passes, choosing, whole_scans
 from jaxpipe.residuals.encoded_scans import Held, blocks_have_scans, has_scans, module_paths, run_around_scans
-from jaxpipe.residuals.stored_passes import StoredPasses
+from jaxpipe.residuals.two_passes import CheckpointedPasses, StoredPasses
 from jaxpipe.targets.building import building_for, current, target_of_values
 from jaxpipe.targets.target import Target
 

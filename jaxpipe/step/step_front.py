@@ -19,9 +19,8 @@ from jaxpipe.planning.storage.hand_placed import POLICIES, Placement
 from jaxpipe.planning.storage.prices import Prices
 from jaxpipe.planning.storage.program_front import RERUN_LEVELS, Front, Point
 from jaxpipe.planning.storage.storage_items import stage_items
-from jaxpipe.residuals.checkpointed_passes import CheckpointedPasses, checkpointed_blocks
 from jaxpipe.residuals.chosen_storage import DecoratedProgram, Passes, Storage
-from jaxpipe.residuals.stored_passes import StoredPasses
+from jaxpipe.residuals.two_passes import CheckpointedPasses, StoredPasses, checkpointed_blocks
 from jaxpipe.targets.building import building_for, current
 from jaxpipe.targets.known import target_of
 from jaxpipe.targets.target import Target

@@ -22,7 +22,7 @@ from jaxpipe.costs.profile_cache import cache_folder
 from jaxpipe.costs.reserved_bytes import reserved_bytes
 from jaxpipe.models.undecorated import Undecorated, undecorated
 from jaxpipe.residuals.chosen_storage import Choices, DecoratedProgram, choosing, whole_scans
-from jaxpipe.residuals.stored_passes import StoredPasses
+from jaxpipe.residuals.two_passes import StoredPasses
 from jaxpipe.step.step_arguments import Call, jitter, split_arguments
 from jaxpipe.step.step_front import DEFAULT, PLAIN, StepFront, step_front
 from jaxpipe.step.step_template import StepTemplate, step_template

@@ -29,10 +29,15 @@ def takes_rngs(function: Callable[..., PyTree]) -> bool:
       >>> takes_rngs(lambda model, batch, rngs: model(batch, rngs=rngs)), takes_rngs(lambda model, batch: model(batch))
       (True, False)
     """
+    return any(parameter.name == RNGS for parameter in parameters_of(function))
+
+
+def parameters_of(function: Callable[..., PyTree]) -> list[inspect.Parameter]:
+    """Return a function's parameters; none of a built-in function that does not tell them."""
     try:
-        return RNGS in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some built-in functions have none
-        return False
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return []
 
 
 def call_function(function: Callable[..., PyTree], model: PyTree, batch: PyTree, key: Array) -> PyTree:

@@ -1,6 +1,5 @@
 """Arguments of a step: the static ones, whose values count, and all others, of which shapes do."""
 
-import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +8,7 @@ import jax
 from flax import nnx
 
 from jaxpipe.array_types import Device, PyTree
+from jaxpipe.models.call_function import parameters_of
 from jaxpipe.models.purify_nnx import is_array, is_module, is_node, part
 
 
@@ -146,7 +146,8 @@ def split_static(
     names = {given_names} if isinstance(given_names, str) else set(given_names or ())
     places = set(given_places or ()) if isinstance(given_places, Iterable | None) else {given_places}
     if given_names is None or given_places is None:
-        known = _parameters(step) if names or places else []
+        parameters = parameters_of(step) if names or places else []
+        known = [x.name for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
         names |= {known[place] for place in places if -len(known) <= place < len(known)}
         places |= {place for place, name in enumerate(known) if name in names}
     places = {place + len(args) if place < 0 else place for place in places}
@@ -162,12 +163,3 @@ def with_static(static: Any, others: PyTree) -> PyTree:
     named = {place: value for place, _, value in static}
     by_name = {k: x for k, x in named.items() if isinstance(k, str)}
     return tuple(named.get(k, x) for k, x in enumerate(args)), {**kwargs, **by_name}
-
-
-def _parameters(step: Callable[..., Any]) -> list[str]:
-    """Return the names of a function's parameters that have a place."""
-    try:
-        parameters = inspect.signature(step).parameters.values()
-    except (TypeError, ValueError):  # of a built-in function
-        return []
-    return [x.name for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]

@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxpipe.array_types import PyTree
 from jaxpipe.errors import ModelError
+from jaxpipe.models.call_function import parameters_of
 from jaxpipe.models.purify_nnx import is_array
 from jaxpipe.step.budgeted_jit import BudgetedFunction
 from jaxpipe.step.step_arguments import is_step, jitter
@@ -137,7 +138,7 @@ def trace_step(step: Any, args: Sequence[PyTree]) -> TracedStep:
     else:
         chosen = [leaves[k] for k in places]
     roles = _roles(chosen, unused)
-    names = _parameter_names(step)
+    names = [parameter.name for parameter in parameters_of(step)]
     arguments = [
         Argument(
             name=_name(leaf.path, names),
@@ -185,13 +186,6 @@ def _places(leaves: Sequence[Any], inputs: Sequence[Any]) -> list[int] | None:
         elif is_array(leaf):
             return None
     return places if len(places) == len(wanted) else None
-
-
-def _parameter_names(step: Any) -> list[str]:
-    try:
-        return list(inspect.signature(step).parameters)
-    except (TypeError, ValueError):
-        return []
 
 
 def _name(path: jax.tree_util.KeyPath, names: Sequence[str]) -> str:

@@ -66,7 +66,7 @@ class Tensor:
     @functools.cached_property
     def bytes(self) -> int:
         """The bytes of the tensor as it is."""
-        return self.size * itemsize(self.dtype)
+        return self.size * self.dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,7 +259,7 @@ def ordered(items: Iterable[T]) -> list[T]:
 
 def element_bits(aval: Shaped) -> int:
     """Bits that one element of an array holds: 1 for a boolean, whatever XLA spends on it."""
-    return 1 if aval.dtype == np.bool_ else 8 * itemsize(aval.dtype)
+    return 1 if aval.dtype == np.bool_ else 8 * aval.dtype.itemsize
 
 
 def position_bits(
@@ -283,14 +283,6 @@ def position_bits(
 
 def _bits_to_count(length: int) -> int | None:
     return next((bits for bits in (8, 16) if length <= 2**bits), None)
-
-
-@functools.cache
-def itemsize(dtype: DType) -> int:
-    """Bytes of one element; for random keys, the bytes of the raw key data."""
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-        return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype)).size * 4
-    return dtype.itemsize
 
 
 class GraphBuilder:

@@ -28,8 +28,7 @@ from jaxpipe.planning.trace_request import Traced
 from jaxpipe.recipe import Recipe, StagePrograms
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import ResidualPlan, refitted
-from jaxpipe.residuals.codecs import BUILT_IN, CSR, Bitmap
-from jaxpipe.residuals.codecs.sparse import SparseCodec
+from jaxpipe.residuals.codecs import BUILT_IN, CSR, Bitmap, SparseCodec
 from jaxpipe.residuals.stored_formats import Derived, Format
 from jaxpipe.residuals.vjp_program import in_slices
 from jaxpipe.runtime.stages import Program, StashSwap, SwapTarget, places_to_cut, with_storage

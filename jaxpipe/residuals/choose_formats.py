@@ -22,9 +22,7 @@ from jaxpipe.graph.op_cost import contraction, gpu_product_work, is_product, pro
 from jaxpipe.graph.primitives import ADDITIONS, COMPARISONS, ELEMENTWISE, ORDERINGS, VIEWS
 from jaxpipe.graph.reverse_walk import closure
 from jaxpipe.residuals.backward_graph import BackwardGraph
-from jaxpipe.residuals.codecs import allowed
-from jaxpipe.residuals.codecs.keep import KEEP
-from jaxpipe.residuals.codecs.sparse import SparseCodec
+from jaxpipe.residuals.codecs import KEEP, SparseCodec, allowed
 from jaxpipe.residuals.density import room
 from jaxpipe.residuals.minimum_cut import minimum_cut
 from jaxpipe.residuals.stored_formats import Derived, Format, stored_bytes

@@ -10,12 +10,11 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxpipe.array_types import Array, ArrayLike, DType, Shaped, is_key
-from jaxpipe.graph.graph import itemsize
 
 
 def word_count(aval: Shaped) -> int:
     """Words that an array takes."""
-    return -(-math.prod(aval.shape) * itemsize(aval.dtype) // 4)
+    return -(-math.prod(aval.shape) * aval.dtype.itemsize // 4)
 
 
 def to_words(x: Array) -> Array:

@@ -12,6 +12,7 @@ from jaxpipe.graph.codec import Codec
 from jaxpipe.residuals.codecs.bits import Index, Mask, PoolIndex
 from jaxpipe.residuals.codecs.keep import KEEP
 from jaxpipe.residuals.codecs.sparse import CSR, Bitmap
+from jaxpipe.residuals.codecs.sparse import SparseCodec as SparseCodec
 
 
 #: Codecs by the name that allows them; of two with equal bytes the first is used.

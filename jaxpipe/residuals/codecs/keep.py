@@ -7,7 +7,6 @@ import jax
 
 from jaxpipe.array_types import Array
 from jaxpipe.graph.codec import Codec, SavedTensor
-from jaxpipe.graph.graph import itemsize
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Keep(Codec):
 
     def nbytes(self, shape_and_type: jax.ShapeDtypeStruct) -> int:
         """Return the bytes of the tensor."""
-        return shape_and_type.size * itemsize(shape_and_type.dtype)
+        return shape_and_type.size * shape_and_type.dtype.itemsize
 
 
 KEEP: Codec = Keep()

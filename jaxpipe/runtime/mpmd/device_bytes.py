@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.array_types import Device, Shaped
-from jaxpipe.graph.graph import itemsize, live, read_graph
+from jaxpipe.graph.graph import live, read_graph
 from jaxpipe.graph.liveness import temporary_bytes
 from jaxpipe.graph.sharding_propagation import of_one_device, propagate
 from jaxpipe.runtime.mpmd.compile_tasks import Needs
@@ -244,4 +244,4 @@ def _components(graph: StepGraph) -> list[str]:
 
 def array_bytes(aval: Shaped) -> int:
     """Return the bytes of an array of some shape and type."""
-    return math.prod(aval.shape) * itemsize(aval.dtype)
+    return math.prod(aval.shape) * aval.dtype.itemsize

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.array_types import Shaped
-from jaxpipe.graph.graph import itemsize
 from jaxpipe.graph.liveness import peak_bytes
 from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.spmd.lockstep_program import PAGE, LockstepProgram
@@ -121,4 +120,4 @@ def stage_programs(program: LockstepProgram, s: StageNumber) -> Iterator[tuple[C
 
 
 def _bytes(avals: Iterable[Shaped]) -> int:
-    return sum(math.prod(aval.shape) * itemsize(aval.dtype) for aval in avals)
+    return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)

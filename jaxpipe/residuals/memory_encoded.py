@@ -1,6 +1,5 @@
 """``@memory_encoded``: a whole module or function as one VJP program behind ``jax.custom_vjp``."""
 
-# More than 15 of our modules: modules, programs, passes and targets come together here.
 import functools
 import inspect
 from collections.abc import Callable, Sequence

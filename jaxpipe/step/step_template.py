@@ -67,12 +67,12 @@ def has_gradient(program: DecoratedProgram, given: Sequence[bool]) -> list[int]:
 
 
 @FORWARD.def_abstract_eval
-def _outputs(*_: AbstractArray, program: DecoratedProgram) -> list[AbstractArray]:
+def _output_types(*_: AbstractArray, program: DecoratedProgram) -> list[AbstractArray]:
     return [program.graph.tensors[t].aval for t in program.graph.outputs]
 
 
 @BACKWARD.def_abstract_eval
-def _gradients(*_: AbstractArray, program: DecoratedProgram, given: tuple[bool, ...]) -> list[AbstractArray]:
+def _gradient_types(*_: AbstractArray, program: DecoratedProgram, given: tuple[bool, ...]) -> list[AbstractArray]:
     return [program.graph.tensors[t].aval for t in has_gradient(program, given)]
 
 

@@ -13,7 +13,7 @@ from jax import core
 from jax.extend.core import ClosedJaxpr
 
 from jaxpipe import _compat
-from jaxpipe.array_types import AbstractArray, Array, PyTreeDef, TensorNumber
+from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, PyTreeDef, TensorNumber
 from jaxpipe.graph import sharding_annotations, target_products
 from jaxpipe.graph.allowed_codecs import SavePolicy
 from jaxpipe.graph.axis_names import NO_AXES, TracedIn
@@ -109,7 +109,7 @@ def differentiate(op: Operator, avals: Sequence[AbstractArray], wanted: Wanted) 
     return _halves(first, second, avals, count, tangents, varied, by_terms=True)
 
 
-def _residuals(first: ClosedJaxpr, count: int) -> list[AbstractArray]:
+def _residuals(first: AnyJaxpr, count: int) -> list[AbstractArray]:
     """Return the types of what a forward program returns behind so many results."""
     return [atom.aval for atom in _compat.open_jaxpr(first)[0].outvars[count:]]
 
@@ -158,8 +158,8 @@ def from_rule(
 
 
 def _halves(
-    first: ClosedJaxpr,
-    second: ClosedJaxpr,
+    first: AnyJaxpr,
+    second: AnyJaxpr,
     avals: Sequence[AbstractArray],
     count: int,
     tangents: Mapping[int, AbstractArray],

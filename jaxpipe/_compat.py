@@ -214,6 +214,8 @@ def has_mesh_in_context(equation: Equation) -> bool:
 def in_current_mesh(equation: Equation) -> Equation:
     """The equation as if it had been traced in the context of the mesh, or of none, that is in context now."""
     mesh = jax.sharding.get_abstract_mesh()
+    if "ctx_mesh" in equation.params:  # of a call of a jitted function
+        equation = equation.replace(params={**equation.params, "ctx_mesh": mesh})
     if equation.ctx.cur_abstract_mesh == mesh:
         return equation
     none = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))  # between meshes of different sizes

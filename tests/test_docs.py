@@ -175,6 +175,7 @@ def test_bytes_on_a_tpu_are_the_measured_ones():
         "UNet": "U-Net",
         "ViT-B 16x224": "ViT-B, 16 x 224",
         "ViT-B 16x224 bfloat16": "ViT-B, 16 x 224, in bfloat16",
+        "ResNet50 32x224": "ResNet-50, 32 x 224",
         "ResNet50 32x224 bfloat16": "ResNet-50, 32 x 224, in bfloat16",
         "Llama 8x512 bfloat16": "Llama-like, 8 x 512, in bfloat16",
         "BERT 8x512 bfloat16": "BERT, 8 x 512, in bfloat16",

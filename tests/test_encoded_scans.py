@@ -278,13 +278,14 @@ class Recurrences(nn.Module):
         return x
 
 
-def test_small_budgets_of_blocks_with_scans_are_not_above_flax_s_remat():
+@pytest.mark.parametrize("decorated", ["loss", "model", "blocks"])
+def test_small_budgets_of_recurrences_are_not_above_flax_s_remat(decorated):
     """A larger budget runs no more products, and gradients are those of the plain step."""
     x = jax.random.normal(jax.random.key(0), (8, 64, WIDTH))
     params = Recurrences().init(jax.random.key(1), x)
 
-    def step_of(net):
-        return lambda params, x: jax.grad(lambda params: (net.apply(params, x) ** 2).mean())(params)
+    def step_of(net, wrap=lambda loss: loss):
+        return jax.grad(wrap(lambda params, x: (net.apply(params, x) ** 2).mean()))
 
     def compiled(step):
         sizes = step.compile().memory_analysis()
@@ -293,7 +294,11 @@ def test_small_budgets_of_blocks_with_scans_are_not_above_flax_s_remat():
     plain = jax.jit(step_of(Recurrences())).lower(params, x)
     remat = jax.jit(step_of(Recurrences(nn.remat(Recurrent))))
     budget, most = compiled(remat.lower(params, x)), compiled(plain)
-    encoded = step_of(jaxpipe.memory_encoded(Recurrences)())
+    encoded = {
+        "loss": step_of(Recurrences(), jaxpipe.memory_encoded),
+        "model": step_of(jaxpipe.memory_encoded(Recurrences)()),
+        "blocks": step_of(Recurrences(jaxpipe.memory_encoded(Recurrent))),
+    }[decorated]
     plans = []
     for memory in (budget, (budget + most) // 2):
         step = jaxpipe.jit(encoded, memory=memory)

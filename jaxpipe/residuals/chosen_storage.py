@@ -135,5 +135,6 @@ class Choices:
 #: of such a step: by default.
 choosing = jax.make_user_context(default_value=None)
 
-#: True where the scans in blocks of decorated programs that are traced are operators like others, which may run again.
+#: True where scans in decorated programs that are traced are operators like others, which may run again; not those over
+#: layers.
 whole_scans = jax.make_user_context(default_value=False)

@@ -7,7 +7,7 @@ does under ``jax.checkpoint``, which computes again what is carried.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -16,7 +16,7 @@ import jax
 from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.graph.graph import Graph, Operator, read_graph
 from jaxpipe.graph.split_scan import scan_operands
-from jaxpipe.residuals.equal_blocks import modules_by_family
+from jaxpipe.residuals.chosen_storage import whole_scans
 
 
 #: Inputs of a graph that are kept alive anyway.
@@ -27,18 +27,25 @@ Held: TypeAlias = frozenset[TensorNumber]
 Run: TypeAlias = Callable[[Graph, Held, Sequence[Array], int | None], Sequence[Array]]
 
 
-def has_scans(graph: Graph) -> bool:
-    """Return whether there is a scan among the operators of a graph that no save policy is for."""
-    return any(map(_is_scan, graph.operators))
+def encoded_scans(graph: Graph, held: Held) -> frozenset[Operator]:
+    """Return the scans of which each iteration stores by itself: all, or under ``whole_scans`` those over layers.
+
+    What these scan over is a held input, as stacked parameters are, perhaps in another form.
+    """
+    scans = frozenset(filter(_is_scan, graph.operators))
+    if not scans or not whole_scans.value:
+        return scans
+    known = set(held)
+    for op in graph.operators:
+        if len(op.inputs) == 1 and known.issuperset(op.inputs):
+            known.update(op.outputs)
+    return frozenset(op for op in scans if not known.isdisjoint(_scanned(op)))
 
 
-def blocks_have_scans(graph: Graph) -> bool:
-    """Return whether several modules of a family have a scan each."""
-    operators = graph.operators
-    for modules in modules_by_family(op.path for op in operators).values():
-        if sum(any(_is_scan(operators[k]) for k in places) for places in modules.values()) > 1:
-            return True
-    return False
+def _scanned(op: Operator) -> Sequence[TensorNumber | None]:
+    """Return the operands that a scan takes apart."""
+    consts, carried, operands = scan_operands(op)
+    return operands[consts + carried :]
 
 
 def _is_scan(op: Operator) -> bool:
@@ -54,11 +61,16 @@ def module_paths(graph: Graph) -> Iterator[str]:
 
 
 def run_around_scans(
-    graph: Graph, held: Held, values: Sequence[Array], iterations: int | None, run: Run
+    graph: Graph,
+    scans: Container[Operator],
+    held: Held,
+    values: Sequence[Array],
+    iterations: int | None,
+    run: Run,
 ) -> list[Array]:
-    """Run a graph with scans, all else in it with ``run``."""
+    """Run a graph with scans, iterations of these and all else in it with ``run``."""
     env = dict(graph.constants) | dict(zip(graph.inputs, values, strict=True))
-    places = itertools.groupby(range(len(graph.operators)), lambda k: k if _is_scan(graph.operators[k]) else -1)
+    places = itertools.groupby(range(len(graph.operators)), lambda k: k if graph.operators[k] in scans else -1)
     for scan, run_of in places:
         first, *rest = run_of
         part = graph.section(first, first + len(rest) + 1, passing=False)

@@ -21,8 +21,8 @@ from jaxpipe.models import purify_linen
 from jaxpipe.models.decorated_class import twin_class
 from jaxpipe.models.purify_nnx import PureCall, purify, root_scope
 from jaxpipe.models.undecorated import undecorated, unless_disabled
-from jaxpipe.residuals.chosen_storage import DecoratedProgram, Passes, choosing, whole_scans
-from jaxpipe.residuals.encoded_scans import Held, blocks_have_scans, has_scans, module_paths, run_around_scans
+from jaxpipe.residuals.chosen_storage import DecoratedProgram, Passes, choosing
+from jaxpipe.residuals.encoded_scans import Held, encoded_scans, module_paths, run_around_scans
 from jaxpipe.residuals.two_passes import CheckpointedPasses, StoredPasses
 from jaxpipe.targets.building import building_for, current, target_of_values
 from jaxpipe.targets.target import Target
@@ -162,11 +162,11 @@ def run_encoded(call: PureCall, *, policy: Policy) -> PyTree:
     values = [*consts, *call.leaves]
     flags = zip(graph.inputs, [True] * len(consts) + list(call.held), strict=True)
     held, target = frozenset(t for t, flag in flags if flag), target_of_values(values)
-    paths, splits = tuple(module_paths(graph)), not (whole_scans.value and blocks_have_scans(graph))
+    paths = tuple(module_paths(graph))
 
     def run(part: Graph, held: Held, values: Sequence[Array], iterations: int | None = None) -> Sequence[Array]:
-        if splits and has_scans(part):
-            return run_around_scans(part, held, values, iterations, run)
+        if scans := encoded_scans(part, held):
+            return run_around_scans(part, scans, held, values, iterations, run)
         traced = program
         if part is not graph:
             traced = jax.make_jaxpr(lambda *values: part.evaluate(values))(*(part.tensors[t].aval for t in part.inputs))

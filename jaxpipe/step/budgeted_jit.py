@@ -33,7 +33,7 @@ from jaxpipe.text.units import asked_bytes, bytes_text, device_bytes, seconds_te
 from jaxpipe.text.value_text import shown
 
 
-#: Behind the name of a level of a step whose scans in blocks run again whole.
+#: Behind the name of a level of a step whose scans run again whole.
 WHOLE_SCANS = ", whole scans"
 
 

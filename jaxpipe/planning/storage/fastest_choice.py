@@ -9,7 +9,7 @@ from jaxpipe.options import Solver
 from jaxpipe.planning.storage.greedy import give_up, give_up_all
 from jaxpipe.planning.storage.kept_solutions import kept_or_solved
 from jaxpipe.planning.storage.small_items import SHARE, without_small_items
-from jaxpipe.planning.storage.storage_problem import NOT_STORED, Outcome, Problem, SolverOptions, outcome_of, simulated
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, Outcome, Problem, SolverOptions, outcome_of
 
 
 #: A solver's numbers are exact to this fraction; one that is over the limit by so little is solved again.
@@ -55,35 +55,34 @@ def choose(problem: Problem, options: SolverOptions) -> Answer | None:
     greedy = give_up(problem)
     if greedy is not None:
         outcome = outcome_of(problem, greedy)
+        assert outcome is not None
         if outcome.seconds <= least + options.slack:
             return Answer(greedy, outcome, "optimal" if outcome.seconds <= least else "gap", least)
-    small, choices = max(SHARE, options.gap), [] if greedy is None else [greedy]
+    small = max(SHARE, options.gap)
     # Perhaps once more, with the capacity lowered by what the solver's arithmetic leaves open.
     for limited in (problem, replace(problem, capacity=problem.capacity * (1 - ACCURACY))):
         solved = kept_or_solved(without_small_items(limited, small), options)
-        if solved.choice is None:
+        outcome = None if solved.choice is None else outcome_of(problem, solved.choice)
+        if outcome is None or outcome.fits(problem):
             break
-        if outcome_of(problem, solved.choice).fits(problem):
-            choices.insert(0, solved.choice)
-            break
-    if not choices:
+    solution = None if outcome is None or not outcome.fits(problem) else _tidy(problem, solved.choice)
+    best = min(filter(None, (solution, _tidy(problem, greedy))), key=lambda pair: pair[1].seconds, default=None)
+    if best is None:
         return None
-    tidied = [_tidy(problem, choice) for choice in choices]
-    best = min(tidied, key=lambda pair: pair[1].seconds)
     seconds = best[1].seconds
     bound = max(least, min(seconds, solved.bound or 0.0))
     if solved.optimal:
         status = "optimal" if seconds <= bound * (1 + 1e-9) else "gap"
     else:
-        status = "greedy" if greedy is not None and best is tidied[-1] else "time limit"
+        status = "time limit" if best is solution else "greedy"
     return Answer(*best, status, bound)
 
 
 @functools.lru_cache(maxsize=256)  # asked again for every candidate that is compared
 def greedy_choice(problem: Problem) -> Answer | None:
     """A fast choice within the limits that is found without a solver; None if none is found."""
-    choice = None if problem.capacity < max(problem.base) else give_up(problem)
-    return None if choice is None else Answer(*_tidy(problem, choice), "greedy", least_seconds(problem))
+    tidied = None if problem.capacity < max(problem.base) else _tidy(problem, give_up(problem))
+    return None if tidied is None else Answer(*tidied, "greedy", least_seconds(problem))
 
 
 def check_solver(solver: str | Solver) -> str | Solver:
@@ -118,16 +117,19 @@ def lowest_peak(problem: Problem, options: SolverOptions) -> Answer:
     Equal problems have equal answers, also where the time was too short to prove that nothing is lower.
     """
     solved = kept_or_solved(without_small_items(problem), replace(options, gap=0.0, least_peak=True))
-    choices = [give_up_all(problem)] if solved.choice is None else [solved.choice, give_up_all(problem)]
-    tidied = (_tidy(problem, choice) for choice in choices)
+    tidied = filter(None, (_tidy(problem, choice) for choice in (solved.choice, give_up_all(problem))))
     return Answer(*min(tidied, key=lambda pair: pair[1].peak_bytes), "lowest peak", 0.0)
 
 
-def _tidy(problem: Problem, choice: tuple[int, ...]) -> tuple[tuple[int, ...], Outcome]:
-    """Return the same choice without what is stored for nobody, and its outcome."""
-    walk = simulated(problem, choice)
-    tidy = tuple(option if e >= 0 else NOT_STORED for option, e in zip(walk.choice, walk.last, strict=True))
-    return tidy, outcome_of(problem, tidy)
+def _tidy(problem: Problem, choice: tuple[int, ...] | None) -> tuple[tuple[int, ...], Outcome] | None:
+    """Return the same choice without what is stored for nobody, and its outcome; None without a possible choice."""
+    outcome = None if choice is None else outcome_of(problem, choice)
+    if choice is None or outcome is None:
+        return None
+    tidy = tuple(option if e >= 0 else NOT_STORED for option, e in zip(choice, outcome.last, strict=True))
+    outcome = outcome_of(problem, tidy)
+    assert outcome is not None
+    return tidy, outcome
 
 
 def least_seconds(problem: Problem) -> float:

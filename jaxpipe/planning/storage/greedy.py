@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Problem, Simulated, simulated
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Problem, Simulated, possible, simulated
 
 
 #: How many changes are tried before each is made, where items are given up one by one.
@@ -24,7 +24,7 @@ def give_up(problem: Problem) -> tuple[int, ...] | None:
     walk = _descended(problem, [item.fastest[1] for item in problem.items], _alike(problem))
     if not walk.fits():
         walk = simulated(problem, give_up_all(problem))
-    if not walk.fits():
+    if walk is None or not walk.fits():
         return None
     ends = [_taken_back(walk, order) for order in (_by_rate, _by_seconds)]
     return tuple(min(ends, key=lambda end: end.total_seconds).choice)
@@ -51,7 +51,8 @@ def _descended(problem: Problem, choice: Sequence[int], groups: Groups, most_tri
 
     Of the changes so many are simulated in a step, the cheapest for each byte first; all, if left out.
     """
-    now = simulated(problem, choice)
+    now = simulated(problem, possible(problem, choice))
+    assert now is not None
     while not now.fits() and (step := _best_step(now, groups, most_trials)) is not None:
         now = step
     return now

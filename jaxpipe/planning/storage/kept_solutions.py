@@ -41,13 +41,12 @@ def kept_or_solved(problem: Problem, options: SolverOptions) -> Solution:
 
 def _better(problem: Problem, kept: Solution | None, new: Solution, least_peak: bool) -> Solution:
     """Return the better of two solutions, so that more time never makes one worse."""
-    if kept is None or kept.choice is None:
-        return new
-    if new.choice is None:
-        return kept
-    before, after = outcome_of(problem, kept.choice), outcome_of(problem, new.choice)
-    is_better = after.peak_bytes < before.peak_bytes if least_peak else after.seconds < before.seconds
-    return new if is_better else kept
+    rated = []
+    for solution in (kept, new):
+        outcome = None if solution is None or solution.choice is None else outcome_of(problem, solution.choice)
+        if solution is not None and outcome is not None:
+            rated.append((outcome.peak_bytes if least_peak else outcome.seconds, len(rated), solution))
+    return min(rated)[2] if rated else new
 
 
 def _path(problem: Problem, options: SolverOptions) -> Path:

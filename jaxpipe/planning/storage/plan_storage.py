@@ -121,7 +121,8 @@ def plan_storage(
         stage = vjp_program.build(stage, wrt, held=stage.inputs)
     items = stage_items(stage, Prices(rates), stage.graph.inputs)
     unlimited = replace(items.problem, held=in_flight - 1)
-    before, asked = outcome_of(unlimited, items.default).seconds, budget
+    default = outcome_of(unlimited, items.default)
+    asked = budget
     answer = choose(replace(unlimited, capacity=budget), options)
     if answer is None:
         lowest = lowest_peak(unlimited, options)
@@ -129,6 +130,7 @@ def plan_storage(
             raise _too_small(items, budget, lowest)
         budget = raised(asked, lowest.outcome.peak_bytes)
         answer = choose(replace(unlimited, capacity=budget), options) or lowest
+    before = 0.0 if default is None else default.seconds
     return StoragePlan(
         tensors=_rows(items, answer),
         choices=storage_plan(items, answer.choice),

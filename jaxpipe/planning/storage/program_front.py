@@ -139,6 +139,7 @@ class Front:
         way, points = self.ways[0], {}
         for placement, choice in hand_placed(way).items():
             outcome = outcome_of(self._problem(way, math.inf), choice)
+            assert outcome is not None
             points[placement] = self._point(way, Answer(choice, outcome, "checkpoints", outcome.seconds))
         return points
 
@@ -201,6 +202,7 @@ class Front:
     def _by_default(self, way: Items, status: str) -> Point:
         """Return the default storage of a way."""
         outcome = outcome_of(self._problem(way, math.inf), way.default)
+        assert outcome is not None
         return Point(way, Answer(way.default, outcome, status, outcome.seconds), self.held or 0)
 
     def _point(self, way: Items, answer: Answer, targets: Targets | None = None) -> Point:

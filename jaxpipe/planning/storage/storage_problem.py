@@ -221,12 +221,16 @@ def possible(problem: Problem, choice: Sequence[int]) -> tuple[int, ...]:
     return tuple(choice)
 
 
-def outcome_of(problem: Problem, choice: Sequence[int]) -> Outcome:
+def outcome_of(problem: Problem, choice: Sequence[int]) -> Outcome | None:
     """Return what a choice costs: one option (its position) or ``NOT_STORED`` for each item.
 
     Nothing here knows of the solvers; their answers are checked by it.
+
+    Returns:
+      None if an item that is needed can not be had.
     """
-    return simulated(problem, choice).outcome
+    walk = simulated(problem, choice)
+    return None if walk is None else walk.outcome
 
 
 @dataclass(eq=False)
@@ -336,15 +340,13 @@ class Simulated:
         return Outcome(self.total_seconds, stash, tuple(self.bytes.tolist()), computed, tuple(self.last), swapped)
 
 
-def simulated(problem: Problem, choice: Sequence[int]) -> Simulated:
-    """Walk through the events with a choice, to which ``possible`` has added what is needed."""
+def simulated(problem: Problem, choice: Sequence[int]) -> Simulated | None:
+    """Walk through the events with a choice; None if an item that is needed can not be had."""
     count, events = len(problem.items), len(problem.base)
     change, seconds, link_seconds = np.zeros(events + 1, np.int64), np.zeros(count), np.zeros(count)
     unread = [events] * count, [-1] * count
     nothing = Simulated(problem, [NOT_STORED] * count, *unread, change, seconds, link_seconds, [0, 0, 0])
-    walk = nothing.changed(dict(enumerate(possible(problem, choice))))
-    assert walk is not None
-    return walk
+    return nothing.changed(dict(enumerate(choice)))
 
 
 def _in_turn(seconds: np.ndarray) -> float:

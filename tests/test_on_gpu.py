@@ -75,7 +75,7 @@ def test_waves_come_in_order_of_importance():
     waves = [wave([]) for wave in on_gpu.waves(False)]
     assert [wave[0].kind for wave in waves[:4]] == ["ceilings", "step", "bits", "codecs"]
     cases = {job.case for wave in waves for job in wave if job.kind == "step" and job.variant == "fast"}
-    assert len(cases) == 18
+    assert len(cases) == 19
     for job in (job for wave in waves for job in wave if job.case):
         assert job.problem.name == job.case
 

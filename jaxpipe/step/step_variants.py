@@ -77,7 +77,7 @@ class StepVariants:
         Args:
           call: the step.
           like: the same step for arguments of the same shapes, whose needs are taken to be these, until it is compiled.
-          split: the same step; here scans, but of layers, are operators like others.
+          split: the same step; here scans, but for those over layers, are operators like others.
         """
         self._call, self._like, self._whole = call, like, split is not None
         self._variants: dict[str, Variant] = {} if split is None else {PLAIN: split.plain}
@@ -102,7 +102,7 @@ class StepVariants:
 
     @cached_property
     def with_whole_scans(self) -> "StepVariants | None":
-        """The levels of the step with scans, but of layers, as operators like others; None if there are none."""
+        """The levels of the step with scans, but for those over layers, as operators like others; None without any."""
         others = StepVariants(self._call, split=self)
         return None if others.programs.keys() <= self.programs.keys() else others
 

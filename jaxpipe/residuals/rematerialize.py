@@ -2,7 +2,7 @@
 
 XLA must neither decode nor recompute before the backward pass has come that far, else a stash saves nothing. So what
 is loaded from the stash is tied to the cotangents of the step that needs it. XLA:CPU drops such barriers; there steps
-may run behind barriers (``jaxpipe.residuals.run_steps``).
+may run behind barriers (``jaxpipe.residuals.xla_cpu``).
 """
 
 import copy

@@ -4,11 +4,12 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from jaxpipe.array_types import TensorNumber
-from jaxpipe.graph.codec import Codec
 from jaxpipe.graph.graph import Operator, join_paths
 from jaxpipe.graph.op_cost import contraction, is_product, rerun_work
-from jaxpipe.graph.words import by_word, word_for
+from jaxpipe.graph.words import word_for
 from jaxpipe.residuals.choose_formats import recomputation
 from jaxpipe.residuals.codecs.keep import KEEP
 from jaxpipe.residuals.vjp_program import VJPProgram
@@ -43,13 +44,18 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Label:
-    """The description of an array of a stash: which of a tensor's arrays it is, their codec, the tensor.
+    """The description of an array of a stash.
 
-    The bytes of the tensor are left open.
+    Attributes:
+      number: of the tensor in its graph.
+      part: which of its arrays this is.
+      codec: a word by which ``by_word`` finds how it is stored.
+      tensor: the tensor, its bytes left open.
     """
 
+    number: TensorNumber
     part: int
-    codec: Codec
+    codec: str
     tensor: StoredTensor
 
 
@@ -62,14 +68,15 @@ def labels(vjp: VJPProgram) -> Callable[[TensorNumber, int], str]:
         producer, tensor, codec = producers[number], vjp.graph.tensors[number], vjp.plan.codecs[number]
         otherwise, read = _otherwise(vjp, number, producer, available), tuple(readers.get(number, ()))
         stored = StoredTensor(producer.place, tensor.shape, str(tensor.dtype), codec.name, 0, read, otherwise)
-        return word_for(Label(part, codec, stored), f"{MARK}%{number} ({part}) of {producer.place}")
+        known = Label(number, part, word_for(codec, repr(codec)), stored)
+        return MARK + msgspec.json.encode(known).decode()
 
     return label
 
 
 def parse_label(text: str) -> Label | None:
     """Return the label that a text is, if it is one."""
-    return by_word(text) if text.startswith(MARK) else None
+    return msgspec.json.decode(text.removeprefix(MARK), type=Label) if text.startswith(MARK) else None
 
 
 def _readers(vjp: VJPProgram) -> dict[TensorNumber, dict[str, None]]:

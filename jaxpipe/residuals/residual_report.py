@@ -14,8 +14,10 @@ from jaxpipe import _compat
 from jaxpipe.array_types import AnyJaxpr, Array, Equation, PyTree, TensorNumber
 from jaxpipe.errors import DifferentiationError, JaxpipeError, ModelError
 from jaxpipe.graph.allowed_codecs import FAST
+from jaxpipe.graph.codec import Codec
 from jaxpipe.graph.graph import Graph, dependents, encoded_policy, equations_in, is_differentiable, read_graph, replaced
 from jaxpipe.graph.primitives import JITS
+from jaxpipe.graph.words import by_word
 from jaxpipe.models.linen_facade import is_unbound, with_linen_model
 from jaxpipe.models.purify_nnx import PureCall, purify
 from jaxpipe.models.undecorated import without_encoding
@@ -289,12 +291,11 @@ def count_overflows(function: Callable[..., PyTree], *args: PyTree, **kwargs: Py
             parts.append((label, []))
         if label is not None:
             parts[-1][1].append(leaf)
-    return sum(_overflows(label, arrays) for label, arrays in parts)
+    return sum(_overflows(by_word(label.codec), label, arrays) for label, arrays in parts)
 
 
-def _overflows(label: Label, arrays: Sequence[Array]) -> int:
+def _overflows(codec: Codec, label: Label, arrays: Sequence[Array]) -> int:
     """Return how many of the tensors do not fit that the arrays of one label are of: ``vmap`` adds axes in front."""
-    codec = label.codec
     if not codec.may_overflow:
         return 0
     overflowed: Callable[[Sequence[Array]], Array] = functools.partial(has_overflowed, codec=codec)

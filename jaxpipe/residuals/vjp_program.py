@@ -26,8 +26,9 @@ from jaxpipe.graph.row_slices import slice_rows
 from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, build_backward_graph, divided, step_ends
 from jaxpipe.residuals.choose_formats import ResidualPlan, check_plan, default_plan, kept_by_policies, refitted
 from jaxpipe.residuals.rematerialize import Rematerializer, is_heavy
-from jaxpipe.residuals.run_steps import Absorb, GroupedWalk, JoinedWalk, Walk
+from jaxpipe.residuals.run_steps import Absorb, JoinedWalk, Walk
 from jaxpipe.residuals.stored_formats import encode, has_overflowed, part_avals
+from jaxpipe.residuals.xla_cpu import GroupedWalk
 from jaxpipe.targets.building import current
 
 
@@ -260,7 +261,7 @@ def run_backward(
       stash: what ``forward`` returned.
       received: the cotangents that are given, by tensor.
       keep: tensors whose cotangents are returned besides those of ``vjp.backward_graph.wrt``.
-      barriers: run the steps behind barriers (see ``jaxpipe.residuals.run_steps``) if XLA needs them; not under
+      barriers: run the steps behind barriers (see ``jaxpipe.residuals.xla_cpu``) if XLA needs them; not under
         ``vmap``.
       absorb: what is returned for some inputs in place of the cotangent.
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxpipe.planning.make_plan import Point, add_point, better_point, read_front
+from jaxpipe.planning.kept_front import Point, add_point, better_point, read_front
 
 
 def test_points_that_are_neither_smaller_nor_faster_are_dropped(tmp_path):

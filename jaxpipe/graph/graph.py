@@ -20,10 +20,11 @@ from jax.extend.core import Jaxpr
 
 from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Atom, DType, Equation, PyTree, Shaped, TensorNumber
-from jaxpipe.graph.allowed_codecs import Policy, is_saved
+from jaxpipe.graph.allowed_codecs import Policy
 from jaxpipe.graph.axis_names import NO_AXES, TracedIn
 from jaxpipe.graph.primitives import BODIES, CALLS, FUNCTIONS, SHARDS
 from jaxpipe.graph.reverse_walk import needed
+from jaxpipe.graph.save_policy import is_saved
 from jaxpipe.graph.words import by_word
 
 

@@ -15,10 +15,10 @@ from jax.extend.core import ClosedJaxpr
 from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, PyTreeDef, TensorNumber
 from jaxpipe.graph import sharding_annotations, target_products
-from jaxpipe.graph.allowed_codecs import SavePolicy
 from jaxpipe.graph.axis_names import NO_AXES, TracedIn
 from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, dependents, is_differentiable, live, ordered, replaced
 from jaxpipe.graph.primitives import CHECKPOINTS, CONTROL, SHARDS
+from jaxpipe.graph.save_policy import SavePolicy
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,40 +4,26 @@ request, batch ──trace──▶ candidates by the price of their timelines �
 """
 
 # More than 15 of our modules: requests, candidates, budgets and kept plans come together here.
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import NamedTuple
 
-from jaxpipe import multihost
 from jaxpipe.agreement import agree
 from jaxpipe.array_types import PyTree
 from jaxpipe.collect_later import collecting_later
-from jaxpipe.costs.profile_cache import cache_folder
-from jaxpipe.graph.program_text import program_text
 from jaxpipe.planning.budget_search import BudgetSearch
 from jaxpipe.planning.candidate import Candidate, PlannedStep
 from jaxpipe.planning.check_request import Request
-from jaxpipe.planning.compare_requests import request_parts, shape_parts
+from jaxpipe.planning.compare_requests import shape_parts
 from jaxpipe.planning.given_plan import check_same, recipe_in
+from jaxpipe.planning.kept_front import Point, add_point, better_point, front_path, read_front
 from jaxpipe.planning.list_candidates import leanest, list_candidates, on_fewer_devices, price
 from jaxpipe.planning.refuse_budget import check_budget, refusal
 from jaxpipe.planning.run_plan import run_plan, with_recipe
 from jaxpipe.planning.storage.fastest_choice import raised
 from jaxpipe.planning.trace_request import Traced, trace_request
 from jaxpipe.targets.building import building_for, current
-from jaxpipe.text.kept_files import keep, read_kept
 from jaxpipe.text.progress import phase, progress, tell
-from jaxpipe.text.stable_text import digest, stable_text
 from jaxpipe.text.units import bytes_text, seconds_text
-
-
-class Point(NamedTuple):
-    """A plan: its bytes on the fullest device, the seconds of its step, and the budget that it was found for."""
-
-    bytes: int
-    seconds: float
-    budget: int
 
 
 @collecting_later()
@@ -110,9 +96,7 @@ def _by_default(candidates: Sequence[Candidate]) -> PlannedStep:
 def _within_budget(traced: Traced, search: BudgetSearch) -> tuple[PlannedStep, int]:
     """Return the plan with the shortest step that keeps the budget, and that, which may have been raised.
 
-    A plan that was found for a smaller budget is taken where it is faster, or where no other keeps the budget. For
-    storage is chosen by predictions, candidates are compared within a budget, and solvers are stopped. What a request
-    has come by is on disk; a plan is made again from the budget that it was found for.
+    A plan that was found for a smaller budget is taken where it is faster, or where no other keeps the budget.
     """
     budget = sought = traced.request.budget
     assert budget is not None and sought is not None
@@ -138,36 +122,3 @@ def _within_budget(traced: Traced, search: BudgetSearch) -> tuple[PlannedStep, i
         raise refusal(search, budget, best)
     add_point(path, front, Point(best.needed_bytes, best.plan.step_seconds, sought))
     return best, budget
-
-
-def front_path(traced: Traced) -> Path:
-    """Return the file of a request. What two requests share by mistake costs them time: plans are made again."""
-    request, profile = replace(traced.request, memory=None), traced.profile
-    seconds = profile.forward_seconds, profile.backward_seconds
-    settings = [request_parts(request, [traced.batch], {}), request.mesh.devices.flat[0].device_kind, seconds]
-    text = program_text(traced.objective.graph) + program_text(traced.update.graph) + stable_text(settings)
-    return cache_folder().parent / "fronts" / f"{digest(text)}.json"
-
-
-def read_front(path: Path) -> list[Point]:
-    """Return the points that the first process has."""
-    return multihost.from_first(lambda: read_kept(path, list[Point]) or [])
-
-
-def better_point(front: Iterable[Point], budget: int, seconds: float, smallest: int | None) -> Point | None:
-    """Return the fastest point within a budget if it takes less than some seconds.
-
-    Where a budget was refused, a point that needs less than the ``smallest`` of the error will do.
-    """
-    within = [point for point in front if point.bytes <= budget and point.seconds < seconds]
-    if within:
-        return min(within, key=lambda point: (point.seconds, point.bytes))
-    return min((point for point in front if smallest is not None and point.bytes < smallest), default=None)
-
-
-def add_point(path: Path, front: Iterable[Point], point: Point) -> None:
-    """Keep a point, and those of the front that are smaller or faster."""
-    kept = [other for other in front if other.bytes < point.bytes or other.seconds < point.seconds]
-    if not any(other.bytes <= point.bytes and other.seconds <= point.seconds for other in kept):
-        kept.append(point)
-    multihost.from_first(lambda: keep(path, kept))

@@ -14,9 +14,10 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxpipe import _compat
 from jaxpipe.array_types import AnyJaxpr, Array, PyTree, TensorNumber
 from jaxpipe.errors import DifferentiationError, ModelError
-from jaxpipe.graph.allowed_codecs import Codecs, Policy, SavePolicy, parse, warn_unused
+from jaxpipe.graph.allowed_codecs import Codecs, Policy, parse, warn_unused
 from jaxpipe.graph.graph import ENCODED_MARK, Graph, read_graph
 from jaxpipe.graph.rules import differs_from_jax
+from jaxpipe.graph.save_policy import SavePolicy
 from jaxpipe.models import purify_linen
 from jaxpipe.models.decorated_class import twin_class
 from jaxpipe.models.purify_nnx import PureCall, purify, root_scope

@@ -16,8 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxpipe import _compat
 from jaxpipe.array_types import AnyJaxpr, Array, Atom, OpenJaxpr
-from jaxpipe.graph.allowed_codecs import SavePolicy
 from jaxpipe.graph.graph import encoded_policy, replaced
+from jaxpipe.graph.save_policy import SavePolicy
 from jaxpipe.residuals.chosen_storage import DecoratedProgram
 from jaxpipe.residuals.equal_blocks import modules_by_family
 from jaxpipe.residuals.residual_labels import labels

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import jax
 
 from jaxpipe.array_types import TensorNumber
-from jaxpipe.graph.allowed_codecs import is_saved
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.op_cost import is_product
+from jaxpipe.graph.save_policy import is_saved
 from jaxpipe.planning.storage.storage_items import Items
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, possible
 from jaxpipe.residuals.equal_blocks import modules_by_family

@@ -1,0 +1,59 @@
+"""Points of plans that were found for budgets: a larger budget takes the plan of a smaller one where that is faster.
+
+Storage is chosen by predictions, candidates are compared within a budget, and solvers are stopped: a smaller budget may
+lead to a faster plan. What a request has come by is on disk; a plan is made again from the budget it was found for.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxpipe import multihost
+from jaxpipe.costs.profile_cache import cache_folder
+from jaxpipe.graph.program_text import program_text
+from jaxpipe.planning.compare_requests import request_parts
+from jaxpipe.planning.trace_request import Traced
+from jaxpipe.text.kept_files import keep, read_kept
+from jaxpipe.text.stable_text import digest, stable_text
+
+
+class Point(NamedTuple):
+    """A plan: its bytes on the fullest device, the seconds of its step, and the budget that it was found for."""
+
+    bytes: int
+    seconds: float
+    budget: int
+
+
+def front_path(traced: Traced) -> Path:
+    """Return the file of a request. What two requests share by mistake costs them time: plans are made again."""
+    request, profile = replace(traced.request, memory=None), traced.profile
+    seconds = profile.forward_seconds, profile.backward_seconds
+    settings = [request_parts(request, [traced.batch], {}), request.mesh.devices.flat[0].device_kind, seconds]
+    text = program_text(traced.objective.graph) + program_text(traced.update.graph) + stable_text(settings)
+    return cache_folder().parent / "fronts" / f"{digest(text)}.json"
+
+
+def read_front(path: Path) -> list[Point]:
+    """Return the points that the first process has."""
+    return multihost.from_first(lambda: read_kept(path, list[Point]) or [])
+
+
+def better_point(front: Iterable[Point], budget: int, seconds: float, smallest: int | None) -> Point | None:
+    """Return the fastest point within a budget if it takes less than some seconds.
+
+    Where a budget was refused, a point that needs less than the ``smallest`` of the error will do.
+    """
+    within = [point for point in front if point.bytes <= budget and point.seconds < seconds]
+    if within:
+        return min(within, key=lambda point: (point.seconds, point.bytes))
+    return min((point for point in front if smallest is not None and point.bytes < smallest), default=None)
+
+
+def add_point(path: Path, front: Iterable[Point], point: Point) -> None:
+    """Keep a point, and those of the front that are smaller or faster."""
+    kept = [other for other in front if other.bytes < point.bytes or other.seconds < point.seconds]
+    if not any(other.bytes <= point.bytes and other.seconds <= point.seconds for other in kept):
+        kept.append(point)
+    multihost.from_first(lambda: keep(path, kept))

@@ -1,5 +1,6 @@
 """Eight simulated CPU devices for every test, and lines of 80 columns."""
 
+import gc
 import os
 
 import jax
@@ -10,6 +11,7 @@ from jax.experimental.compilation_cache import compilation_cache
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 os.environ["COLUMNS"] = "80"
+gc.set_threshold(100_000)  # a fifth of the time of tests is garbage collection otherwise, most of it JAX's own callback
 
 
 @pytest.fixture(autouse=True, scope="session")

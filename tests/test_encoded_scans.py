@@ -278,7 +278,7 @@ class Recurrences(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("decorated", ["loss", "model", "blocks"])
+@pytest.mark.parametrize("decorated", ["loss", *(pytest.param(x, marks=pytest.mark.slow) for x in ("model", "blocks"))])
 def test_small_budgets_of_recurrences_are_not_above_flax_s_remat(decorated):
     """A larger budget runs no more products, and gradients are those of the plain step."""
     x = jax.random.normal(jax.random.key(0), (8, 64, WIDTH))

@@ -97,10 +97,14 @@ def bytes_by_jax(function, *args):
     return sum(v.aval.size * v.aval.dtype.itemsize for v in computed)
 
 
+#: What is compiled before each change beside a perceptron with every policy: policies that differ in other models.
+OTHERS = [("nothing", "transformer"), ("dots without batch", "transformer"), ("marks", "cnn"), ("both", "cnn")]
+
+
 @pytest.mark.parametrize(
     ("name", "model"),
     [
-        pytest.param(name, model, marks=[pytest.mark.slow] * (name == "everything" and model != "perceptron"))
+        pytest.param(name, model, marks=[pytest.mark.slow] * (model != "perceptron" and (name, model) not in OTHERS))
         for name, model in itertools.product(NAMED, MODELS)
     ],
 )

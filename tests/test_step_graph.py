@@ -172,7 +172,6 @@ print(len(passes.PASSES), hosted, *(np.asarray(x).tobytes().hex()[:4096] for x i
 """
 
 
-@pytest.mark.versions
 def test_a_feature_is_removed_with_its_file_and_its_line_in_the_list_of_passes(tmp_path):
     source = Path(jaxpipe.__file__).parent
 

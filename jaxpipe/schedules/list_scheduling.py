@@ -26,7 +26,7 @@ from jaxpipe.schedules.simulate import (
     stage_links,
     stage_seconds,
 )
-from jaxpipe.schedules.stage_map import StageMap, StageMapLike, stage_map, v_shape
+from jaxpipe.schedules.stage_map import StageMapLike, stage_map, v_shape
 from jaxpipe.schedules.table import KINDS, Kind, Schedule, check_size, needed_work
 from jaxpipe.schedules.work_graph import Operation, Ranks, Sequenced, WorkGraph, list_scheduled
 from jaxpipe.text.units import whole_number
@@ -109,10 +109,10 @@ def list_schedule(
         ordered = _Search(graph, problem.costliest, least).run()
         if ordered is not None and ordered.makespan < seconds * (1 - ROUNDING):
             best, seconds = ordered.orders(graph), ordered.makespan
-    chunks = len(problem.stages[0])
+    chunks = problem.table.num_chunks
     if best is not None:
-        name = "list-schedule" if chunks == 1 else f"list-schedule-{'v' if _is_v(problem.stages) else chunks}"
-        return from_orders(name, best, num_microbatches, chunks, problem.stages)
+        name = "list-schedule" if chunks == 1 else f"list-schedule-{'v' if problem.is_v else chunks}"
+        return from_orders(name, best, num_microbatches, chunks, problem.table.stage_of)
     if not fixed:
         raise ScheduleError(
             f"in_flight={list(problem.in_flight)}: the search found no order of {num_microbatches} micro-batches on "
@@ -158,10 +158,9 @@ def makespan_bound(
 
 @dataclass(frozen=True)
 class _Problem:
-    """Checked arguments: the stages of each device, seconds, and the most stashes of each device."""
+    """Checked arguments: a table of this size without work, seconds, and the most stashes of each device."""
 
-    stages: StageMap
-    num_microbatches: int
+    table: Schedule
     costs: Costs
     links: Links
     in_flight: tuple[int, ...]
@@ -171,6 +170,11 @@ class _Problem:
         """The stage with the most work."""
         work = [sum(x) for x in zip(self.costs[Kind.FORWARD], self.costs[Kind.BACKWARD], strict=True)]
         return work.index(max(work))
+
+    @property
+    def is_v(self) -> bool:
+        """True if stages are in a V."""
+        return self.table.stage_of == v_shape(self.table.num_devices) and self.table.num_devices > 1
 
     def makespan(self, schedule: Schedule) -> float:
         """Return the seconds of a step with some table."""
@@ -193,21 +197,16 @@ def _problem(
     if isinstance(stage_of, Sequence) and stage_of and chunks == 1:
         chunks = len(stage_of[0])
     stages = stage_map("list-schedule", stage_of, num_devices, chunks)
-    count = num_devices * chunks
-    costs = stage_seconds(times, count, "there are")
+    table = Schedule("list-schedule", num_devices, num_microbatches, (), chunks, stage_of=stages)
+    costs = stage_seconds(times, table.total_stages, "there are")
     for name, kind in zip(KIND_ARGUMENTS, KINDS, strict=True):
         if kind in costs:
             costs[kind] = _checked(name, costs[kind])
     costs.setdefault(Kind.BACKWARD, both_parts(costs))
-    device_of = {s: d for d, row in enumerate(stages) for s in row}
-    given = stage_links(communication, count, "there are")
+    given = stage_links(communication, table.total_stages, "there are")
     _checked("communication", list(itertools.chain.from_iterable(given)))
-    links = [link if device_of[s] != device_of[s + 1] else (0.0, 0.0) for s, link in enumerate(given)]
-    return _Problem(stages, num_microbatches, costs, links, _limits(in_flight, num_devices, num_microbatches, chunks))
-
-
-def _is_v(stages: StageMap) -> bool:
-    return stages == v_shape(len(stages)) and len(stages) > 1
+    links = [link if apart else (0.0, 0.0) for link, apart in zip(given, table.apart, strict=True)]
+    return _Problem(table, costs, links, _limits(in_flight, table))
 
 
 def _checked(name: str, times: Sequence[float]) -> tuple[float, ...]:
@@ -217,59 +216,57 @@ def _checked(name: str, times: Sequence[float]) -> tuple[float, ...]:
     return tuple(map(float, times))
 
 
-def _limits(
-    in_flight: int | Sequence[int] | None, num_devices: int, num_microbatches: int, num_chunks: int
-) -> tuple[int, ...]:
+def _limits(in_flight: int | Sequence[int] | None, table: Schedule) -> tuple[int, ...]:
     """Return the most stashes of each device, no more than it can have."""
+    devices, chunks = table.num_devices, table.num_chunks
     if in_flight is None:
-        in_flight = num_devices * num_chunks
-    limits = tuple(in_flight) if isinstance(in_flight, Sequence) else (in_flight,) * num_devices
-    if len(limits) != num_devices:
+        in_flight = table.total_stages
+    limits = tuple(in_flight) if isinstance(in_flight, Sequence) else (in_flight,) * devices
+    if len(limits) != devices:
         raise ScheduleError(
-            f"in_flight= has {len(limits)} limits, but there are {num_devices} devices: pass a number for each, or one "
-            "for all."
+            f"in_flight= has {len(limits)} limits, but there are {devices} devices: pass a number for each, or one for "
+            "all."
         )
     for limit in limits:
-        if whole_number(limit, "in_flight", ScheduleError) < num_chunks:
+        if whole_number(limit, "in_flight", ScheduleError) < chunks:
             raise ScheduleError(
-                f"in_flight= has the limit {limit}; a micro-batch has {num_chunks} stash(es) on each device, so it "
-                f"must be at least {num_chunks}."
+                f"in_flight= has the limit {limit}; a micro-batch has {chunks} stash(es) on each device, so it must be "
+                f"at least {chunks}."
             )
-    return tuple(min(limit, num_microbatches * num_chunks) for limit in limits)
+    return tuple(min(limit, table.num_microbatches * chunks) for limit in limits)
 
 
 def _fixed_tables(problem: _Problem) -> Iterator[Schedule]:
     """Yield the tables of this size that keep the limits."""
-    size, chunks = (len(problem.stages), problem.num_microbatches), len(problem.stages[0])
+    size = problem.table
     makers = [synchronous.one_f_one_b, synchronous.zero_bubble, synchronous.gpipe]
-    if chunks > 1:
-        chunked = functools.partial(synchronous.interleaved, num_chunks=chunks)
-        v_shaped = [synchronous.zero_bubble_v, synchronous.v_half, synchronous.dual_pipe_v]
-        makers = v_shaped if _is_v(problem.stages) else [chunked]
+    if problem.is_v:
+        makers = [synchronous.zero_bubble_v, synchronous.v_half, synchronous.dual_pipe_v]
+    elif size.num_chunks > 1:
+        makers = [functools.partial(synchronous.interleaved, num_chunks=size.num_chunks)]
     for maker in makers:
         with contextlib.suppress(ScheduleError):  # some have no table of some sizes
-            table = maker(*size)
+            table = maker(size.num_devices, size.num_microbatches)
             held = zip(table.most_in_flight, problem.in_flight, strict=True)
-            if table.stage_of == problem.stages and all(most <= limit for most, limit in held):
+            if table.stage_of == size.stage_of and all(most <= limit for most, limit in held):
                 yield table
 
 
 def _graph(problem: _Problem, kinds: Sequence[Kind]) -> WorkGraph:
     """Return the work of a step, the backward pass in two parts or whole."""
-    count = len(problem.costs[Kind.FORWARD])
-    numbers = {(kind, s): o for o, (s, kind) in enumerate(itertools.product(range(count), kinds))}
-    places = {s: (d, chunk) for d, row in enumerate(problem.stages) for chunk, s in enumerate(row)}
+    table = problem.table
+    numbers = {(kind, s): o for o, (s, kind) in enumerate(itertools.product(range(table.total_stages), kinds))}
     operations = []
     for kind, s in numbers:
-        (d, chunk), takes = places[s], (kind is kinds[0]) - (kind is kinds[-1])
+        d, takes = table.device(s), (kind is kinds[0]) - (kind is kinds[-1])
         # A stash stays free for each later stage, so that micro-batches that have begun can always go on.
-        room = problem.in_flight[d] - sum(later > s for later in problem.stages[d]) if takes > 0 else 0
+        room = problem.in_flight[d] - sum(later > s for later in table.stage_of[d])
         needs = tuple(
             (numbers[needed, source], 0.0 if source == s else problem.links[min(source, s)][int(source > s)])
-            for needed, source in needed_work(kind, s, count)
+            for needed, source in needed_work(kind, s, table.total_stages)
         )
-        operations.append(Operation(kind, s, d, chunk, problem.costs[kind][s], needs, takes, room))
-    return WorkGraph(tuple(operations), len(problem.stages), problem.num_microbatches)
+        operations.append(Operation(kind, s, d, table.chunk(s), problem.costs[kind][s], needs, takes, room))
+    return WorkGraph(tuple(operations), table.num_devices, table.num_microbatches)
 
 
 class _Search:
@@ -352,7 +349,7 @@ def _rank(rule: Sequence[str], operation: Operation, costliest: int) -> float:
 def _bound(problem: _Problem, kinds: Sequence[Kind]) -> float:
     """Return the largest of the bounds of all devices."""
     forward, inputs = problem.costs[kinds[0]], problem.costs[kinds[1]]
-    m, count = problem.num_microbatches, len(forward)
+    m, count = problem.table.num_microbatches, problem.table.total_stages
     weights = problem.costs[Kind.BACKWARD_WEIGHT] if Kind.BACKWARD_WEIGHT in kinds else (0.0,) * count
     ahead, back = zip(*problem.links, strict=True) if problem.links else ((), ())
     # By stage: when its first message may be there, when its first cotangent, and what follows its backward work.
@@ -363,7 +360,7 @@ def _bound(problem: _Problem, kinds: Sequence[Kind]) -> float:
     after = list(itertools.accumulate((inputs[s] + back[s] for s in range(count - 1)), initial=weights[0]))
     bounds = [0.0]
     for d, limit in enumerate(problem.in_flight):
-        stages = sorted(problem.stages[d])
+        stages = sorted(problem.table.stage_of[d])
         ahead_of, back_of, late_of = (m * sum(x[s] for s in stages) for x in (forward, inputs, weights))
         early = min(ahead_of, limit * max(forward[s] for s in stages))
         late = min(late_of, limit * max(weights[s] for s in stages))

@@ -425,20 +425,15 @@ class Schedule:
             raise ScheduleError(
                 f"{self.name}: frozen={self.frozen}; at least the last of {self.total_stages} stages works backward."
             )
-        work: dict[tuple[int, Kind], list[tuple[int, int]]] = defaultdict(list)
-        for s, action in ((s, action) for tick in self.ticks for s, actions in enumerate(tick) for action in actions):
-            work[s, action.kind].append((action.chunk, action.microbatch))
         for s, kind in itertools.product(range(self.num_devices), self.kinds):
-            done = work[s, kind]
+            done = sorted((action.chunk, action.microbatch) for action in self.order(s) if action.kind is kind)
             working = [c for c in range(self.num_chunks) if kind is Kind.FORWARD or self.is_trained(s, c)]
-            inside = all(c in working and 0 <= j < self.num_microbatches for c, j in done)
-            if not len(done) == len(set(done)) == len(working) * self.num_microbatches or not inside:
-                everything = f"each of 0..{self.num_microbatches - 1} once"
-                everything += " in every chunk" if self.num_chunks > 1 else ""
+            if done != list(itertools.product(working, range(self.num_microbatches))):
+                chunked = self.num_chunks > 1
+                work = f"(chunk, micro-batch) {done}" if chunked else f"micro-batches {[j for _, j in done]}"
+                everything = f"each of 0..{self.num_microbatches - 1} once{' in every chunk' if chunked else ''}"
                 rule = everything if working else f"none, as the first {self.frozen} stages are frozen"
-                raise ScheduleError(
-                    f"{self.name}: device {s} does {kind.value} of {self._microbatches(done)}; it must do {rule}."
-                )
+                raise ScheduleError(f"{self.name}: device {s} does {kind.value} of {work}; it must do {rule}.")
 
     def _check_versions(self, versions: Sequence[Sequence[int]]) -> None:
         """Weights exist when they are used, and updates follow the order of the micro-batches."""
@@ -465,11 +460,6 @@ class Schedule:
                         f"{self.name}: stage {s} uses weights with {version} updates for micro-batch {j}, but has done "
                         f"{done} when F{j} begins, in tick {forward[j]}."
                     )
-
-    def _microbatches(self, done: Sequence[tuple[int, int]]) -> str:
-        if self.num_chunks == 1:
-            return f"micro-batches {sorted(j for _, j in done)}"
-        return f"(chunk, micro-batch) {sorted(done)}"
 
     def _check_order(self, kind: Kind, stage: int, needed: Kind, source: int) -> None:
         """Check that a stage's work of one kind comes after another stage's of another kind."""

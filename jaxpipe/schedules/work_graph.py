@@ -28,7 +28,7 @@ class Operation:
     seconds: float  # of one micro-batch
     needs: tuple[tuple[int, float], ...]  # operations of the same micro-batch, with seconds of the message from each
     takes: int = 0  # stashes that it adds to those of its device; -1 where it frees one
-    room: int = 0  # stashes on its device below which it may take another
+    room: int = 0  # stashes on its device below which it may take another, if it takes any
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,8 @@ class WorkGraph:
         for o, operation in enumerate(self.operations):
             for source, seconds in operation.needs:
                 needs[source].append((o, seconds))
-        rooms = {(x.stage, x.takes): x.room for x in self.operations}
         mirrored = (
-            replace(x, needs=tuple(sources), takes=-x.takes, room=rooms[x.stage, 1] if x.takes else 0)
-            for x, sources in zip(self.operations, needs, strict=True)
+            replace(x, needs=tuple(sources), takes=-x.takes) for x, sources in zip(self.operations, needs, strict=True)
         )
         return replace(self, operations=tuple(mirrored))
 

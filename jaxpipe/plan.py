@@ -294,8 +294,7 @@ class Plan(Printed):
         Raises:
           PartitionError: naming the line, if it is not JSON; or what is missing or wrong in it.
         """
-        file = read_json(text, _File, "The plan")
-        plan = cls(**{field.name: getattr(file, field.name) for field in dataclasses.fields(cls)})
+        plan = read_json(text, cls, "The plan", beside=("predicted_bytes",))
         counts = [len(stage.devices) for stage in plan.stages]
         if not counts or min(counts) < plan.replicas:
             raise PartitionError(
@@ -317,13 +316,6 @@ class Plan(Printed):
             *_remarks(self),
         ]
         return [part for part in parts if part]
-
-
-@dataclass(frozen=True)
-class _File(Plan):
-    """A plan as JSON has it."""
-
-    predicted_bytes: int = 0  # type: ignore[assignment]
 
 
 def _headline(plan: Plan) -> str:

@@ -5,6 +5,7 @@ Nothing in a text is looked up, imported or run. The range of a number is in the
 
 import dataclasses
 import json
+from collections.abc import Collection
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -27,8 +28,11 @@ Amount = Annotated[float, msgspec.Meta(ge=0)]
 T = TypeVar("T")
 
 
-def read_json(text: str, kind: type[T], what: str) -> T:
-    """Return the dataclass that a JSON text holds; fields with a default may be missing."""
+def read_json(text: str, kind: type[T], what: str, beside: Collection[str] = ()) -> T:
+    """Return the dataclass that a JSON text holds; fields with a default may be missing.
+
+    Names in ``beside`` may stand in it for people who read it.
+    """
     if not isinstance(text, str):
         raise PartitionError(f"{what} is to be read from a {type(text).__name__}; pass the text of the file.")
     if len(text) > MOST_CHARACTERS:
@@ -39,7 +43,7 @@ def read_json(text: str, kind: type[T], what: str) -> T:
     try:
         data = json.loads(text, object_pairs_hook=_object)  # msgspec does not name lines, and takes the last of equals
         value = msgspec.json.decode(text, type=kind, dec_hook=_range)
-        _refuse_unknown(value, data, "$")
+        _refuse_unknown(value, {name: x for name, x in data.items() if name not in beside}, "$")
     except RecursionError:
         raise PartitionError(f"{what} cannot be read: it is nested too deeply.") from None
     except ValueError as problem:  # of all three

@@ -12,6 +12,9 @@ from jaxpipe.errors import MemoryBudgetError
 #: Memory of fewer bytes than this, written without a unit, is a number of gigabytes or megabytes whose unit is missing.
 FEWEST_BYTES = 1000
 
+#: A size as a text: a number, and a unit that may have a prefix.
+_SIZE = re.compile(r"\s*(?P<number>\d+(\.\d+)?)\s*(?P<prefix>[kmgt]?)(?P<binary>(?<=[kmgt])i)?b?\s*", re.IGNORECASE)
+
 #: The most gigabytes that a device is thought to have; a larger number without a unit is one of megabytes.
 MOST_GIGABYTES = 512
 
@@ -48,15 +51,13 @@ def parse_bytes(memory: float | str, name: str = "memory") -> int:
     """
     if isinstance(memory, numbers.Real) and not isinstance(memory, bool | str) and memory > 0 and memory % 1 == 0:
         return int(memory)
-    units = {"": 1, "b": 1}
-    for k, prefix in enumerate("kmgt", 1):
-        units |= {f"{prefix}i": 1024**k, f"{prefix}ib": 1024**k, prefix: 1000**k, f"{prefix}b": 1000**k}
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", memory) if isinstance(memory, str) else None
-    if match is None or match[2].lower() not in units or float(match[1]) <= 0:
+    match = _SIZE.fullmatch(memory) if isinstance(memory, str) else None
+    if match is None or float(match["number"]) <= 0:
         raise MemoryBudgetError(
             f"{name}={memory!r} is not a size. Pass bytes as a positive int, or a text such as '8GiB' or '500MB'."
         )
-    return int(float(match[1]) * units[match[2].lower()])
+    scale = 1024 if match["binary"] else 1000
+    return int(float(match["number"]) * scale ** " kmgt".index(match["prefix"].lower() or " "))
 
 
 def asked_bytes(memory: int | str | None, budget: int) -> str:

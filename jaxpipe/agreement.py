@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 import jax
@@ -22,31 +21,17 @@ _LONGEST = 60
 _MOST_PLACES = 4
 
 
-@dataclass(frozen=True)
-class Part:
-    """Something that must be the same in all processes.
-
-    Attributes:
-      text: equal in processes that have the same.
-      places: texts of what it is made of, by name, which tell where two processes differ.
-    """
-
-    text: str
-    places: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def digests(self) -> "Part":
-        """The part as others get it: long texts as digests."""
-        short = len(self.text) <= _LONGEST and "\n" not in self.text
-        return Part(self.text if short else f"\n{digest(self.text)}", {k: digest(x) for k, x in self.places.items()})
+#: Something that must be the same in all processes: a text, or the texts of its places by name, which tell where two
+#: processes differ. A text without a name is of the whole.
+Part = str | Mapping[str, str]
 
 
-def agree(call: str, parts: Callable[[], Mapping[str, Part | str]]) -> None:
+def agree(call: str, parts: Callable[[], Mapping[str, Part]]) -> None:
     """Raise ``PartitionError`` in all processes unless all have the same parts, which a single one does not make."""
     agreed(call, lambda: None, lambda _: parts())
 
 
-def agreed(call: str, make: Callable[[], _T], parts_of: Callable[[_T], Mapping[str, Part | str]]) -> _T:
+def agreed(call: str, make: Callable[[], _T], parts_of: Callable[[_T], Mapping[str, Part]]) -> _T:
     """Return the result of ``make()``, once all processes have the same.
 
     Args:
@@ -61,10 +46,9 @@ def agreed(call: str, make: Callable[[], _T], parts_of: Callable[[_T], Mapping[s
         return make()
     results: list[_T] = []
 
-    def parts() -> dict[str, Part]:
+    def parts() -> dict[str, dict[str, str]]:
         results.append(make())
-        given = parts_of(results[0]).items()
-        return {name: (Part(part) if isinstance(part, str) else part).digests for name, part in given}
+        return {name: _digested(part) for name, part in parts_of(results[0]).items()}
 
     every = multihost.exchanged(call, parts)
     differences = list(_differences(every))
@@ -78,22 +62,29 @@ def agreed(call: str, make: Callable[[], _T], parts_of: Callable[[_T], Mapping[s
     return results[0]
 
 
-def _differences(every: Sequence[Mapping[str, Part]]) -> Iterator[str]:
+def _digested(part: Part) -> dict[str, str]:
+    """Return the texts of a part by place, long ones as digests."""
+    texts = {"": part} if isinstance(part, str) else part
+    return {place: f"\n{digest(x)}" if len(x) > _LONGEST or "\n" in x else x for place, x in texts.items()}
+
+
+def _differences(every: Sequence[Mapping[str, Mapping[str, str]]]) -> Iterator[str]:
     """Yield a line for each part in which processes differ."""
     for name in dict.fromkeys(itertools.chain.from_iterable(every)):
-        parts = [parts.get(name, Part("nothing")) for parts in every]
-        alike: dict[str, list[int]] = {}
+        parts = [parts.get(name, {"": "nothing"}) for parts in every]
+        alike: dict[frozenset[tuple[str, str]], list[int]] = {}
         for k, part in enumerate(parts):
-            alike.setdefault(part.text, []).append(k)
-        if len(alike) == 1:
+            alike.setdefault(frozenset(part.items()), []).append(k)
+        kinds = {_processes(numbers): parts[numbers[0]] for numbers in alike.values()}
+        if len(kinds) == 1:
             continue
-        if not any(text.startswith("\n") for text in alike):
-            yield f"{name}: " + ", ".join(f"{text} in {_processes(numbers)}" for text, numbers in alike.items())
+        if all(kind.keys() == {""} and not kind[""].startswith("\n") for kind in kinds.values()):
+            yield f"{name}: " + ", ".join(f"{kind['']} in {processes}" for processes, kind in kinds.items())
             continue
-        kinds = [parts[numbers[0]].places for numbers in alike.values()]
-        places = [p for p in dict.fromkeys(itertools.chain.from_iterable(kinds)) if len({x.get(p) for x in kinds}) > 1]
+        named = filter(None, dict.fromkeys(itertools.chain.from_iterable(kinds.values())))
+        places = [place for place in named if len({kind.get(place) for kind in kinds.values()}) > 1]
         where = f", in {listed(places, _MOST_PLACES)}" if places else ""
-        first, *others = map(_processes, alike.values())
+        first, *others = kinds
         yield f"{name}{where}: not the same in {' and '.join(others)} as in {first}"
 
 

@@ -81,32 +81,29 @@ def shape_parts(batches: PyTree) -> dict[str, str]:
     }
 
 
-def program_parts(request: Request, layers: TracedLayers, batching: Batching) -> dict[str, Part | str]:
+def program_parts(request: Request, layers: TracedLayers, batching: Batching) -> dict[str, Part]:
     """Return the programs of a loss and of an optimizer, with their constants."""
     model, objective, update = layers.model, layers.objective, layers.update
     initial = trace_initial_state(request.optimizer, model)
-    variables = {v.name: stable_text(v.aval) for v in (*model.parameters, *model.state)}
     return {
-        "the model's variables": Part(str(variables), variables),
+        "the model's variables": {v.name: stable_text(v.aval) for v in (*model.parameters, *model.state)},
         "num_microbatches": str(batching.num_microbatches),
-        "the program of model and loss=": Part(
-            program_text(objective.graph, values=True),
-            digests_by(objective.graph, lambda op: op.path or "operators outside of all modules"),
-        ),
+        "the program of model and loss=": {
+            "": program_text(objective.graph, values=True),
+            **digests_by(objective.graph, lambda op: op.path or "operators outside of all modules"),
+        },
         "the metrics of loss=": stable_text((objective.tree, objective.weighted, objective.summed)),
-        "the program of optimizer=": Part(
-            program_text(update.graph, values=True) + stable_text(initial),
-            {
-                **digests_by(update.graph, lambda op: transformation_of(op) or "operators of its own"),
-                "the first state": stable_text(initial),
-            },
-        ),
+        "the program of optimizer=": {
+            "": program_text(update.graph, values=True),
+            **digests_by(update.graph, lambda op: transformation_of(op) or "operators of its own"),
+            "the first state": stable_text(initial),
+        },
     }
 
 
-def state_parts(key: Array, batch: PyTree, model: BoundModel, slots: PyTree, step: int) -> dict[str, Part | str]:
+def state_parts(key: Array, batch: PyTree, model: BoundModel, slots: PyTree, step: int) -> dict[str, Part]:
     """Return the parts that a first state is made of."""
-    write, original, parts = writer(), model.original, {}
+    write, original, parts = writer(), model.original, dict[str, Part]()
     if original.values is not None:
         names = [v.name for v in (*original.parameters, *original.state)]
         pairs = zip(names, [*original.values[0], *original.values[1]], strict=True)
@@ -117,5 +114,5 @@ def state_parts(key: Array, batch: PyTree, model: BoundModel, slots: PyTree, ste
         "key": stable_text(key),
         **shape_parts(batch),
         "number of steps": str(step),
-        **{name: Part(str(texts), texts) for name, texts in parts.items()},
+        **parts,
     }

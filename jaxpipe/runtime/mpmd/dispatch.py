@@ -114,11 +114,11 @@ def compile_graph(graph: StepGraph, devices: StageDevices, call: str) -> Dispatc
     return Dispatch(graph, needs, calls, tuple(steps.steps), steps.registers)
 
 
-def _parts(graph: StepGraph) -> dict[str, Part | str]:
+def _parts(graph: StepGraph) -> dict[str, Part]:
     """Return the parts of a graph that must be equal in all processes that follow it."""
     write = writer()
     programs = {f"{x.label} (number {k})": write(x.program.closed) for k, x in enumerate(graph.tasks)}
-    return {"the graph of the step": repr((graph.instructions, graph.avals)), "programs": Part(str(programs), programs)}
+    return {"the graph of the step": repr((graph.instructions, graph.avals)), "programs": programs}
 
 
 def _compile_tasks(

@@ -7,7 +7,8 @@ a program was compiled for a GPU that is absent.
 
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +25,9 @@ _NO_EFFECT = "xla_debug_buffer_assignment_show_max"
 
 #: The field of an ``HloProto`` that has the ``BufferAssignmentProto``.
 _ASSIGNMENT = 3
+
+#: The values of each field of a message, by the number of the field.
+Fields = defaultdict[int, list[Any]]
 
 
 @dataclass(frozen=True)
@@ -89,120 +93,107 @@ def compile_with_buffers(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compil
     """
     compiled, record = _compiled_and_dumped(lowered)
     config: Any = jax.config
-    if _ASSIGNMENT not in record and config.jax_compilation_cache_dir:
+    if not record[_ASSIGNMENT] and config.jax_compilation_cache_dir:
         compiled, record = _compiled_and_dumped(lowered, {_NO_EFFECT: str(time.time_ns() % 2**31)})
     sizes = compiled.memory_analysis()
-    assignment = record.get(_ASSIGNMENT) or (sizes.serialized_buffer_assignment_proto if sizes else b"")
-    return compiled, read_buffers(record[1], assignment) if 1 in record and assignment else None
+    assignment = _value(record, _ASSIGNMENT) or (sizes.serialized_buffer_assignment_proto if sizes else b"")
+    return compiled, read_buffers(_value(record, 1), assignment) if record[1] and assignment else None
 
 
 def _compiled_and_dumped(
     lowered: jax.stages.Lowered, options: Mapping[str, str] = MappingProxyType({})
-) -> tuple[jax.stages.Compiled, dict[int, Any]]:
+) -> tuple[jax.stages.Compiled, Fields]:
     """Compile a program; returns the fields of what XLA writes meanwhile, too."""
     with tempfile.TemporaryDirectory() as folder:
         compiled = lowered.compile(compiler_options={"xla_dump_to": folder, **_DUMP, **options})
-        records = [dict(_fields(file.read_bytes())) for file in Path(folder).glob("*after_optimizations.hlo.pb")]
-    return compiled, max(records, key=len, default={})  # one with allocations
+        records = [_fields(file.read_bytes()) for file in Path(folder).glob("*after_optimizations.hlo.pb")]
+    return compiled, max(records, key=len, default=_fields(b""))  # one with allocations
 
 
 def read_buffers(module: bytes, assignment: bytes) -> CompiledBuffers:
     """Return the buffers of an ``HloModuleProto`` and its ``BufferAssignmentProto``."""
-    instructions = _instructions(module)
-    buffers, allocations, events = dict[int, Buffer](), [], dict[int, tuple[Event, ...]]()  # by their first buffer
-    for field, value in _fields(assignment):
-        if field == 1:
-            buffer = _buffer(value, instructions)
-            buffers[buffer.number] = buffer
-        elif field == 3:
-            allocations.append(value)
-        elif field == 4:
-            # The number of the allocation that is beside them is not always that which it has in the end.
-            trace = tuple(_event(x) for f, x in _fields(value) if f == 1)
-            if trace:
-                events[trace[0].buffer] = trace
-    read = (_allocation(value, events) for value in allocations)
-    return CompiledBuffers(tuple(allocation for allocation in read if allocation is not None), buffers)
+    instructions, record = _instructions(module), _fields(assignment)
+    buffers = [_buffer(_fields(x), instructions) for x in record[1]]
+    # The number of the allocation that is beside a trace is not always that which it has in the end.
+    traces = [tuple(_event(_fields(x)) for x in _fields(trace)[1]) for trace in record[4]]
+    by_first = {trace[0].buffer: trace for trace in traces if trace}
+    # Fields 3 and 12 are of allocations of threads and of constants.
+    allocations = (x for x in map(_fields, record[3]) if not _value(x, 3) and not _value(x, 12))
+    return CompiledBuffers(tuple(_allocation(x, by_first) for x in allocations), {b.number: b for b in buffers})
 
 
-def _allocation(record: bytes, events: dict[int, tuple[Event, ...]]) -> Allocation | None:
-    fields = list(_fields(record))
-    single = dict(fields)
-    if single.get(3) or single.get(12):  # of a thread, or a constant
-        return None
-    buffers = tuple(dict(_fields(value)).get(1, 0) for field, value in fields if field == 9)
+def _allocation(record: Fields, traces: Mapping[int, tuple[Event, ...]]) -> Allocation:
+    buffers = tuple(_value(_fields(x), 1) for x in record[9])
     return Allocation(
-        bytes=single.get(2, 0),
-        parameter=single.get(6, 0) if single.get(5) else None,
-        is_result=bool(single.get(7)),
+        bytes=_value(record, 2),
+        parameter=_value(record, 6) if _value(record, 5) else None,
+        is_result=bool(_value(record, 7)),
         buffers=buffers,
-        events=next((events[n] for n in buffers if n in events), ()),
+        events=next((traces[n] for n in buffers if n in traces), ()),
     )
 
 
-def _event(record: bytes) -> Event:
-    fields = dict(_fields(record))
-    buffer, kind = fields.get(2, 0), fields.get(1, 0)
-    return Event(buffer, begins=kind != 1, place_of=fields.get(5, 0) if kind == 2 else buffer)
+def _event(record: Fields) -> Event:
+    buffer, kind = _value(record, 2), _value(record, 1)
+    return Event(buffer, begins=kind != 1, place_of=_value(record, 5) if kind == 2 else buffer)
 
 
-def _buffer(record: bytes, instructions: dict[int, tuple[str, str, list[tuple[int, ...]]]]) -> Buffer:
-    fields = dict(_fields(record))
-    place = list(_fields(fields.get(3, b"")))
-    name, path, shapes = instructions.get(dict(place).get(4, 0), ("", "", []))
-    part = next((k for field, value in place if field == 3 for k in _numbers(value)), 0)
-    return Buffer(fields.get(1, 0), fields.get(2, 0), name, path, shapes[part] if part < len(shapes) else ())
+def _buffer(record: Fields, instructions: Mapping[int, tuple[str, str, list[tuple[int, ...]]]]) -> Buffer:
+    place = _fields(_value(record, 3, b""))
+    name, path, shapes = instructions.get(_value(place, 4), ("", "", []))
+    part = next(iter(_numbers(place[3])), 0)
+    return Buffer(_value(record, 1), _value(record, 2), name, path, shapes[part] if part < len(shapes) else ())
 
 
 def _instructions(module: bytes) -> dict[int, tuple[str, str, list[tuple[int, ...]]]]:
     """Return, by the number of an instruction, its name, JAX's name, and the shapes of its result or of its parts."""
-    records = dict[int, dict[int, Any]]()
-    roots = dict[int, int]()
-    for computation in (value for field, value in _fields(module) if field == 3):
-        fields = list(_fields(computation))
-        roots[dict(fields).get(5, 0)] = dict(fields).get(6, 0)
-        for inner, value in fields:
-            if inner == 2:
-                record = dict(_fields(value))
-                records[record.get(35, 0)] = record
+    computations = [_fields(x) for x in _fields(module)[3]]
+    roots = {_value(x, 5): _value(x, 6) for x in computations}
+    records = {_value(x, 35): x for computation in computations for x in map(_fields, computation[2])}
 
     def path(number: int, depth: int = 3) -> str:
         """Return JAX's name; where XLA has dropped it, that of what is fused, or of what it is computed from."""
-        record = records.get(number, {})
-        name = dict(_fields(record.get(7, b""))).get(2, b"").decode()
+        record = records.get(number, _fields(b""))
+        name = _value(_fields(_value(record, 7, b"")), 2, b"").decode()
         if name or not depth:
             return name
-        sources = [roots.get(c, 0) for c in _numbers(record.get(38, b""))] + _numbers(record.get(36, b""))
+        sources = [*(roots.get(c, 0) for c in _numbers(record[38])), *_numbers(record[36])]
         return next(filter(None, (path(source, depth - 1) for source in sources)), "")
 
     return {
-        number: (record[1].decode(), path(number), list(_shapes(record.get(3, b""))))
+        number: (_value(record, 1).decode(), path(number), _shapes(_fields(_value(record, 3, b""))))
         for number, record in records.items()
     }
 
 
-def _shapes(shape: bytes) -> Iterator[tuple[int, ...]]:
-    """Yield the dimensions of an array, or those of the parts of a tuple."""
-    fields = list(_fields(shape))
-    parts = [value for field, value in fields if field == 4]
-    for part in parts:
-        yield next(_shapes(part), ())
-    if not parts:
-        yield tuple(k for field, value in fields if field == 3 for k in _numbers(value))
+def _shapes(shape: Fields) -> list[tuple[int, ...]]:
+    """Return the dimensions of an array, or those of the parts of a tuple."""
+    parts = map(_fields, shape[4])
+    return [next(iter(_shapes(part)), ()) for part in parts] if shape[4] else [tuple(_numbers(shape[3]))]
 
 
-def _numbers(value: bytes) -> list[int]:
+def _numbers(values: Sequence[bytes]) -> list[int]:
     """Return the numbers of a repeated field, which are packed."""
-    numbers, place = [], 0
-    while place < len(value):
-        number, place = _number(value, place)
-        numbers.append(number)
+    numbers = list[int]()
+    for value in values:
+        place = 0
+        while place < len(value):
+            number, place = _number(value, place)
+            numbers.append(number)
     return numbers
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield the fields of a message of protocol buffers: numbers, and messages, texts or packed numbers as bytes."""
-    place = 0
+def _value(fields: Fields, number: int, default: Any = 0) -> Any:
+    """Return the value of a field of which there is one; none is written for zero and for what is empty."""
+    return fields[number][-1] if fields[number] else default
+
+
+def _fields(message: bytes) -> Fields:
+    """Return the values of each field of a message of protocol buffers.
+
+    They are numbers, and messages, texts or packed numbers as bytes.
+    """
+    fields, place = defaultdict[int, list[Any]](list), 0
     while place < len(message):
         key, place = _number(message, place)
         kind = key & 7
@@ -211,7 +202,8 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
         else:
             length, place = _number(message, place) if kind == 2 else ({1: 8, 5: 4}[kind], place)
             value, place = message[place : place + length], place + length
-        yield key >> 3, value
+        fields[key >> 3].append(value)
+    return fields
 
 
 def _number(message: bytes, place: int) -> tuple[int, int]:

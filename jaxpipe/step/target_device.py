@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -68,7 +68,7 @@ def target_device(device: Any, args: PyTree, options: Mapping[str, Any]) -> Targ
 
 def on_several(device: Device, kind: str) -> TargetDevice:
     """Return the target of a step on several devices like one: its arguments, or the step itself, say on which."""
-    return TargetDevice(None, (), kind, _memory(device), target_of(device))
+    return replace(_target(device), device=None, others=(), kind=kind)
 
 
 def devices_of(leaves: Sequence[Any], options: Mapping[str, Any]) -> list[Device]:
@@ -105,8 +105,7 @@ def _of_kind(kind: str) -> TargetDevice:
                 f"its compiler, which pip install 'jaxpipe[{target.extra}]' brings, and, before JAX starts, "
                 f"{variables} (the command `jaxpipe explain` sets them)."
             ) from error
-        kind = f"{devices[0].device_kind} (absent)"
-        return TargetDevice(devices[0], tuple(devices), kind, memory_of(devices[0]), target)
+        return replace(_target(*devices), kind=f"{devices[0].device_kind} (absent)", target=target)
     kinds = ", ".join(dict.fromkeys(repr(device.device_kind) for device in present))
     names = ", ".join(repr(target.name) for target in absent.values())
     raise PartitionError(
@@ -117,7 +116,12 @@ def _of_kind(kind: str) -> TargetDevice:
 
 def _present(device: Any) -> TargetDevice:
     alike = (d for d in _devices(device.platform) if d != device and d.device_kind == device.device_kind)
-    return TargetDevice(device, (device, *alike), device.device_kind, _memory(device), target_of(device))
+    return _target(device, *alike)
+
+
+def _target(*devices: Any) -> TargetDevice:
+    device, target = devices[0], target_of(devices[0])
+    return TargetDevice(device, devices, device.device_kind, None if target.is_host else memory_of(device), target)
 
 
 def _devices(platform: str) -> list[Any]:
@@ -126,10 +130,6 @@ def _devices(platform: str) -> list[Any]:
         return jax.devices(platform)
     except RuntimeError:
         return []
-
-
-def _memory(device: Any) -> int | None:
-    return None if target_of(device).is_host else memory_of(device)
 
 
 def placed(args: PyTree, target: TargetDevice) -> PyTree:

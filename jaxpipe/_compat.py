@@ -20,6 +20,7 @@ from flax import nnx
 from jax import core
 from jax._src import config as private_config
 from jax._src import core as private_core
+from jax._src.api_util import fun_signature, resolve_argnums
 from jax._src.clusters import ClusterEnv
 from jax._src.compiler import get_compile_options
 from jax._src.dispatch import jaxpr_has_prim_requiring_devices
@@ -199,6 +200,14 @@ def is_batched(value: object) -> bool:
 def without_scope(equation: Equation) -> Equation:
     """The equation without the ``jax.named_scope`` it was traced under."""
     return equation.replace(source_info=source_info.new_source_info())
+
+
+def static_arguments(
+    function: Callable[..., PyTree], places: int | Sequence[int] | None, names: str | Iterable[str] | None
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the places and names of a function's static arguments, each of which ``jax.jit`` infers from the other."""
+    signature = None if places is None and names is None else fun_signature(function)
+    return resolve_argnums(function, signature, None, None, places, names)[2:]
 
 
 def trace_context() -> Hashable:

@@ -458,6 +458,7 @@ def test_a_negative_place_counts_from_the_last_argument():
     except ValueError:  # jax 0.10 counts without keyword arguments
         return
     assert_equal(budgeted(**args), expected)
+    assert_equal(budgeted(args.pop("weights"), **args), expected)
 
 
 def test_numbers_that_are_not_static_are_not_planned_again(training):

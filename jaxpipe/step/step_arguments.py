@@ -1,14 +1,14 @@
 """Arguments of a step: the static ones, whose values count, and all others, of which shapes do."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from flax import nnx
 
+from jaxpipe import _compat
 from jaxpipe.array_types import Device, PyTree
-from jaxpipe.models.call_function import parameters_of
 from jaxpipe.models.purify_nnx import is_array, is_module, is_node, part
 
 
@@ -141,15 +141,8 @@ def shapes_made(make_arguments: Callable[[], PyTree]) -> PyTree:
 def split_static(
     step: Callable[..., Any], options: Mapping[str, Any], args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
 ) -> tuple[Hashable, PyTree]:
-    """Return static arguments by place or name, and all others; of names and places ``jax.jit`` infers each other."""
-    given_names, given_places = options.get("static_argnames"), options.get("static_argnums")
-    names = {given_names} if isinstance(given_names, str) else set(given_names or ())
-    places = set(given_places or ()) if isinstance(given_places, Iterable | None) else {given_places}
-    if given_names is None or given_places is None:
-        parameters = parameters_of(step) if names or places else []
-        known = [x.name for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
-        names |= {known[place] for place in places if -len(known) <= place < len(known)}
-        places |= {place for place, name in enumerate(known) if name in names}
+    """Return static arguments by place or name, and all others, as ``jax.jit`` tells them apart."""
+    places, names = _compat.static_arguments(step, options.get("static_argnums"), options.get("static_argnames"))
     places = {place + len(args) if place < 0 else place for place in places}
     static = [(k, type(x), x) for k, x in enumerate(args) if k in places]
     named = [(name, type(x), x) for name, x in sorted(kwargs.items()) if name in names]

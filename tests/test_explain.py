@@ -19,7 +19,7 @@ from flax.training.train_state import TrainState
 import jaxpipe
 from jaxpipe.costs.count_products import count_products
 from jaxpipe.step import explain as explain_module
-from jaxpipe.step import explained_step
+from jaxpipe.step import measures as measures_module
 from jaxpipe.step.compiled_buffers import compile_with_buffers
 from jaxpipe.targets.known import target_named
 from tests.support.processes import environment
@@ -454,7 +454,7 @@ def test_the_share_of_the_pool_is_told(memory, text):
 
 def test_without_a_record_totals_are_told(monkeypatch):
     monkeypatch.setattr(
-        explained_step, "compile_with_buffers", lambda lowered: (compile_with_buffers(lowered)[0], None)
+        measures_module, "compile_with_buffers", lambda lowered: (compile_with_buffers(lowered)[0], None)
     )
     explanation = jaxpipe.explain(plain_step, *PLAIN_ARGUMENTS)
     memory = jax.jit(plain_step).lower(*PLAIN_ARGUMENTS).compile().memory_analysis()

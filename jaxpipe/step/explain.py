@@ -13,8 +13,7 @@ from jaxpipe.costs.count_products import count_products
 from jaxpipe.costs.device_memory import pool_fraction
 from jaxpipe.errors import PartitionError
 from jaxpipe.residuals.equal_blocks import counted, grouped, pattern
-from jaxpipe.step.explained_step import batch_size, compile_step, largest_batch
-from jaxpipe.step.measures import Measure, measures
+from jaxpipe.step.measures import Measure, batch_size, compile_step, largest_batch, measures
 from jaxpipe.step.peak import STORED, PeakPart
 from jaxpipe.step.target_device import on_several, target_device
 from jaxpipe.step.traced_step import jitted

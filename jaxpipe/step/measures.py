@@ -1,4 +1,4 @@
-"""Changes to a step that make it need less memory, each compiled for the same device.
+"""The step that is explained, and changes to it that make it need less memory, each compiled for the same device.
 
 Host offload is not among them: XLA compiles it for GPUs and TPUs only, and whether a link hides it is known on the
 machine alone. Slices of logits are what ``jaxpipe.jit`` may choose within a budget.
@@ -7,7 +7,7 @@ machine alone. Slices of logits are what ``jaxpipe.jit`` may choose within a bud
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -20,9 +20,12 @@ from jaxpipe.costs.device_memory import pool_fraction
 from jaxpipe.costs.reserved_bytes import reserved_bytes
 from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.step.budgeted_jit import jit
-from jaxpipe.step.explained_step import Explained, batch_size, bytes_with_batch
+from jaxpipe.step.compiled_buffers import compile_with_buffers
+from jaxpipe.step.peak import PeakPart, peak_parts
+from jaxpipe.step.step_arguments import changed, jitter
+from jaxpipe.step.target_device import TargetDevice, placed
 from jaxpipe.step.traced_step import Argument, Role, TracedStep, trace_step
-from jaxpipe.step.wrapped_modules import wrapped_modules
+from jaxpipe.step.wrapped_modules import CalledModules, observed_modules, wrapped_modules
 from jaxpipe.text.progress import tell
 from jaxpipe.text.units import bytes_text
 
@@ -30,9 +33,106 @@ from jaxpipe.text.units import bytes_text
 #: Devices over which a state is sharded, where there are so many.
 _SHARDS = 8
 
+#: Batches that are compiled to find the largest that fits.
+_MOST_BATCHES = 3
 
 #: The share of the bytes that a measure must save.
 LEAST_SAVED = 0.001
+
+
+@dataclass(frozen=True, eq=False)
+class Explained:
+    """A step that measures are compared with.
+
+    Attributes:
+      jitted: as ``jax.jit`` or ``nnx.jit`` makes it.
+      args: its arguments, as shapes on the device.
+      step: traced from them.
+      called: the modules that it calls.
+      target: the device.
+      parts: what is in memory at its peak.
+      bytes: that it needs.
+      bytes_by_batch: that it needs with batches of other sizes, as far as they were compiled.
+    """
+
+    jitted: Any
+    args: PyTree
+    step: TracedStep
+    called: CalledModules
+    target: TargetDevice
+    parts: tuple[PeakPart, ...]
+    bytes: int
+    bytes_by_batch: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def jit(self) -> str:
+        """The name of the transformation that compiles it."""
+        return "jax.jit" if jitter(self.args) is jax.jit else "nnx.jit"
+
+
+def compile_step(jitted: Any, args: PyTree, target: TargetDevice) -> Explained:
+    """Trace a step and compile it for a device."""
+    shapes = placed(args, target)
+    with observed_modules(shapes) as (called, named):
+        traced = trace_step(jitted, named)
+        compiled, buffers = compile_with_buffers(traced.traced.lower())
+    parts = peak_parts(buffers, compiled, traced)
+    return Explained(jitted, shapes, traced, called, target, parts, reserved_bytes(compiled))
+
+
+def batch_size(arguments: Sequence[Argument]) -> int | None:
+    """Return the length of the first axis of the batch, if all of its arrays have the same."""
+    sizes = {a.array.shape[0] for a in arguments if a.role is Role.BATCH and a.array.shape}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def bytes_with_batch(explained: Explained, size: int) -> int | None:
+    """Return the step's bytes with a batch of another size; None if there is no batch, or the step does not take it.
+
+    Each size is compiled once.
+    """
+    known, arguments = explained.bytes_by_batch, explained.step.arguments
+    batch = [a for a in arguments if a.role is Role.BATCH and a.array.shape]
+    if size < 1 or batch_size(arguments) is None or any(a.leaf is None for a in batch):
+        return None
+    if size not in known:
+        others = {id(a.leaf): a.array.update(shape=(size, *a.array.shape[1:])) for a in batch}
+        step = trace_step(explained.jitted, changed(explained.args, lambda x: others.get(id(x), x)))
+        known[size] = reserved_bytes(step.traced.lower().compile())
+    return known[size]
+
+
+def largest_batch(explained: Explained) -> int | None:
+    """Return the most examples whose step is within the pool; None where the memory or the batch is not known.
+
+    Bytes are a straight line but for padding: between two sizes that were compiled the next is interpolated, and the
+    answer is one that was compiled and fits. After few programs it may be smaller than the very largest.
+    """
+    size = batch_size(explained.step.arguments)
+    if explained.target.memory is None or size is None:
+        return None
+    room = int(explained.target.memory * pool_fraction(explained.target.target))
+    known = {size: explained.bytes}
+    guess = max(1, size // 2)
+    for _ in range(_MOST_BATCHES):
+        try:
+            needed = None if guess in known else bytes_with_batch(explained, guess)
+        except Exception:  # a size that the user's step does not take, or too large for the compiler
+            needed = None
+        if needed is None:
+            break
+        known[guess] = needed
+        guess = _next(known, room)
+    return max((batch for batch, needed in known.items() if needed <= room), default=None)
+
+
+def _next(known: dict[int, int], room: int) -> int:
+    """Return the batch at which the line through the two sizes that are nearest to the limit meets it."""
+    low, high = sorted(sorted(known, key=lambda batch: abs(known[batch] - room))[:2])
+    slope = (known[high] - known[low]) / max(high - low, 1)
+    if slope <= 0:
+        return high
+    return max(1, int(low + (room - known[low]) / slope))
 
 
 @dataclass(frozen=True)
@@ -94,8 +194,7 @@ def _rank(measure: Measure) -> tuple[bool, bool, bool, float]:
     return measure.devices > 1, measure.is_estimated, measure.products > 0, -worth
 
 
-def _measure(explained: Explained, name: str, line: str, step: TracedStep, needed: int, **rest: Any) -> Measure:
-    more = count_products(step.program)[0] - count_products(explained.step.program)[0]
+def _measure(explained: Explained, name: str, line: str, needed: int, more: int = 0, **rest: Any) -> Measure:
     return Measure(name, line, needed, explained.bytes - needed, more, **rest)
 
 
@@ -110,7 +209,7 @@ def donate(explained: Explained) -> Measure | None:
     numbers = sorted({p for k in chosen if (p := arguments[k].position) is not None})
     line = f"{explained.jit}(step{_donating(numbers)})"
     note = "" if explained.jit == "nnx.jit" else "the step overwrites it"
-    return _measure(explained, "donate the state", line, explained.step, reserved_bytes(compiled), note=note)
+    return _measure(explained, "donate the state", line, reserved_bytes(compiled), note=note)
 
 
 def _donating(places: Sequence[int]) -> str:
@@ -160,10 +259,12 @@ def _takes_arrays_alone(cls: type) -> bool:
     )
 
 
-def _retraced(explained: Explained, blocks: type | None = None) -> tuple[TracedStep, int]:
+def _retraced(explained: Explained, blocks: type | None = None) -> tuple[int, int]:
+    """Return the bytes of the step with its modules wrapped, and the products that it runs more."""
     with wrapped_modules(explained.args, blocks) as args:
         step = trace_step(explained.jitted, args)
-        return step, reserved_bytes(step.traced.lower().compile())
+        more = count_products(step.program)[0] - count_products(explained.step.program)[0]
+        return reserved_bytes(step.traced.lower().compile()), more
 
 
 def within_budget(explained: Explained) -> Measure | None:
@@ -188,9 +289,9 @@ def within_budget(explained: Explained) -> Measure | None:
                 raise
             budget = error.smallest
             plan = jit(step, memory=budget, **options).lower(*args).plan
-    needed, more = plan.needed_bytes, plan.products - plan.plain_products
     line = f"step = jaxpipe.jit(step, memory={budget}{_donating(donated)})  # with the model decorated"
-    return Measure(f"a budget of {bytes_text(budget)}, decorated", line, needed, explained.bytes - needed, more)
+    name, more = f"a budget of {bytes_text(budget)}, decorated", plan.products - plan.plain_products
+    return _measure(explained, name, line, plan.needed_bytes, more)
 
 
 def half_the_batch(explained: Explained) -> Measure | None:
@@ -202,9 +303,7 @@ def half_the_batch(explained: Explained) -> Measure | None:
     needed += sum(a.bytes for a in explained.step.arguments if a.role is Role.PARAMETERS)
     line = f"tx = optax.MultiSteps(tx, 2)  # and batches of {size}"
     note = "compiled at half of it; gradients are added"
-    return _measure(
-        explained, "half the batch, twice per update", line, explained.step, needed, note=note, is_estimated=True
-    )
+    return _measure(explained, "half the batch, twice per update", line, needed, note=note, is_estimated=True)
 
 
 def shard(explained: Explained) -> Measure | None:
@@ -226,7 +325,7 @@ def shard(explained: Explained) -> Measure | None:
     line = 'jax.device_put(array, NamedSharding(mesh, P("data")))  # of state and batch'
     note = "along the largest axis of each array"
     count = len(devices)
-    return _measure(explained, f"shard over {count} devices", line, explained.step, needed, note=note, devices=count)
+    return _measure(explained, f"shard over {count} devices", line, needed, note=note, devices=count)
 
 
 def _sharding(argument: Argument, mesh: Mesh) -> NamedSharding:

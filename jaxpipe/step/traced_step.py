@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -42,6 +42,7 @@ class Argument:
       array: its shape, type and sharding.
       donated: whether its memory may be used for a result.
       updated: whether it may be: a result has its shape and type.
+      leaf: of the arguments that the step was given; None if it is not found there.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Argument:
     role: Role
     donated: bool
     updated: bool
+    leaf: Any
 
     @property
     def shard(self) -> tuple[int, ...]:
@@ -65,15 +67,10 @@ class Argument:
 
 @dataclass(frozen=True, eq=False)
 class TracedStep:
-    """A traced step: what is lowered, its program, and its arguments in the order of the program.
-
-    Attributes:
-      places: of the arguments among the leaves that the step was given; None if they are not found there.
-    """
+    """A traced step: what is lowered, its program, and its arguments in the order of the program."""
 
     traced: jax.stages.Traced
     arguments: Sequence[Argument]
-    places: Sequence[int] | None
 
     @property
     def program(self) -> ClosedJaxpr:
@@ -124,20 +121,17 @@ def trace_step(step: Any, args: Sequence[PyTree]) -> TracedStep:
     """
     traced = step.trace(*args)
     traced = getattr(traced, "traced", traced)  # of nnx.jit
-    flat, _ = jax.tree_util.tree_flatten_with_path(traced.args_info)
-    if not flat:
+    arrays = jax.tree.leaves(traced.args_info)
+    if not arrays:
         raise ModelError(
             "explain was given no array among the arguments of the step. Pass them as the step gets them, such as "
             "explain(step, state, batch); shapes (jax.ShapeDtypeStruct) will do."
         )
     unused = Counter(map(_shape_and_type, jax.tree.leaves(traced.out_info)))
-    leaves = _leaves(args)
-    places = _places([leaf.value for leaf in leaves], traced.jaxpr.in_avals)
-    if places is None:  # in the structure of nnx.jit
-        chosen = [_Leaf(path[1:], None, info) for path, info in flat]
-    else:
-        chosen = [leaves[k] for k in places]
-    roles = _roles(chosen, unused)
+    leaves = _traced_leaves(args, traced.jaxpr.in_avals)
+    if leaves is None:  # in the structure of nnx.jit
+        leaves = [_Leaf(path[1:], None, None) for path, _ in jax.tree_util.tree_leaves_with_path(traced.args_info)]
+    roles = _roles(leaves, arrays, unused)
     names = [parameter.name for parameter in parameters_of(step)]
     arguments = [
         Argument(
@@ -147,10 +141,11 @@ def trace_step(step: Any, args: Sequence[PyTree]) -> TracedStep:
             role=role,
             donated=info.donated,
             updated=role is not Role.BATCH and _take(unused, _shape_and_type(info)),
+            leaf=leaf.value,
         )
-        for leaf, (_, info), role in zip(chosen, flat, roles, strict=True)
+        for leaf, info, role in zip(leaves, arrays, roles, strict=True)
     ]
-    return TracedStep(traced, arguments, places)
+    return TracedStep(traced, arguments)
 
 
 @dataclass(frozen=True)
@@ -162,30 +157,29 @@ class _Leaf:
     value: Any
 
 
-def _leaves(args: PyTree) -> list[_Leaf]:
-    held = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    # Modules may share a variable, which nnx.jit passes once, in its first place.
-    first = {id(x): k for k, x in reversed([*enumerate(held)])} if jitter(args) is nnx.jit else {}
-    known = [(x, first.get(id(x), k) == k) for k, x in enumerate(held) for _ in jax.tree.leaves(x)]
-    paths = jax.tree_util.tree_flatten_with_path(args)[0]
-    return [
-        _Leaf(path, type(x), value if is_first else None) if isinstance(x, nnx.Variable) else _Leaf(path, None, value)
-        for (path, value), (x, is_first) in zip(paths, known, strict=True)
-    ]
-
-
-def _places(leaves: Sequence[Any], inputs: Sequence[Any]) -> list[int] | None:
-    """Return which leaves of the arguments are those of the traced program: numbers, of weak types, may be static."""
-    places, wanted = [], [(_shape_and_type(x), x.weak_type) for x in inputs]
-    for k, leaf in enumerate(leaves):
-        if not is_array(leaf) and not isinstance(leaf, int | float | complex):
+def _traced_leaves(args: PyTree, inputs: Sequence[Any]) -> list[_Leaf] | None:
+    """Return those leaves of arguments that a traced program has: numbers, of weak types, may be static."""
+    traced, wanted = list[_Leaf](), [(_shape_and_type(x), x.weak_type) for x in inputs]
+    for leaf in _leaves(args):
+        if not is_array(leaf.value) and not isinstance(leaf.value, int | float | complex):
             continue
-        x = jax.eval_shape(lambda x: x, leaf)
-        if len(places) < len(wanted) and (_shape_and_type(x), x.weak_type) == wanted[len(places)]:
-            places.append(k)
-        elif is_array(leaf):
+        x = jax.eval_shape(lambda x: x, leaf.value)
+        if len(traced) < len(wanted) and (_shape_and_type(x), x.weak_type) == wanted[len(traced)]:
+            traced.append(leaf)
+        elif is_array(leaf.value):
             return None
-    return places if len(places) == len(wanted) else None
+    return traced if len(traced) == len(wanted) else None
+
+
+def _leaves(args: PyTree) -> Iterator[_Leaf]:
+    """Yield the leaves of arguments; a variable that NNX modules share, once, in its first place, as ``nnx.jit``."""
+    shares, met = jitter(args) is nnx.jit, set[int]()
+    for path, held in jax.tree_util.tree_flatten_with_path(args, is_leaf=lambda x: isinstance(x, nnx.Variable))[0]:
+        variable = type(held) if isinstance(held, nnx.Variable) else None
+        if variable is None or not shares or id(held) not in met:
+            met.add(id(held))
+            for inner, value in jax.tree_util.tree_flatten_with_path(held)[0]:
+                yield _Leaf((*path, *inner), variable, value)
 
 
 def _name(path: jax.tree_util.KeyPath, names: Sequence[str]) -> str:
@@ -202,7 +196,7 @@ _PARAMETERS = {"params", "parameters"}
 _STATE = {"batch_stats", "model_state", "extra_variables", "mutable"}
 
 
-def _roles(leaves: Sequence[_Leaf], results: Counter[Hashable]) -> list[Role]:
+def _roles(leaves: Sequence[_Leaf], arrays: Sequence[Any], results: Counter[Hashable]) -> list[Role]:
     """Return roles by names in paths; without names, an argument that is updated is state."""
     named = [_role_by_name(leaf) for leaf in leaves]
     groups: dict[Hashable, list[int]] = {}
@@ -210,7 +204,7 @@ def _roles(leaves: Sequence[_Leaf], results: Counter[Hashable]) -> list[Role]:
         groups.setdefault(_key(leaf.path[0]), []).append(k)
     roles = dict[int, Role]()
     for members in groups.values():
-        values = [jax.eval_shape(lambda x: x, leaves[k].value) for k in members]
+        values = [arrays[k] for k in members]
         if any(named[k] for k in members):
             rest = Role.OTHER  # such as the number of the step, beside parameters
         elif all(jax.dtypes.issubdtype(x.dtype, jax.numpy.floating) and results[_shape_and_type(x)] for x in values):

@@ -30,9 +30,6 @@ from jaxpipe.text.progress import tell
 from jaxpipe.text.units import bytes_text
 
 
-#: Devices over which a state is sharded, where there are so many.
-_SHARDS = 8
-
 #: Batches that are compiled to find the largest that fits.
 _MOST_BATCHES = 3
 
@@ -183,9 +180,9 @@ def measures(explained: Explained) -> tuple[tuple[Measure, ...], tuple[str, ...]
                 measure = maker(explained)
             except Exception as error:  # a user's step may refuse any of them, in any way
                 refused.append(f"{name} ({type(error).__name__}: {str(error).partition(chr(10))[0][:100]})")
-            else:
-                saved = 0 if measure is None else measure.saved_bytes
-                useful += [measure] if measure is not None and saved > LEAST_SAVED * explained.bytes else []
+                continue
+            if measure is not None and measure.saved_bytes > LEAST_SAVED * explained.bytes:
+                useful.append(measure)
     return tuple(sorted(useful, key=_rank)), tuple(refused)
 
 
@@ -308,7 +305,7 @@ def half_the_batch(explained: Explained) -> Measure | None:
 
 def shard(explained: Explained) -> Measure | None:
     """Shard state and batch over several devices of the same kind, each array along its largest axis."""
-    devices = explained.target.others[:_SHARDS]
+    devices = explained.target.others
     size = batch_size(explained.step.arguments)
     if len(devices) < 2 or not size or size % len(devices):
         return None

@@ -17,7 +17,7 @@ from jaxpipe.targets.known import known_targets, target_of
 from jaxpipe.targets.target import Target
 
 
-#: Over how many absent devices a step may be sharded.
+#: The most devices over which a step may be sharded.
 _MOST_SHARDS = 8
 
 
@@ -121,7 +121,8 @@ def _present(device: Any) -> TargetDevice:
 
 def _target(*devices: Any) -> TargetDevice:
     device, target = devices[0], target_of(devices[0])
-    return TargetDevice(device, devices, device.device_kind, None if target.is_host else memory_of(device), target)
+    memory = None if target.is_host else memory_of(device)
+    return TargetDevice(device, devices[:_MOST_SHARDS], device.device_kind, memory, target)
 
 
 def _devices(platform: str) -> list[Any]:

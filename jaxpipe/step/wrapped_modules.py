@@ -117,7 +117,7 @@ def wrapped_modules(args: PyTree, blocks: type | None = None) -> Iterator[PyTree
         method, token = getattr(type(module), name), _inside.set(True)
         try:
             if blocks is not None:
-                return _run_remat(nn.remat, method, module, *args, **kwargs)
+                return _run_remat(module, nn.remat, method, *args, **kwargs)
             run_as_decorated = functools.partial(run_encoded, policy=FAST)
             return purify_linen.transform_method(method, run_as_decorated)(module, *args, **kwargs)
         finally:
@@ -135,7 +135,7 @@ def wrapped_modules(args: PyTree, blocks: type | None = None) -> Iterator[PyTree
         yield copies
 
 
-def _run_remat(remat: Any, method: Callable[..., PyTree], module: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
+def _run_remat(module: Any, remat: Any, method: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree) -> PyTree:
     """Run a method under Linen's or NNX's remat; what is no array stays outside, as under ``static_argnums``."""
     given, fill = part((args, kwargs))
 
@@ -162,11 +162,7 @@ def _name_scopes(root: Any) -> None:
 
 @functools.cache
 def _named_class(cls: type, scope: str) -> type:
-    def __call__(self: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        with jax.named_scope(scope):
-            return cls.__call__(self, *args, **kwargs)
-
-    return twin_class(cls, {"__call__": __call__})
+    return twin_class(cls, {"__call__": jax.named_scope(scope)(cls.__call__)})
 
 
 _encoded_class = functools.cache(memory_encoded)
@@ -174,7 +170,4 @@ _encoded_class = functools.cache(memory_encoded)
 
 @functools.cache
 def _remat_class(cls: type) -> type:
-    def __call__(self: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        return _run_remat(nnx.remat, cls.__call__, self, *args, **kwargs)
-
-    return twin_class(cls, {"__call__": __call__})
+    return twin_class(cls, {"__call__": functools.partialmethod(_run_remat, nnx.remat, cls.__call__)})

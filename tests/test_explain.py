@@ -499,7 +499,7 @@ import jax, jax.numpy as jnp
 from jaxpipe.step.compiled_buffers import compile_with_buffers
 program = jax.jit(jax.grad(lambda x: jnp.sin(x @ x).sum())).lower(jax.ShapeDtypeStruct((64, 64), jnp.float32))
 for _ in range(2):
-    print(sum(len(allocation.events) for allocation in compile_with_buffers(program)[1].allocations))
+    print(sum(len(allocation.events) for allocation in compile_with_buffers(program)[1]))
 """
 
 

@@ -30,7 +30,7 @@ _ASSIGNMENT = 3
 Fields = defaultdict[int, list[Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Buffer:
     """A value in memory.
 
@@ -40,7 +40,6 @@ class Buffer:
       shape: dimensions; none where they are not known.
     """
 
-    number: int
     bytes: int
     name: str = ""
     path: str = ""
@@ -55,9 +54,9 @@ class Event:
       place_of: the buffer in whose memory it begins, itself or another.
     """
 
-    buffer: int
+    buffer: Buffer
     begins: bool
-    place_of: int
+    place_of: Buffer
 
 
 @dataclass(frozen=True)
@@ -67,27 +66,18 @@ class Allocation:
     Attributes:
       parameter: the number of the argument that it holds; None if it holds none.
       is_result: whether it holds a result of the program.
-      buffers: their numbers.
-      events: when they begin and end, where XLA has told.
+      events: when its buffers begin and end, where XLA has told.
     """
 
     bytes: int
     parameter: int | None
     is_result: bool
-    buffers: tuple[int, ...]
+    buffers: tuple[Buffer, ...]
     events: tuple[Event, ...]
 
 
-@dataclass(frozen=True)
-class CompiledBuffers:
-    """All allocations of a program but those of threads and of constants, and the buffers by number."""
-
-    allocations: tuple[Allocation, ...]
-    buffers: dict[int, Buffer]
-
-
-def compile_with_buffers(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, CompiledBuffers | None]:
-    """Compile a program; returns XLA's record too, or None if there is no such record.
+def compile_with_buffers(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, tuple[Allocation, ...] | None]:
+    """Compile a program; returns its allocations too, or None if XLA has no record of them.
 
     What JAX has kept on disk was compiled earlier, without a record: it is compiled anew, under a key of its own.
     """
@@ -97,7 +87,7 @@ def compile_with_buffers(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compil
         compiled, record = _compiled_and_dumped(lowered, {_NO_EFFECT: str(time.time_ns() % 2**31)})
     sizes = compiled.memory_analysis()
     assignment = _value(record, _ASSIGNMENT) or (sizes.serialized_buffer_assignment_proto if sizes else b"")
-    return compiled, read_buffers(_value(record, 1), assignment) if record[1] and assignment else None
+    return compiled, read_allocations(_value(record, 1), assignment) if record[1] and assignment else None
 
 
 def _compiled_and_dumped(
@@ -110,39 +100,45 @@ def _compiled_and_dumped(
     return compiled, max(records, key=len, default=_fields(b""))  # one with allocations
 
 
-def read_buffers(module: bytes, assignment: bytes) -> CompiledBuffers:
-    """Return the buffers of an ``HloModuleProto`` and its ``BufferAssignmentProto``."""
+def read_allocations(module: bytes, assignment: bytes) -> tuple[Allocation, ...]:
+    """Return the allocations of a program but those of threads and of constants.
+
+    Args:
+      module: its ``HloModuleProto``.
+      assignment: its ``BufferAssignmentProto``.
+    """
     instructions, record = _instructions(module), _fields(assignment)
-    buffers = [_buffer(_fields(x), instructions) for x in record[1]]
+    buffers = {_value(x, 1): _buffer(x, instructions) for x in map(_fields, record[1])}
     # The number of the allocation that is beside a trace is not always that which it has in the end.
-    traces = [tuple(_event(_fields(x)) for x in _fields(trace)[1]) for trace in record[4]]
+    traces = [tuple(_event(_fields(x), buffers) for x in _fields(trace)[1]) for trace in record[4]]
     by_first = {trace[0].buffer: trace for trace in traces if trace}
     # Fields 3 and 12 are of allocations of threads and of constants.
     allocations = (x for x in map(_fields, record[3]) if not _value(x, 3) and not _value(x, 12))
-    return CompiledBuffers(tuple(_allocation(x, by_first) for x in allocations), {b.number: b for b in buffers})
+    return tuple(_allocation(x, buffers, by_first) for x in allocations)
 
 
-def _allocation(record: Fields, traces: Mapping[int, tuple[Event, ...]]) -> Allocation:
-    buffers = tuple(_value(_fields(x), 1) for x in record[9])
+def _allocation(record: Fields, every: Mapping[int, Buffer], traces: Mapping[Buffer, tuple[Event, ...]]) -> Allocation:
+    buffers = tuple(every[_value(_fields(x), 1)] for x in record[9])
     return Allocation(
         bytes=_value(record, 2),
         parameter=_value(record, 6) if _value(record, 5) else None,
         is_result=bool(_value(record, 7)),
         buffers=buffers,
-        events=next((traces[n] for n in buffers if n in traces), ()),
+        events=next((traces[buffer] for buffer in buffers if buffer in traces), ()),
     )
 
 
-def _event(record: Fields) -> Event:
+def _event(record: Fields, buffers: Mapping[int, Buffer]) -> Event:
     buffer, kind = _value(record, 2), _value(record, 1)
-    return Event(buffer, begins=kind != 1, place_of=_value(record, 5) if kind == 2 else buffer)
+    place_of = _value(record, 5) if kind == 2 else buffer
+    return Event(buffers[buffer], begins=kind != 1, place_of=buffers[place_of])
 
 
 def _buffer(record: Fields, instructions: Mapping[int, tuple[str, str, list[tuple[int, ...]]]]) -> Buffer:
     place = _fields(_value(record, 3, b""))
     name, path, shapes = instructions.get(_value(place, 4), ("", "", []))
     part = next(iter(_numbers(place[3])), 0)
-    return Buffer(_value(record, 1), _value(record, 2), name, path, shapes[part] if part < len(shapes) else ())
+    return Buffer(_value(record, 2), name, path, shapes[part] if part < len(shapes) else ())
 
 
 def _instructions(module: bytes) -> dict[int, tuple[str, str, list[tuple[int, ...]]]]:

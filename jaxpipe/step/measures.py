@@ -72,8 +72,8 @@ def compile_step(jitted: Any, args: PyTree, target: TargetDevice) -> Explained:
     shapes = placed(args, target)
     with observed_modules(shapes) as (called, named):
         traced = trace_step(jitted, named)
-        compiled, buffers = compile_with_buffers(traced.traced.lower())
-    parts = peak_parts(buffers, compiled, traced)
+        compiled, allocations = compile_with_buffers(traced.traced.lower())
+    parts = peak_parts(allocations, compiled, traced)
     return Explained(jitted, shapes, traced, called, target, parts, reserved_bytes(compiled))
 
 

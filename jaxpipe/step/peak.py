@@ -11,7 +11,7 @@ import jax
 from jaxpipe import _compat
 from jaxpipe.array_types import AnyJaxpr
 from jaxpipe.costs.reserved_bytes import reserved_bytes
-from jaxpipe.step.compiled_buffers import Allocation, Buffer, CompiledBuffers
+from jaxpipe.step.compiled_buffers import Allocation, Buffer, Event
 from jaxpipe.step.traced_step import Argument, Role, TracedStep
 
 
@@ -50,17 +50,17 @@ class PeakPart:
 
 
 def peak_parts(
-    buffers: CompiledBuffers | None, compiled: jax.stages.Compiled, step: TracedStep
+    allocations: Sequence[Allocation] | None, compiled: jax.stages.Compiled, step: TracedStep
 ) -> tuple[PeakPart, ...]:
     """Return parts that add up to XLA's arguments + results + temporaries - aliases.
 
     Args:
-      buffers: XLA's record; without one, arguments, results and temporaries are told apart and no more.
+      allocations: by XLA's record; without one, arguments, results and temporaries are told apart and no more.
       compiled: the compiled step.
       step: what it was compiled from.
     """
     total = reserved_bytes(compiled)
-    if buffers is None:
+    if allocations is None:
         sizes = compiled.memory_analysis()
         assert sizes is not None
         parts = [
@@ -69,15 +69,15 @@ def peak_parts(
         ]
     else:
         used = _compat.kept_arguments(compiled, len(step.arguments))  # JAX drops those that it does not use
-        parts = list(_parts(buffers, [step.arguments[k] for k in used], step))
+        parts = list(_parts(allocations, [step.arguments[k] for k in used], step))
     missing = total - sum(part.bytes for part in parts)
     return (*(part for part in parts if part.bytes), *([PeakPart(UNKNOWN, "", missing)] if missing else []))
 
 
-def _parts(buffers: CompiledBuffers, arguments: Sequence[Argument], step: TracedStep) -> Iterator[PeakPart]:
+def _parts(allocations: Sequence[Allocation], arguments: Sequence[Argument], step: TracedStep) -> Iterator[PeakPart]:
     sort = _Sort.of(step)
     updated = Counter(a.bytes for a in arguments if a.updated and not a.donated)
-    for allocation in buffers.allocations:
+    for allocation in allocations:
         if allocation.parameter is not None:
             known = allocation.parameter < len(arguments)
             argument = arguments[allocation.parameter] if known else None
@@ -85,50 +85,50 @@ def _parts(buffers: CompiledBuffers, arguments: Sequence[Argument], step: Traced
             yield PeakPart(cause, name, allocation.bytes, shape)
         elif allocation.is_result:
             updated[allocation.bytes] -= 1
-            result = max((buffers.buffers[n] for n in allocation.buffers), key=lambda b: b.bytes)
+            result = max(allocation.buffers, key=lambda buffer: buffer.bytes)
             cause = COPIES if updated[allocation.bytes] >= 0 else RESULTS
             yield PeakPart(cause, _module_path(result), allocation.bytes, result.shape)
         else:
-            yield from _temporaries(allocation, buffers, sort)
+            yield from _temporaries(allocation, sort)
 
 
-def _temporaries(allocation: Allocation, buffers: CompiledBuffers, sort: "_Sort") -> Iterator[PeakPart]:
+def _temporaries(allocation: Allocation, sort: "_Sort") -> Iterator[PeakPart]:
     """Yield the buffers of an allocation when most of it is used, and what is unused then."""
     if not allocation.events:  # XLA has not told which of several is there when
-        buffer, *others = (buffers.buffers[n] for n in allocation.buffers)
+        buffer, *others = allocation.buffers
         cause, name = (UNKNOWN, "") if others else (sort.cause(buffer, False), _module_path(buffer))
         yield PeakPart(cause, name, allocation.bytes)
         return
-    live = _fullest(allocation, buffers)
+    live = _fullest(allocation.events)
     for buffer, is_kept in live:
         yield PeakPart(sort.cause(buffer, is_kept), _module_path(buffer), buffer.bytes, buffer.shape)
     yield PeakPart(UNUSED, "", allocation.bytes - sum(buffer.bytes for buffer, _ in live))
 
 
-def _fullest(allocation: Allocation, buffers: CompiledBuffers) -> list[tuple[Buffer, bool]]:
+def _fullest(events: Sequence[Event]) -> list[tuple[Buffer, bool]]:
     """Return the buffers that are live when most of an allocation is used, and whether each waits for a backward pass.
 
     That one begins while they live: zeros of a gradient are made at the very beginning, and micro-batches take turns.
     """
-    known = buffers.buffers
-    end = len(allocation.events)
-    begins = {event.buffer: moment for moment, event in enumerate(allocation.events) if event.begins}
-    ends = {event.buffer: moment for moment, event in enumerate(allocation.events) if not event.begins}
-    places, places_of = dict[int, dict[int, None]](), dict[int, int]()  # the buffers in a place; the place of each
-    size, most, fullest = 0, -1, list[int]()
-    for event in allocation.events:
+    begins = {event.buffer: moment for moment, event in enumerate(events) if event.begins}
+    ends = {event.buffer: moment for moment, event in enumerate(events) if not event.begins}
+    # A place is the buffer that was in it first: by place, the buffers that are in it; by buffer, its place.
+    places, places_of = dict[Buffer, dict[Buffer, None]](), dict[Buffer, Buffer]()
+    size, most, fullest = 0, -1, list[Buffer]()
+    for event in events:
         if event.begins:
             place = places_of[event.buffer] = places_of.get(event.place_of, event.place_of)
-            size += 0 if places.get(place) else known[place].bytes
+            size += 0 if places.get(place) else place.bytes
             places.setdefault(place, {})[event.buffer] = None
             if size > most:
                 most, fullest = size, [next(reversed(inside)) for inside in places.values() if inside]
         else:
             place = places_of[event.buffer]
             del places[place][event.buffer]
-            size -= 0 if places[place] else known[place].bytes
-    backward = [m for n, m in begins.items() if _is_backward(known[n])]
-    return [(known[n], any(begins[n] < m <= ends.get(n, end) for m in backward)) for n in fullest]
+            size -= 0 if places[place] else place.bytes
+    backward = [moment for buffer, moment in begins.items() if _is_backward(buffer)]
+    lives = [(buffer, begins[buffer], ends.get(buffer, len(events))) for buffer in fullest]
+    return [(buffer, any(begin < moment <= end for moment in backward)) for buffer, begin, end in lives]
 
 
 def _is_backward(buffer: Buffer) -> bool:
@@ -139,7 +139,7 @@ def _module_path(buffer: Buffer) -> str:
     """Return a path without JAX's transformations: ``Net/Dense_0/dot_general``.
 
     Example:
-      >>> _module_path(Buffer(0, 4, "dot.1", "jit(step)/transpose(jvp(Net))/Dense_0/dot_general"))
+      >>> _module_path(Buffer(4, "dot.1", "jit(step)/transpose(jvp(Net))/Dense_0/dot_general"))
       'Net/Dense_0/dot_general'
     """
     before, path = "", re.sub(r"^jit\([^()]*\)/", "", buffer.path).replace("rematted_computation/", "")

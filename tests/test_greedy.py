@@ -35,8 +35,8 @@ def equal_layers(capacity):
 @pytest.mark.parametrize("spare", [0, INNER - 1])
 def test_equal_layers_store_as_many_as_fit(stored, spare):
     problem = equal_layers(LAYERS * INPUT + stored * INNER + spare)
-    outcome = outcome_of(problem, give_up(problem))
-    assert outcome.fits(problem)
+    outcome = outcome_of(problem, give_up(problem).choice)
+    assert outcome.fits()
     assert outcome.seconds == (LAYERS - stored) * SECONDS
     assert len(outcome.computed) == LAYERS - stored
 
@@ -45,7 +45,7 @@ def test_the_lowest_peak_of_equal_layers_is_all_inputs_and_one_inner_tensor():
     least = LAYERS * INPUT + INNER
     assert give_up(equal_layers(least - 1)) is None
     problem = equal_layers(0)
-    assert outcome_of(problem, give_up_all(problem)).peak_bytes == least
+    assert outcome_of(problem, give_up_all(problem).choice).peak_bytes == least
 
 
 @pytest.mark.parametrize("held", [0, 3])
@@ -63,7 +63,7 @@ def test_choices_without_small_items_fit_the_whole_problem(held):
     assert small and min(small) >= 2 * LAYERS
     answer = solve(reduced, SolverOptions())
     inner, outer = outcome_of(reduced, answer.choice), outcome_of(whole, answer.choice)
-    assert outer.fits(whole) and outer.seconds == inner.seconds
+    assert outer.fits() and outer.seconds == inner.seconds
     assert all(b <= a for a, b in zip(inner.bytes, outer.bytes, strict=True))
     assert all(answer.choice[k] != NOT_STORED for k in small)
 

@@ -23,7 +23,6 @@ from jaxpipe.planning.storage.storage_problem import (
     Problem,
     SolverOptions,
     outcome_of,
-    simulated,
 )
 from jaxpipe.residuals.vjp_program import build
 from jaxpipe.targets.building import building_for
@@ -41,7 +40,7 @@ def all_choices(problem):
 
 def fastest(problem):
     """Seconds of the best choice within the limits; infinite if no choice fits."""
-    return min((outcome.seconds for _, outcome in all_choices(problem) if outcome.fits(problem)), default=math.inf)
+    return min((outcome.seconds for _, outcome in all_choices(problem) if outcome.fits()), default=math.inf)
 
 
 class AllAtOnce:
@@ -133,10 +132,10 @@ def check_instance(seed):
         assert answer.choice is None and answer.infeasible, seed
     else:
         outcome = outcome_of(problem, answer.choice)
-        assert outcome is not None and outcome.fits(problem), seed
+        assert outcome is not None and outcome.fits(), seed
         assert answer.optimal and outcome.seconds == best, seed
     unlimited = Problem(problem.items, problem.base, math.inf, problem.held, problem.frees)
-    lowest = min(f.peak_bytes for _, f in all_choices(unlimited) if f.fits(unlimited))
+    lowest = min(f.peak_bytes for _, f in all_choices(unlimited) if f.fits())
     least = solve(unlimited, SolverOptions(least_peak=True))
     assert outcome_of(problem, least.choice).peak_bytes == lowest, seed
 
@@ -157,7 +156,7 @@ def test_outcomes_in_arrays_are_those_of_the_simulation():
             if choice in outcomes:
                 outcome = outcomes[choice]
                 assert arrays.seconds[row] == outcome.seconds and arrays.stash[row] == outcome.stash_bytes, seed
-                assert tuple(arrays.bytes[:, row]) == outcome.bytes, seed
+                assert arrays.bytes[:, row].tolist() == outcome.bytes.tolist(), seed
 
 
 def check_large_instance(seed):
@@ -168,7 +167,7 @@ def check_large_instance(seed):
         assert answer.choice is None and answer.infeasible, seed
     else:
         outcome = outcome_of(problem, answer.choice)
-        assert outcome is not None and outcome.fits(problem), seed
+        assert outcome is not None and outcome.fits(), seed
         assert answer.optimal and outcome.seconds == arrays.fastest(), seed
     least = solve(problem, SolverOptions(least_peak=True))
     assert outcome_of(problem, least.choice).peak_bytes == arrays.lowest_peak(), seed
@@ -197,7 +196,7 @@ def test_best_of_all_choices_of_many(first):
 def test_a_change_costs_what_the_changed_choice_does(seed):
     """Some items at once, given up or stored again; ``outcome_of``, which walks anew, is compared with arrays above."""
     random, problem = np.random.default_rng(seed), instance(seed)
-    walk = simulated(problem, [0 if item.options else NOT_STORED for item in problem.items])
+    walk = outcome_of(problem, [0 if item.options else NOT_STORED for item in problem.items])
     assert walk is not None
     impossible = 0
     for _ in range(20):
@@ -209,7 +208,10 @@ def test_a_change_costs_what_the_changed_choice_does(seed):
         if changed is None:
             impossible += 1
         else:
-            assert changed.outcome == expected and changed.choice == other
+            assert changed.choice == tuple(other)
+            for name in ("seconds", "stash_bytes", "swapped_bytes", "computed", "last"):
+                assert getattr(changed, name) == getattr(expected, name)
+            assert changed.bytes.tolist() == expected.bytes.tolist()
             walk = changed
     assert impossible < 20
 
@@ -219,12 +221,12 @@ def test_greedy_keeps_the_limits():
     solved, ratios = 0, []
     for seed in range(200):
         problem = instance(seed)
-        best, choice = fastest(problem), give_up(problem)
+        best, answer = fastest(problem), give_up(problem)
         if best == math.inf:
-            assert choice is None, seed
-        elif choice is not None:
-            outcome = outcome_of(problem, choice)
-            assert outcome.fits(problem) and outcome.seconds >= best, seed
+            assert answer is None, seed
+        elif answer is not None:
+            outcome = outcome_of(problem, answer.choice)
+            assert outcome.fits() and outcome.seconds >= best, seed
             solved += 1
             ratios.append((outcome.seconds + 1) / (best + 1))
     possible = sum(fastest(instance(seed)) < math.inf for seed in range(200))
@@ -303,7 +305,7 @@ def test_a_chain_that_needs_a_tensor_three_times():
     """Six layers in four units of memory: 18 executions do it, but not with one decision for each tensor."""
     assert executions_with_any_recomputation(6, 4) == 18
     assert executions_with_any_recomputation(6, 5) == 16
-    assert all(not outcome.fits(chain(6, 4)) for _, outcome in all_choices(chain(6, 4)))
+    assert all(not outcome.fits() for _, outcome in all_choices(chain(6, 4)))
     assert solve(chain(6, 4), SolverOptions()).infeasible
     assert solve(chain(6, 4), SolverOptions(least_peak=True)).choice is not None
 

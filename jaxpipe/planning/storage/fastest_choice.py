@@ -9,7 +9,7 @@ from jaxpipe.options import Solver
 from jaxpipe.planning.storage.greedy import give_up, give_up_all
 from jaxpipe.planning.storage.kept_solutions import kept_or_solved
 from jaxpipe.planning.storage.small_items import SHARE, without_small_items
-from jaxpipe.planning.storage.storage_problem import NOT_STORED, Outcome, Problem, SolverOptions, outcome_of
+from jaxpipe.planning.storage.storage_problem import Outcome, Problem, SolverOptions, outcome_of
 
 
 #: A solver's numbers are exact to this fraction; one that is over the limit by so little is solved again.
@@ -24,18 +24,21 @@ class Answer:
     """A choice within the limits.
 
     Attributes:
-      choice: by item.
-      outcome: what it leads to, simulated.
+      outcome: the choice, simulated.
       status: ``"optimal"``, ``"gap"`` (within the requested gap), ``"time limit"``, ``"greedy"`` if no solver had a
         better one, ``"checkpoints"`` if those of blocks are better, ``"lowest peak"`` if that alone was wanted, or
         ``"fewer reruns"``.
       bound: no choice has fewer seconds.
     """
 
-    choice: tuple[int, ...]
     outcome: Outcome
     status: str
     bound: float
+
+    @property
+    def choice(self) -> tuple[int, ...]:
+        """The option of each item."""
+        return self.outcome.choice
 
     @property
     def gap(self) -> float:
@@ -51,38 +54,33 @@ def choose(problem: Problem, options: SolverOptions) -> Answer | None:
     """
     if problem.capacity < max(problem.base):
         return None
-    least = least_seconds(problem)
-    greedy = give_up(problem)
-    if greedy is not None:
-        outcome = outcome_of(problem, greedy)
-        assert outcome is not None
-        if outcome.seconds <= least + options.slack:
-            return Answer(greedy, outcome, "optimal" if outcome.seconds <= least else "gap", least)
+    least, greedy = least_seconds(problem), give_up(problem)
+    if greedy is not None and greedy.seconds <= least + options.slack:
+        return Answer(greedy, "optimal" if greedy.seconds <= least else "gap", least)
     small = max(SHARE, options.gap)
     # Perhaps once more, with the capacity lowered by what the solver's arithmetic leaves open.
     for limited in (problem, replace(problem, capacity=problem.capacity * (1 - ACCURACY))):
         solved = kept_or_solved(without_small_items(limited, small), options)
-        outcome = None if solved.choice is None else outcome_of(problem, solved.choice)
-        if outcome is None or outcome.fits(problem):
+        solution = None if solved.choice is None else outcome_of(problem, solved.choice)
+        if solution is None or solution.fits():
             break
-    solution = None if outcome is None or not outcome.fits(problem) else _tidy(problem, solved.choice)
-    best = min(filter(None, (solution, _tidy(problem, greedy))), key=lambda pair: pair[1].seconds, default=None)
+    solution = solution.tidied() if solution is not None and solution.fits() else None
+    best = min(filter(None, (solution, greedy)), key=lambda outcome: outcome.seconds, default=None)
     if best is None:
         return None
-    seconds = best[1].seconds
-    bound = max(least, min(seconds, solved.bound or 0.0))
+    bound = max(least, min(best.seconds, solved.bound or 0.0))
     if solved.optimal:
-        status = "optimal" if seconds <= bound * (1 + 1e-9) else "gap"
+        status = "optimal" if best.seconds <= bound * (1 + 1e-9) else "gap"
     else:
         status = "time limit" if best is solution else "greedy"
-    return Answer(*best, status, bound)
+    return Answer(best, status, bound)
 
 
 @functools.lru_cache(maxsize=256)  # asked again for every candidate that is compared
 def greedy_choice(problem: Problem) -> Answer | None:
     """A fast choice within the limits that is found without a solver; None if none is found."""
-    tidied = None if problem.capacity < max(problem.base) else _tidy(problem, give_up(problem))
-    return None if tidied is None else Answer(*tidied, "greedy", least_seconds(problem))
+    outcome = None if problem.capacity < max(problem.base) else give_up(problem)
+    return None if outcome is None else Answer(outcome, "greedy", least_seconds(problem))
 
 
 def check_solver(solver: str | Solver) -> str | Solver:
@@ -117,19 +115,9 @@ def lowest_peak(problem: Problem, options: SolverOptions) -> Answer:
     Equal problems have equal answers, also where the time was too short to prove that nothing is lower.
     """
     solved = kept_or_solved(without_small_items(problem), replace(options, gap=0.0, least_peak=True))
-    tidied = filter(None, (_tidy(problem, choice) for choice in (solved.choice, give_up_all(problem))))
-    return Answer(*min(tidied, key=lambda pair: pair[1].peak_bytes), "lowest peak", 0.0)
-
-
-def _tidy(problem: Problem, choice: tuple[int, ...] | None) -> tuple[tuple[int, ...], Outcome] | None:
-    """Return the same choice without what is stored for nobody, and its outcome; None without a possible choice."""
-    outcome = None if choice is None else outcome_of(problem, choice)
-    if choice is None or outcome is None:
-        return None
-    tidy = tuple(option if e >= 0 else NOT_STORED for option, e in zip(choice, outcome.last, strict=True))
-    outcome = outcome_of(problem, tidy)
-    assert outcome is not None
-    return tidy, outcome
+    solution = None if solved.choice is None else outcome_of(problem, solved.choice)
+    outcomes = (outcome.tidied() for outcome in (solution, give_up_all(problem)) if outcome is not None)
+    return Answer(min(outcomes, key=lambda outcome: outcome.peak_bytes), "lowest peak", 0.0)
 
 
 def least_seconds(problem: Problem) -> float:

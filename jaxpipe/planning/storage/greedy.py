@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Problem, Simulated, possible, simulated
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Outcome, Problem, outcome_of, possible
 
 
 #: How many changes are tried before each is made, where items are given up one by one.
@@ -19,20 +19,22 @@ MOST_TRIALS = 16
 Groups = Sequence[Sequence[int]]
 
 
-def give_up(problem: Problem) -> tuple[int, ...] | None:
+def give_up(problem: Problem) -> Outcome | None:
     """Return a fast choice within the limits; None if none is found."""
-    walk = _descended(problem, [item.fastest[1] for item in problem.items], _alike(problem))
-    if not walk.fits():
-        walk = simulated(problem, give_up_all(problem))
-    if walk is None or not walk.fits():
+    now = _descended(problem, [item.fastest[1] for item in problem.items], _alike(problem))
+    if not now.fits():
+        now = give_up_all(problem)
+    if not now.fits():
         return None
-    ends = [_taken_back(walk, order) for order in (_by_rate, _by_seconds)]
-    return tuple(min(ends, key=lambda end: end.total_seconds).choice)
+    ends = [_taken_back(now, order) for order in (_by_rate, _by_seconds)]
+    return min(ends, key=lambda end: end.seconds).tidied()
 
 
-def give_up_all(problem: Problem) -> tuple[int, ...]:
+def give_up_all(problem: Problem) -> Outcome:
     """Return the choice with the lowest peak that is found, whatever the capacity."""
-    return _given_up(replace(problem, capacity=min(0, *problem.base)))
+    outcome = outcome_of(problem, _given_up(replace(problem, capacity=min(0, *problem.base))))
+    assert outcome is not None
+    return outcome
 
 
 @functools.lru_cache(maxsize=256)  # asked again with every budget; a problem holds numbers alone
@@ -43,15 +45,15 @@ def _given_up(problem: Problem) -> tuple[int, ...]:
     ends = []
     for first, second in ((single, alike), (alike, single)):
         ends.append(_descended(problem, _descended(problem, fastest, *first).choice, *second))
-    return tuple(min(ends, key=lambda end: end.bytes.max(initial=0)).choice)
+    return min(ends, key=lambda end: end.peak_bytes).choice
 
 
-def _descended(problem: Problem, choice: Sequence[int], groups: Groups, most_trials: int | None = None) -> Simulated:
+def _descended(problem: Problem, choice: Sequence[int], groups: Groups, most_trials: int | None = None) -> Outcome:
     """Change groups of items until the limits hold, or no single change brings them nearer.
 
     Of the changes so many are simulated in a step, the cheapest for each byte first; all, if left out.
     """
-    now = simulated(problem, possible(problem, choice))
+    now = outcome_of(problem, possible(problem, choice))
     assert now is not None
     while not now.fits() and (step := _best_step(now, groups, most_trials)) is not None:
         now = step
@@ -66,16 +68,16 @@ def _by_rate(item: Item) -> float:
     return (item.seconds or 0.0) / max(1, item.bytes)
 
 
-def _taken_back(now: Simulated, order: Callable[[Item], float]) -> Simulated:
+def _taken_back(now: Outcome, order: Callable[[Item], float]) -> Outcome:
     """Store what is computed again as far as it fits, in descending order."""
     items, before = now.problem.items, None
     while before != now.choice:
-        before, seconds = now.choice, now.total_seconds
-        for k in sorted(now.outcome.computed, key=lambda k: -order(items[k])):
+        before = now.choice
+        for k in sorted(now.computed, key=lambda k: -order(items[k])):
             for option in range(len(items[k].options)):
                 other = now.changed({k: option})
-                if other is not None and other.total_seconds < seconds and other.fits():
-                    now, seconds = other, other.total_seconds
+                if other is not None and other.seconds < now.seconds and other.fits():
+                    now = other
     return now
 
 
@@ -108,10 +110,10 @@ def _moves(problem: Problem, choice: Sequence[int], group: Sequence[int]) -> lis
     return moves
 
 
-def _best_step(now: Simulated, groups: Groups, most_trials: int | None) -> Simulated | None:
+def _best_step(now: Outcome, groups: Groups, most_trials: int | None) -> Outcome | None:
     """Return the choice after the change that costs fewest seconds for each byte by which it lowers the excess."""
     moves = [(price, group, position) for group in groups for price, position in _moves(now.problem, now.choice, group)]
-    best, before, seconds = None, now.excess(), now.total_seconds
+    best, before = None, now.excess()
     for _, group, position in sorted(moves)[:most_trials]:
         other = now.changed(dict.fromkeys(group, position))
         if other is None:
@@ -120,7 +122,7 @@ def _best_step(now: Simulated, groups: Groups, most_trials: int | None) -> Simul
         if after >= before:
             continue
         gain = (before[0] - after[0]) or 1e-3 * (before[1] - after[1])
-        price = (max(0.0, other.total_seconds - seconds) / gain, -gain)
+        price = (max(0.0, other.seconds - now.seconds) / gain, -gain)
         if best is None or price < best[0]:
             best = price, other
     return None if best is None else best[1]

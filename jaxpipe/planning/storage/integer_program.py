@@ -93,7 +93,7 @@ def solve(problem: Problem, options: SolverOptions) -> Solution:
     if not any(item.options for item in problem.items):  # nothing to choose, and a solver would refuse
         choice = (NOT_STORED,) * len(problem.items)
         outcome = outcome_of(problem, choice)
-        fits = outcome is not None and (least_peak or outcome.fits(problem))
+        fits = outcome is not None and (least_peak or outcome.fits())
         bound = float(outcome.peak_bytes) if least_peak and outcome is not None else None
         return Solution(choice if fits else None, fits, not fits, bound)
     program = _program(problem)

@@ -5,6 +5,7 @@ must be met by the next process, so that solutions that are not proven to be the
 ``$JAXPIPE_CACHE_DIR/solutions``, or else in the user's cache folder. They may be deleted at any time.
 """
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 
@@ -34,19 +35,16 @@ def kept_or_solved(problem: Problem, options: SolverOptions) -> Solution:
     solution = integer_program.solve(problem, options)
     if solution.optimal or solution.infeasible:
         return solution
-    solution = _better(problem, kept, solution, options.least_peak)
+    known = (solution,) if kept is None else (kept, solution)  # so that more time never makes one worse
+    solution = min(known, key=lambda x: _cost(problem, x, options.least_peak))
     keep(path, (asdict(solution), options.time_limit))
     return solution
 
 
-def _better(problem: Problem, kept: Solution | None, new: Solution, least_peak: bool) -> Solution:
-    """Return the better of two solutions, so that more time never makes one worse."""
-    rated = []
-    for solution in (kept, new):
-        outcome = None if solution is None or solution.choice is None else outcome_of(problem, solution.choice)
-        if solution is not None and outcome is not None:
-            rated.append((outcome.peak_bytes if least_peak else outcome.seconds, len(rated), solution))
-    return min(rated)[2] if rated else new
+def _cost(problem: Problem, solution: Solution, least_peak: bool) -> float:
+    """Return what a solution makes small; infinite without a possible choice."""
+    outcome = None if solution.choice is None else outcome_of(problem, solution.choice)
+    return math.inf if outcome is None else outcome.peak_bytes if least_peak else outcome.seconds
 
 
 def _path(problem: Problem, options: SolverOptions) -> Path:

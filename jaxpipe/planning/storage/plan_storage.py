@@ -150,7 +150,7 @@ def _rows(items: Items, answer: Answer) -> tuple[TensorChoice, ...]:
         if option != NOT_STORED:
             chosen = item.options[option]
             rows.append(TensorChoice(item.name, chosen.name, chosen.bytes, chosen.seconds))
-        elif k in answer.outcome.computed:
+        elif answer.outcome.last[k] >= 0:
             rows.append(TensorChoice(item.name, "recompute", 0, item.seconds or 0.0))
         else:
             rows.append(TensorChoice(item.name, "unused", 0, 0.0))
@@ -158,8 +158,7 @@ def _rows(items: Items, answer: Answer) -> tuple[TensorChoice, ...]:
 
 
 def _too_small(items: Items, budget: int, lowest: Answer) -> MemoryBudgetError:
-    peak = max(range(len(lowest.outcome.bytes)), key=lowest.outcome.bytes.__getitem__)
-    cotangents = items.problem.base[peak]
+    cotangents = items.problem.base[lowest.outcome.bytes.argmax()]
     sizes = [(row.bytes, f"{row.name} ({bytes_text(row.bytes)}, {row.storage})") for row in _rows(items, lowest)]
     largest = ", ".join(text for size, text in sorted(sizes, reverse=True)[:3] if size)
     return MemoryBudgetError(

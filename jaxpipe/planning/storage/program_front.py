@@ -138,9 +138,7 @@ class Front:
         """Checkpoints as people place them."""
         way, points = self.ways[0], {}
         for placement, choice in hand_placed(way).items():
-            outcome = outcome_of(self._problem(way, math.inf), choice)
-            assert outcome is not None
-            points[placement] = self._point(way, Answer(choice, outcome, "checkpoints", outcome.seconds))
+            points[placement] = self._point(way, self._chosen(way, choice, "checkpoints"))
         return points
 
     @cached_property
@@ -201,9 +199,13 @@ class Front:
 
     def _by_default(self, way: Items, status: str) -> Point:
         """Return the default storage of a way."""
-        outcome = outcome_of(self._problem(way, math.inf), way.default)
+        return Point(way, self._chosen(way, way.default, status), self.held or 0)
+
+    def _chosen(self, way: Items, choice: tuple[int, ...], status: str) -> Answer:
+        """Return a choice that no solver has made."""
+        outcome = outcome_of(self._problem(way, math.inf), choice)
         assert outcome is not None
-        return Point(way, Answer(way.default, outcome, status, outcome.seconds), self.held or 0)
+        return Answer(outcome, status, outcome.seconds)
 
     def _point(self, way: Items, answer: Answer, targets: Targets | None = None) -> Point:
         """Return the point of an answer; of equal choices the same, whose programs are built once."""

@@ -25,7 +25,7 @@ from jaxpipe.planning.storage.storage_items import Items, stage_items
 from jaxpipe.residuals.vjp_program import SlicedProgram, VJPProgram, in_slices
 from jaxpipe.runtime.stages import Program, Stage, StashSwap, with_storage
 from jaxpipe.schedules.swap_points import HOST, swap_points
-from jaxpipe.schedules.table import DeviceNumber, StageNumber
+from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.mesh_axes import Specs
 from jaxpipe.text.progress import tell
 from jaxpipe.text.units import bytes_text
@@ -81,7 +81,8 @@ class StageLevels:
         ample = {self._total([front.with_level(k) for front in self.fronts]) for k in range(RERUN_LEVELS)}
         floor = (1 - INEXACT) * least
         if self._has_links:
-            floor = max(self.besides[d] + self._least_base(d) for d in self.program.device_numbers)
+            stages = zip(self.besides, self.program.schedule.stage_of, strict=True)
+            floor = max(besides + max(map(self._least_base, here)) for besides, here in stages)
         rooms = sorted((room for room in ample if room > default), reverse=True)
         rooms += [default - (default - least) * k / ROOMS for k in range(ROOMS + 1)]
         return *rooms, *(least - (least - floor) * k / LOW_ROOMS for k in range(1, LOW_ROOMS + 1) if floor < least)
@@ -158,18 +159,15 @@ class StageLevels:
     def _bytes(self, points: Sequence[Point]) -> list[int]:
         """Return the bytes of the points of each device together: all stashes, and one backward pass at a time."""
         total = []
-        for d in self.program.device_numbers:
-            here = [points[s] for s in self._stages_of(d)]
+        for stages in self.program.schedule.stage_of:
+            here = [points[s] for s in stages]
             working = max(point.bytes - point.stash_bytes for point in here)
             total.append(sum(point.stash_bytes for point in here) + working)
         return total
 
-    def _least_base(self, d: DeviceNumber) -> int:
-        """Return the bytes that the backward passes of a device's stages need at once whatever is stored."""
-        return max(min(max(way.problem.base) for way in self.fronts[s].ways) for s in self._stages_of(d))
-
-    def _stages_of(self, d: DeviceNumber) -> list[StageNumber]:
-        return [s for s in self.program.stage_numbers if self.program.device(s) == d]
+    def _least_base(self, s: int) -> int:
+        """Return the bytes that the backward pass of a stage needs at once whatever is stored."""
+        return min(max(way.problem.base) for way in self.fronts[s].ways)
 
     @property
     def _has_links(self) -> bool:
@@ -188,13 +186,12 @@ class StageLevels:
         over = [d for d in program.device_numbers if needs[d] > room]
         chosen: dict[StageNumber, Targets] = {}
         for d in sorted(over, key=lambda d: -needs[d]):
-            for s in self._stages_of(d):
+            for s in map(StageNumber, program.schedule.stage_of[d]):
                 points, held = swap_points(program.schedule, s), self.fronts[s].held
                 if held is None or held <= points.home:
                     continue
-                targets = choose_targets(
-                    self.links.reach(s, rooms), points.away, (needs[d] - room) / (held - points.home)
-                )
+                needed = (needs[d] - room) / (held - points.home)
+                targets = choose_targets(self.links.reach(s, rooms), points.away, needed)
                 if targets is None:
                     continue
                 chosen[s] = targets

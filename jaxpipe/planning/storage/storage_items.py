@@ -101,38 +101,19 @@ def stage_items(
     events, base = _events(backward_graph, everything, available, position, released)
     items, formats, stuck = [], [], run_once(backward_graph)
     for t in tensors:
-        options = [chosen[t]]
-        if not chosen[t].fuses:
-            options.append(KEEP)
+        codecs = (chosen[t],) if chosen[t].fuses else (chosen[t], KEEP)
+        tensor, producer = graph.tensors[t], producers.get(t)
         again, sources = None, ()
-        producer = producers.get(t)
         if producer is not None:
             program, leaves = recomputation(graph, producer.inputs, everything, available)
             program = [*program, producer]
             if not in_the_way(program, {*leaves, *available}) and stuck.isdisjoint(program):
                 again = sum(prices.seconds(vjp.graph, op) for op in program)
                 sources = tuple(sorted(position[u] for u in leaves if u in position))
-        tensor = graph.tensors[t]
-        dense = tensor.bytes
-        items.append(
-            Item(
-                name=tensor_text(tensor, producer, "an input"),
-                options=tuple(
-                    Option(
-                        codec.name,
-                        stored_bytes(tensor, codec),
-                        codec.moves * dense / prices.bytes_per_second,
-                        0 if codec.fuses else dense,
-                    )
-                    for codec in options
-                ),
-                uses=events.get(t, ()),
-                bytes=dense,
-                sources=sources,
-                seconds=again,
-            )
-        )
-        formats.append(tuple(options))
+        options = tuple(_option(tensor, codec, prices) for codec in codecs)
+        name = tensor_text(tensor, producer, "an input")
+        items.append(Item(name, options, events.get(t, ()), tensor.bytes, sources, again))
+        formats.append(codecs)
     return Items(
         vjp=vjp,
         problem=Problem(tuple(items), base, float("inf")),
@@ -141,6 +122,12 @@ def stage_items(
         default=tuple(0 if t in plan.codecs else NOT_STORED for t in tensors),
         held=held,
     )
+
+
+def _option(tensor: Tensor, codec: Codec, prices: Prices) -> Option:
+    """Return a form of a tensor; one that does not fuse with what reads it is unpacked first."""
+    seconds, unpacked = codec.moves * tensor.bytes / prices.bytes_per_second, 0 if codec.fuses else tensor.bytes
+    return Option(codec.name, stored_bytes(tensor, codec), seconds, unpacked)
 
 
 def storage_plan(items: Items, choice: Sequence[int]) -> ResidualPlan:

@@ -136,36 +136,6 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The seconds and bytes of a choice.
-
-    Attributes:
-      seconds: of encoding, decoding and computing again, and of swaps beyond the work that they overlap with.
-      stash_bytes: what is stored for one micro-batch.
-      swapped_bytes: of these, in other memory between the passes.
-      bytes: in memory, by event.
-      computed: the event in which each item that is computed again is so.
-      last: the last event that reads each item, computed again or not; -1 for none.
-    """
-
-    seconds: float
-    stash_bytes: int
-    bytes: tuple[int, ...]
-    computed: dict[int, int]
-    last: tuple[int, ...]
-    swapped_bytes: int = 0
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes in memory at once."""
-        return max(self.bytes, default=0)
-
-    def fits(self, problem: Problem) -> bool:
-        """Return whether the limits of a problem hold."""
-        return self.swapped_bytes <= problem.most_swapped and self.peak_bytes <= problem.capacity
-
-
-@dataclass(frozen=True)
 class SolverOptions:
     """Settings of a solver.
 
@@ -221,45 +191,38 @@ def possible(problem: Problem, choice: Sequence[int]) -> tuple[int, ...]:
     return tuple(choice)
 
 
-def outcome_of(problem: Problem, choice: Sequence[int]) -> Outcome | None:
-    """Return what a choice costs: one option (its position) or ``NOT_STORED`` for each item.
-
-    Nothing here knows of the solvers; their answers are checked by it.
-
-    Returns:
-      None if an item that is needed can not be had.
-    """
-    walk = simulated(problem, choice)
-    return None if walk is None else walk.outcome
-
-
 @dataclass(eq=False)
-class Simulated:
-    """A choice and its walk through the events.
+class Outcome:
+    """A choice and its walk through the events: what it costs, and what it comes to after changes.
 
     Attributes:
-      choice: by item.
-      first, last: the events between which each item is there.
+      problem: the problem.
+      choice: one option (its position) or ``NOT_STORED`` for each item.
+      first, last: by item, the events between which it is there, computed again or not; -1 as the last for none.
       change: bytes that come and go, by event, and after the last one.
-      seconds, link_seconds: by item.
-      stored: the bytes of a stash, those of all stashes that are there all the time, and those in other memory.
+      item_seconds, link_seconds: by item.
+      stash_bytes: what is stored for one micro-batch.
+      held_bytes: the bytes of all stashes that are there all the time.
+      swapped_bytes: of one stash, in other memory between the passes.
     """
 
     problem: Problem
-    choice: list[int]
+    choice: tuple[int, ...]
     first: list[int]
     last: list[int]
     change: np.ndarray
-    seconds: np.ndarray
+    item_seconds: np.ndarray
     link_seconds: np.ndarray
-    stored: list[int]
+    stash_bytes: int
+    held_bytes: int
+    swapped_bytes: int
 
-    def changed(self, options: Mapping[int, int]) -> "Simulated | None":
-        """Return the walk after some items have other options; None if an item that is needed can not be had.
+    def changed(self, options: Mapping[int, int]) -> "Outcome | None":
+        """Return the outcome after some items have other options; None if an item that is needed can not be had.
 
         Only those items are looked at, and others that are there for longer or shorter because of them.
         """
-        problem, choice, first, last = self.problem, self.choice.copy(), self.first.copy(), self.last.copy()
+        problem, choice, first, last = self.problem, list(self.choice), self.first.copy(), self.last.copy()
         for k, option in options.items():
             choice[k] = option
         affected, later = list[int](), sorted(-k for k in options)
@@ -281,71 +244,83 @@ class Simulated:
                 for source in problem.items[k].sources:
                     if source not in options:
                         heapq.heappush(later, -source)
-        lists = self.change.copy(), self.seconds.copy(), self.link_seconds.copy(), self.stored.copy()
-        walk = Simulated(problem, self.choice, self.first, self.last, *lists)
-        walk._add(affected, -1)
-        walk.choice, walk.first, walk.last = choice, first, last
-        walk._add(affected)
-        return walk
+        arrays = self.change.copy(), self.item_seconds.copy(), self.link_seconds.copy()
+        sizes = self.stash_bytes, self.held_bytes, self.swapped_bytes
+        outcome = Outcome(problem, self.choice, self.first, self.last, *arrays, *sizes)
+        outcome._add(affected, -1)
+        outcome.choice, outcome.first, outcome.last = tuple(choice), first, last
+        outcome._add(affected)
+        return outcome
 
     def _add(self, items: Iterable[int], sign: int = 1) -> None:
         """Add what items cost, or take it off again."""
         problem, choice, first, last, change = self.problem, self.choice, self.first, self.last, self.change
-        stash = held = swapped = 0
         for k in items:
             item, begin, end, chosen = problem.items[k], first[k], last[k], choice[k]
             if chosen == NOT_STORED:
-                self.seconds[k], self.link_seconds[k] = item.seconds or 0.0 if end >= 0 else 0.0, 0.0
+                self.item_seconds[k], self.link_seconds[k] = item.seconds or 0.0 if end >= 0 else 0.0, 0.0
                 alive = ((begin, item.bytes),)
             else:
                 option = item.options[chosen]
-                self.seconds[k], self.link_seconds[k] = option.seconds, option.link_seconds
-                stash += option.bytes
-                held += option.bytes * (problem.held if option.held is None else option.held)
-                swapped += option.bytes * (option.held is not None)
+                self.item_seconds[k], self.link_seconds[k] = option.seconds, option.link_seconds
+                self.stash_bytes += sign * option.bytes
+                self.held_bytes += sign * option.bytes * (problem.held if option.held is None else option.held)
+                self.swapped_bytes += sign * option.bytes * (option.held is not None)
                 alive = ((0, option.bytes * problem.frees), (begin, option.unpacked_bytes))
             for start, size in alive:
                 if size and end >= 0:
                     change[start] += sign * size
                     change[end + 1] -= sign * size
-        self.stored = [x + sign * y for x, y in zip(self.stored, (stash, held, swapped), strict=True)]
 
-    @property
+    def tidied(self) -> "Outcome":
+        """Return the outcome without what is stored for nobody."""
+        tidy = self.changed({k: NOT_STORED for k, event in enumerate(self.last) if event < 0})
+        assert tidy is not None
+        return tidy
+
+    @cached_property
     def bytes(self) -> np.ndarray:
         """The bytes in memory, by event."""
-        return self.problem.base_bytes + self.change[:-1].cumsum() + self.stored[1]
+        return self.problem.base_bytes + self.change[:-1].cumsum() + self.held_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes in memory at once."""
+        return int(self.bytes.max(initial=0))
 
     def fits(self) -> bool:
         """Return whether the limits of the problem hold."""
-        problem = self.problem
-        return self.stored[2] <= problem.most_swapped and self.bytes.max(initial=0) <= problem.capacity
+        return self.swapped_bytes <= self.problem.most_swapped and self.peak_bytes <= self.problem.capacity
 
     def excess(self) -> tuple[float, float]:
         """Return by how much the capacity is exceeded, and by how much in all events together."""
         over = np.maximum(self.bytes - self.problem.capacity, 0)
         return over.max(initial=0).item(), over.sum().item()
 
-    @property
-    def total_seconds(self) -> float:
-        """The seconds of all items, of swaps those beyond the work that they overlap with."""
-        late = max(0.0, _in_turn(self.link_seconds) - self.problem.overlap) if self.stored[2] else 0.0
-        return _in_turn(self.seconds) + late
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds of encoding, decoding and computing again, and of swaps beyond the work that they overlap with."""
+        late = max(0.0, _in_turn(self.link_seconds) - self.problem.overlap) if self.swapped_bytes else 0.0
+        return _in_turn(self.item_seconds) + late
 
     @property
-    def outcome(self) -> Outcome:
-        """The costs of the choice."""
-        again = [k for k, chosen in enumerate(self.choice) if chosen == NOT_STORED < self.last[k]]
-        computed = {k: self.first[k] for k in reversed(again)}
-        stash, _, swapped = self.stored
-        return Outcome(self.total_seconds, stash, tuple(self.bytes.tolist()), computed, tuple(self.last), swapped)
+    def computed(self) -> list[int]:
+        """The items that are computed again, the last first."""
+        return [k for k, chosen in enumerate(self.choice) if chosen == NOT_STORED < self.last[k]][::-1]
 
 
-def simulated(problem: Problem, choice: Sequence[int]) -> Simulated | None:
-    """Walk through the events with a choice; None if an item that is needed can not be had."""
+def outcome_of(problem: Problem, choice: Sequence[int]) -> Outcome | None:
+    """Return what a choice costs: one option (its position) or ``NOT_STORED`` for each item.
+
+    Nothing here knows of the solvers; their answers are checked by it.
+
+    Returns:
+      None if an item that is needed can not be had.
+    """
     count, events = len(problem.items), len(problem.base)
     change, seconds, link_seconds = np.zeros(events + 1, np.int64), np.zeros(count), np.zeros(count)
     unread = [events] * count, [-1] * count
-    nothing = Simulated(problem, [NOT_STORED] * count, *unread, change, seconds, link_seconds, [0, 0, 0])
+    nothing = Outcome(problem, (NOT_STORED,) * count, *unread, change, seconds, link_seconds, 0, 0, 0)
     return nothing.changed(dict(enumerate(choice)))
 
 

@@ -29,7 +29,7 @@ from jaxpipe.models.variable_shardings import check_exchanged
 from jaxpipe.options import PlanOptions
 from jaxpipe.plan import HostPlan, Plan
 from jaxpipe.planning.given_cuts import check_cuts
-from jaxpipe.planning.given_plan import check_same, recipe_in
+from jaxpipe.planning.given_plan import check_all_same, check_same, recipe_in
 from jaxpipe.planning.storage.fastest_choice import check_solver
 from jaxpipe.runtime.gradient_precision import check_gradient_dtype
 from jaxpipe.runtime.replica_exchange import check_exchange
@@ -231,23 +231,18 @@ def _for_plan(request: Request) -> Request:
     recipe, widths = recipe_in(plan), plan.stage_replicas
     if request.cuts:
         raise PartitionError("cuts= and plan= are both given, and a plan has its cuts. Pass one of the two.")
-    planned: dict[str, object] = {"mesh": recipe.mesh, "runtime": plan.runtime, "storage": recipe.storage}
-    given: dict[str, object] = {
-        "mesh": {**request.mesh.shape, **request.submesh.shape},
-        "runtime": request.runtime,
-        "storage": request.policy.codecs_name,
-    }
-    planned |= recipe.settings
-    given |= settings_of(request)
+    check_same("mesh", recipe.mesh, {**request.mesh.shape, **request.submesh.shape})
+    check_same("runtime", plan.runtime, request.runtime)
+    check_same("storage", recipe.storage, request.policy.codecs_name)
+    check_all_same(recipe.settings, settings_of(request))
     if request.num_microbatches is not None:
-        planned["num_microbatches"], given["num_microbatches"] = plan.num_microbatches, request.num_microbatches
+        check_same("num_microbatches", plan.num_microbatches, request.num_microbatches)
     if isinstance(request.devices_per_stage, tuple):
-        planned["devices_per_stage"], given["devices_per_stage"] = widths.per_stage, request.devices_per_stage
-    check_same(planned, given)
+        check_same("devices_per_stage", widths.per_stage, request.devices_per_stage)
     if len(request.schedules) == 1:
         table = request.schedules[0](len(recipe.table), widths.rounds(plan.num_microbatches))
-        name = "stages of the schedule's devices"
-        check_same({"schedule": plan.schedule, name: recipe.stage_of}, {"schedule": table.name, name: table.stage_of})
+        check_same("schedule", plan.schedule, table.name)
+        check_same("stages of the schedule's devices", recipe.stage_of, table.stage_of)
     needed = plan.compiled_bytes or plan.predicted_bytes
     if request.budget is not None and needed > request.budget:
         raise MemoryBudgetError(

@@ -1,9 +1,9 @@
 """Plans that callers give to be run as they are, checked against what else they give."""
 
-import itertools
 import json
 from collections.abc import Mapping
 
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxpipe import _compat
@@ -48,32 +48,31 @@ def recipe_in(plan: Plan) -> Recipe:
     return plan.recipe
 
 
-def check_same(planned: Mapping[str, object], given: Mapping[str, object]) -> None:
-    """Raise ``PartitionError`` with the name of the first thing in which a plan and what was given differ."""
-    for name, value in planned.items():
-        if given.get(name) != value:
-            raise PartitionError(
-                f"plan= and {name} differ: the plan says {value}, given is {given.get(name, 'nothing')}. A plan is run "
-                "as it is, for the model, the mesh and the shapes that it was made for; leave out plan= to plan again."
-            )
-    more = [name for name in given if name not in planned]
-    if more:
-        raise PartitionError(f"plan= and {more[0]} differ: the plan says nothing, given is {given[more[0]]}.")
+def check_same(name: str, planned: object, given: object) -> None:
+    """Raise ``PartitionError`` if something of a name is not in a plan as it was given."""
+    if planned != given:
+        raise PartitionError(
+            f"plan= and {name} differ: the plan says {planned}, given is {given}. A plan is run as it is, for the "
+            "model, the mesh and the shapes that it was made for; leave out plan= to plan again."
+        )
+
+
+def check_all_same(planned: Mapping[str, object], given: Mapping[str, object]) -> None:
+    """Raise ``PartitionError`` with the first name that a plan and what was given do not have in common."""
+    for name in (*planned, *given):
+        check_same(name, planned.get(name, "nothing"), given.get(name, "nothing"))
 
 
 def plan_profile(plan: Plan, graph: Graph, mesh: Mesh) -> Profile:
     """Return a profile with the seconds of a plan's stages, spread evenly over their operators."""
-    count = len(graph.operators)
-    seconds = [[0.0] * count, [0.0] * count]
-    for stage, which in itertools.product(plan.stages, (0, 1)):
-        here = range(*stage.operators)[:count]
-        for k in here:
-            seconds[which][k] = (stage.forward_seconds, stage.backward_seconds)[which] / len(here)
+    forward, backward, nothing = np.zeros((3, len(graph.operators)))
+    for stage in plan.stages:
+        first, last = stage.operators
+        forward[first:last] = stage.forward_seconds / max(1, last - first)
+        backward[first:last] = stage.backward_seconds / max(1, last - first)
     return Profile(
         tuple(f"{op.path} {op.label}".strip() for op in graph.operators),
-        *map(tuple, seconds),
-        parameter_bytes=(0.0,) * count,
-        residual_bytes=(0.0,) * count,
+        *map(tuple, (forward, backward, nothing, nothing)),
         source=plan.profile,
         device_kind=mesh.devices.flat[0].device_kind,
         rates=target_of(mesh.devices.flat[0]).rates,

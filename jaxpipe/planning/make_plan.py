@@ -14,7 +14,7 @@ from jaxpipe.planning.budget_search import BudgetSearch
 from jaxpipe.planning.candidate import Candidate, PlannedStep
 from jaxpipe.planning.check_request import Request
 from jaxpipe.planning.compare_requests import shape_parts
-from jaxpipe.planning.given_plan import check_same, recipe_in
+from jaxpipe.planning.given_plan import check_all_same, recipe_in
 from jaxpipe.planning.kept_front import Point, add_point, better_point, front_path, read_front
 from jaxpipe.planning.list_candidates import leanest, list_candidates, on_fewer_devices, price
 from jaxpipe.planning.refuse_budget import check_budget, refusal
@@ -32,7 +32,7 @@ from jaxpipe.text.units import bytes_text, seconds_text
 def make_plan(request: Request, batch: PyTree, variables: PyTree = None) -> PlannedStep:
     """Plan a model for batches of the given shapes, and show how far that is; raises as ``partition``."""
     if request.plan is not None:
-        check_same(recipe_in(request.plan).batch, shape_parts(batch))
+        check_all_same(recipe_in(request.plan).batch, shape_parts(batch))
     with building_for(request.mesh.devices.flat[0]):
         traced = trace_request(request, batch, variables)
         planned = search_plan(traced) if request.plan is None else run_plan(traced)

@@ -44,6 +44,9 @@ MOST_TENSORS = 2**20
 _ACTION = re.compile(r"([FBIW])(\d{1,9})(?:'(\d{1,4}))?")
 _NUMBERS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?(?:x(\d{1,18}))?")
 
+#: The fields of a recipe that schedules have, too.
+OF_SCHEDULES = "stage_of", "versions", "group", "frozen", "keeps_versions"
+
 #: By name, the codecs that are made with room for so many values.
 SPARSE: dict[str, Callable[[int], Codec]] = {codec.name: codec for codec in (Bitmap, CSR)}
 
@@ -66,11 +69,7 @@ def with_recipe(planned: PlannedStep) -> PlannedStep:
         modules=_modules(traced.objective),
         scan_groups=traced.model.scan_groups,
         table=tuple(" ".join(_cell(tick[d]) for tick in schedule.ticks) for d in schedule.device_numbers),
-        stage_of=schedule.stage_of,
-        versions=schedule.versions,
-        group=schedule.group,
-        frozen=schedule.frozen,
-        keeps_versions=schedule.keeps_versions,
+        **{name: getattr(schedule, name) for name in OF_SCHEDULES},
         stages=tuple(_stage_programs(planned.program, s) for s in planned.program.stage_numbers),
     )
     return replace(planned, plan=replace(planned.plan, recipe=recipe))
@@ -196,9 +195,8 @@ def run_plan(traced: Traced) -> PlannedStep:
             f"plan= does not fit the programs of its stages: {error} It was made with {recipe.made_with}; this is "
             f"{made_with(request.mesh)}. Leave out plan= to plan again."
         ) from None
-    sizes = {f"stages[{k}].stash_bytes": stage.stash_bytes for k, stage in enumerate(plan.stages)}
-    here = {f"stages[{k}].stash_bytes": program.stash_bytes(stage) for k, stage in enumerate(program.stages)}
-    check_same(sizes, here)
+    for k, (stage, here) in enumerate(zip(plan.stages, program.stages, strict=True)):
+        check_same(f"stages[{k}].stash_bytes", stage.stash_bytes, program.stash_bytes(here))
     same = recipe.made_with == made_with(request.mesh)
     if not same:
         plan = replace(plan, compiled_each_device=(), compiled_stage_memory=())
@@ -229,10 +227,9 @@ def _check_program(traced: Traced, recipe: Recipe) -> None:
     planned, now = recipe.modules, _modules(traced.objective)
     changed = [path or "the loss" for path in {**planned, **now} if planned.get(path) != now.get(path)]
     where = f" in {listed(changed)}" if changed else ""
-    check_same({"variables of the model": recipe.variables}, {"variables of the model": _variables(traced)})
-    name = f"program of model and loss{where}"
-    check_same({name: recipe.program}, {name: digest(program_text(traced.objective.graph))})
-    check_same({"optimizer's state": recipe.optimizer}, {"optimizer's state": _optimizer(traced)})
+    check_same("variables of the model", recipe.variables, _variables(traced))
+    check_same(f"program of model and loss{where}", recipe.program, digest(program_text(traced.objective.graph)))
+    check_same("optimizer's state", recipe.optimizer, _optimizer(traced))
 
 
 def _partition(traced: Traced, plan: Plan) -> Partition:
@@ -265,18 +262,9 @@ def _schedule(plan: Plan) -> Schedule:
     rows = [[tuple(map(_action, filter(".".__ne__, cell.split("+")))) for cell in row.split()] for row in recipe.table]
     if len({len(row) for row in rows}) != 1 or len(rows) != len(recipe.stage_of):
         raise PartitionError("plan=: recipe.table must have a row for each device, and as many ticks in each.")
-    schedule = Schedule(
-        plan.schedule,
-        len(rows),
-        plan.stage_replicas.rounds(plan.num_microbatches),
-        tuple(zip(*rows, strict=True)),
-        len(recipe.stage_of[0]),
-        recipe.versions,
-        recipe.group,
-        recipe.frozen,
-        recipe.stage_of,
-        recipe.keeps_versions,
-    )
+    rounds, num_chunks = plan.stage_replicas.rounds(plan.num_microbatches), len(recipe.stage_of[0])
+    given = {name: getattr(recipe, name) for name in OF_SCHEDULES}
+    schedule = Schedule(plan.schedule, len(rows), rounds, tuple(zip(*rows, strict=True)), num_chunks, **given)
     if schedule.total_stages != len(plan.stages):
         raise PartitionError(f"plan=: recipe.stage_of has {schedule.total_stages} stages, the plan {len(plan.stages)}.")
     schedule.validate()

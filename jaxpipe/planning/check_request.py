@@ -390,39 +390,27 @@ def check_runtime_features(request: Request, schedules: Sequence[Schedule]) -> N
     """Raise ``PartitionError`` if ``runtime="spmd"`` comes with a feature that only ``"mpmd"`` has."""
     if request.runtime != "spmd":
         return
-    features = {
-        f"schedule={schedule.name}": "one program updates weights at the end of a step, not between micro-batches"
-        for schedule in schedules
-        if schedule.versions is not None
+    updating = next((f"schedule={table.name}" for table in schedules if table.versions is not None), None)
+    turning = next((f"schedule={table.name}" for table in schedules if not table.takes_turns), None)
+    axis, widths, zero = request.replica_axis, request.devices_per_stage, request.options.zero
+    joined = None if axis is None else f"PlanOptions(axis_name={axis.name!r})"
+    axes = ", ".join(map(repr, request.submesh.shape))
+    features = {  # what was requested, if so, by the rule that it breaks
+        "one program updates weights at the end of a step, not between micro-batches": updating,
+        "the devices of one program pass messages around a ring, where they take turns": turning,
+        "in one program each stage of a pipeline is on one device": widths and f"devices_per_stage={widths}",
+        "one program keeps stashes in the devices' own memory": request.host and "host_memory=",
+        "in one program each replica computes its micro-batches by itself": joined,
+        "in one program a stage is on one device, not sharded over several": axes and f"the mesh axes {axes}",
+        "in one program each replica has all of the optimizer state": zero and f"zero={zero}",
+        "in one program each device reserves the memory of the largest stage": request.budget and "memory=",
+        "one program has one size": request.several_sizes and "batches of several sizes",
     }
-    features |= {
-        f"schedule={schedule.name}": "the devices of one program pass messages around a ring, where they take turns"
-        for schedule in schedules
-        if not schedule.takes_turns
-    }
-    if request.devices_per_stage:
-        features[f"devices_per_stage={request.devices_per_stage}"] = (
-            "in one program each stage of a pipeline is on one device"
-        )
-    if request.host is not None:
-        features["host_memory="] = "one program keeps stashes in the devices' own memory"
-    if request.replica_axis is not None:
-        features[f"PlanOptions(axis_name={request.replica_axis.name!r})"] = (
-            "in one program each replica computes its micro-batches by itself"
-        )
-    elif request.submesh.shape:
-        axes = ", ".join(map(repr, request.submesh.shape))
-        features[f"the mesh axes {axes}"] = "in one program a stage is on one device, not sharded over several"
-    if request.options.zero:
-        features[f"zero={request.options.zero}"] = "in one program each replica has all of the optimizer state"
-    if request.budget is not None:
-        features["memory="] = "in one program each device reserves the memory of the largest stage"
-    if request.several_sizes:
-        features["batches of several sizes"] = "one program has one size"
-    for feature, rule in features.items():
-        raise PartitionError(
-            f"runtime='spmd' with {feature}: {rule}. Pass runtime='mpmd', the default: a program for each stage."
-        )
+    for rule, feature in features.items():
+        if feature:
+            raise PartitionError(
+                f"runtime='spmd' with {feature}: {rule}. Pass runtime='mpmd', the default: a program for each stage."
+            )
 
 
 def check_model_features(request: Request, model: BoundModel) -> None:

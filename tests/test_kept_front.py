@@ -16,16 +16,16 @@ def test_points_that_are_neither_smaller_nor_faster_are_dropped(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("budget", "seconds", "smallest", "expected"),
+    ("budget", "best", "expected"),
     [
-        (25, 2.0, None, (20, 1.0, 20)),
-        (25, 1.0, None, None),
-        (19, 2.0, None, None),
-        (19, float("inf"), 30, (10, 2.0, 12)),  # refused, though a plan of 10 is known
-        (9, float("inf"), 30, (10, 2.0, 12)),  # refused with more than that plan
-        (9, float("inf"), 10, None),
+        (25, (25, 2.0), (20, 1.0, 20)),
+        (25, (25, 1.0), None),
+        (19, (19, 2.0), None),
+        (19, (30, 1.0), (10, 2.0, 12)),  # refused, though a plan of 10 is known
+        (9, (30, 1.0), (10, 2.0, 12)),  # refused with more than that plan
+        (9, (10, 9.0), None),
     ],
 )
-def test_the_fastest_point_within_a_budget_is_taken(budget, seconds, smallest, expected):
+def test_the_fastest_point_within_a_budget_is_taken(budget, best, expected):
     front = [Point(10, 2.0, 12), Point(20, 1.0, 20)]
-    assert better_point(front, budget, seconds, smallest) == expected
+    assert better_point(front, budget, Point(*best, budget)) == expected

@@ -25,6 +25,10 @@ class Point(NamedTuple):
     seconds: float
     budget: int
 
+    def rank(self, budget: int) -> tuple[bool, float]:
+        """Return the place of a plan among others for a budget: those within it by seconds, then the rest by bytes."""
+        return (True, self.bytes) if self.bytes > budget else (False, self.seconds)
+
 
 def front_path(traced: Traced) -> Path:
     """Return the file of a request. What two requests share by mistake costs them time: plans are made again."""
@@ -40,15 +44,10 @@ def read_front(path: Path) -> list[Point]:
     return multihost.from_first(lambda: read_kept(path, list[Point]) or [])
 
 
-def better_point(front: Iterable[Point], budget: int, seconds: float, smallest: int | None) -> Point | None:
-    """Return the fastest point within a budget if it takes less than some seconds.
-
-    Where a budget was refused, a point that needs less than the ``smallest`` of the error will do.
-    """
-    within = [point for point in front if point.bytes <= budget and point.seconds < seconds]
-    if within:
-        return min(within, key=lambda point: (point.seconds, point.bytes))
-    return min((point for point in front if smallest is not None and point.bytes < smallest), default=None)
+def better_point(front: Iterable[Point], budget: int, best: Point) -> Point | None:
+    """Return the first of the points for a budget if it is better than the best that a search has found."""
+    first = min(front, key=lambda point: (point.rank(budget), point.bytes), default=best)
+    return first if first.rank(budget) < best.rank(budget) else None
 
 
 def add_point(path: Path, front: Iterable[Point], point: Point) -> None:

@@ -98,27 +98,27 @@ def _within_budget(traced: Traced, search: BudgetSearch) -> tuple[PlannedStep, i
 
     A plan that was found for a smaller budget is taken where it is faster, or where no other keeps the budget.
     """
-    budget = sought = traced.request.budget
-    assert budget is not None and sought is not None
+    budget = traced.request.budget
+    assert budget is not None
     path = front_path(traced)
     front = read_front(path)
-    best = search.shortest(budget)
-    keeps = best.needed_bytes <= budget
-    seconds, smallest = (best.plan.step_seconds, None) if keeps else (float("inf"), best.needed_bytes)
-    point = better_point(front, budget, seconds, smallest)
+    best, sought = search.shortest(budget), budget
+    point = better_point(front, budget, _point(best, sought))
     if point is not None:
-        tell(f"A plan for {bytes_text(point.budget)} was {'faster' if keeps else 'smaller'}")
+        tell(f"A plan for {bytes_text(point.budget)} was {'faster' if best.needed_bytes <= budget else 'smaller'}")
         other = search.shortest(point.budget)
-        if other.needed_bytes <= budget and other.plan.step_seconds < seconds:
-            best, sought = other, point.budget
-        elif not keeps and other.needed_bytes < best.needed_bytes:
-            best = other
-        else:
+        if better_point([_point(other, point.budget)], budget, _point(best, sought)) is None:
             front.remove(point)
+        else:
+            best, sought = other, point.budget
     if best.needed_bytes > budget and traced.request.options.allow_over_budget:
         budget = sought = raised(budget, best.needed_bytes)
         best = search.shortest(budget)
     if best.needed_bytes > budget:
         raise refusal(search, budget, best)
-    add_point(path, front, Point(best.needed_bytes, best.plan.step_seconds, sought))
+    add_point(path, front, _point(best, sought))
     return best, budget
+
+
+def _point(planned: PlannedStep, budget: int) -> Point:
+    return Point(planned.needed_bytes, planned.plan.step_seconds, budget)

@@ -8,14 +8,10 @@ import pytest
 from jaxpipe.planning.bracket_search import LEFT, next_place
 
 
-def place_of(known, estimates, budget):
-    return next_place(known, estimates.__getitem__, len(estimates), budget)
-
-
 def searched(sizes, estimates, budget, first):
     """What the search compiles, from some known places on."""
     known = {place: sizes[place] for place in first}
-    while (place := place_of(known, estimates, budget)) is not None:
+    while (place := next_place(known, estimates, budget)) is not None:
         assert place not in known and 0 <= place < len(sizes)
         known[place] = sizes[place]
     return known
@@ -44,12 +40,12 @@ def test_searches_end_whatever_sizes_and_estimates_are():
 
 
 def test_nothing_is_compiled_between_neighbors():
-    assert place_of({0: 10, 1: 5}, [10, 5], 7) is None
-    assert place_of({0: 10, 1: 9}, [10, 5], 7) is None  # all are over it
-    assert [place_of({0: 900, 4: size}, [9, 8, 7, 6, 5], 500) for size in (490, 300)] == [None, 3]
-    assert place_of({}, [3, 2, 1], 5) == 0
+    assert next_place({0: 10, 1: 5}, [10, 5], 7) is None
+    assert next_place({0: 10, 1: 9}, [10, 5], 7) is None  # all are over it
+    assert [next_place({0: 900, 4: size}, [9, 8, 7, 6, 5], 500) for size in (490, 300)] == [None, 3]
+    assert next_place({}, [3, 2, 1], 5) == 0
 
 
 def test_equal_estimates():
     for known in itertools.combinations(range(4), 2):
-        assert place_of(dict.fromkeys(known, 9), [1] * 4, 5) in (*range(4), None)
+        assert next_place(dict.fromkeys(known, 9), [1] * 4, 5) in (*range(4), None)

@@ -52,6 +52,9 @@ INEXACT = 0.1
 #: Gives a plan with the bytes that XLA reserves for it.
 Compile = Callable[[PlannedStep], PlannedStep]
 
+#: The plans of some levels, by place.
+Plans = dict[int, PlannedStep]
+
 
 class LevelSearch:
     """The levels of a candidate, with what is predicted and compiled of them, whatever the budget.
@@ -62,8 +65,8 @@ class LevelSearch:
     def __init__(self, candidate: Candidate, levels: StageLevels, compiled: Compile | None):
         """Nothing is done yet; ``compiled`` compiles a plan, None leaves it at predictions."""
         self.candidate, self.levels, self._compiled = candidate, levels, compiled
-        self._predicted_plans: dict[int, PlannedStep] = {}
-        self._compiled_plans: dict[int, PlannedStep] = {}
+        self._predicted_plans: Plans = {}
+        self._compiled_plans: Plans = {}
 
     def fastest(self, budget: int) -> PlannedStep | None:
         """Return the fastest plan that is found within a budget; None if none is."""
@@ -107,20 +110,14 @@ class LevelSearch:
         nearest = [min(plans, key=lambda place: abs(place - k)) for k in range(len(rooms))]
         return [room + plans[k].plan.predicted_bytes - rooms[k] for room, k in zip(rooms, nearest, strict=True)]
 
-    def _search(
-        self,
-        estimates: Sequence[float],
-        plans: dict[int, PlannedStep],
-        measure: Callable[[int], PlannedStep],
-        budget: int,
-    ) -> dict[int, PlannedStep]:
-        """Measure levels until no other can use a budget better; returns all that are known."""
+    def _search(self, estimates: Sequence[float], plans: Plans, make: Callable[[int], object], budget: int) -> Plans:
+        """Make plans of levels until no other can use a budget better; returns all that are known."""
         for _ in range(MOST_LEVELS):
             known = {k: plan.needed_bytes for k, plan in plans.items()}
-            place = next_place(known, estimates.__getitem__, len(estimates), budget)
+            place = next_place(known, estimates, budget)
             if place is None:
                 break
-            measure(place)
+            make(place)
         return plans
 
 

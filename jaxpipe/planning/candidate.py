@@ -289,12 +289,11 @@ class PlannedStep(ExecutablePlan):
         if self.plan.memory:
             return self
         runtime, peaks = self._peaks()
-        each = [sum(peak.components.values()) for peak in peaks.values()]
         firsts = [peaks[row[0]] for row in runtime.devices.rows]
         plan = replace(
             self.plan,
-            memory=list(peaks.values())[each.index(max(each))].components,
-            each_device=tuple(each),
+            memory=max(peaks.values(), key=lambda peak: peak.total).components,
+            each_device=tuple(peak.total for peak in peaks.values()),
             stage_memory=tuple(peak.components for peak in firsts),
             fullest_in=tuple(peak.label for peak in firsts),
         )

@@ -24,13 +24,13 @@ from jaxpipe.planning.compare_requests import shape_parts
 from jaxpipe.planning.cuts.placed_stages import Partition, StageCost
 from jaxpipe.planning.given_plan import check_same, made_with, recipe_in
 from jaxpipe.planning.refuse_budget import check_budget
+from jaxpipe.planning.storage.stage_levels import sliced_programs
 from jaxpipe.planning.trace_request import Traced
 from jaxpipe.recipe import Recipe, StagePrograms
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import ResidualPlan, refitted
 from jaxpipe.residuals.codecs import BUILT_IN, CSR, Bitmap, SparseCodec
 from jaxpipe.residuals.stored_formats import Derived, Format
-from jaxpipe.residuals.vjp_program import in_slices
 from jaxpipe.runtime.stages import Program, StashSwap, SwapTarget, places_to_cut, with_storage
 from jaxpipe.schedules.table import Action, Kind, Schedule, StageNumber
 from jaxpipe.text.progress import phase
@@ -155,8 +155,7 @@ def _stored(program: Program, traced: Traced, plan: Plan, forms: Mapping[str, Fo
     for k, (stage, planned, exact) in enumerate(zip(program.stages, plan.stages, recipe_in(plan).stages, strict=True)):
         vjp, swap = stage.programs, None
         if planned.slices > 1:
-            wrt, policy = vjp.backward_graph.wrt, traced.request.policy
-            sliced = in_slices(stage.graph, wrt, policy=policy, held=stage.used, seeds=[loss])
+            sliced = sliced_programs(program, stage, traced.request.policy)
             if sliced is None or sliced.count != planned.slices:
                 raise ValueError(f"stages[{k}].slices is {planned.slices}, here {sliced and sliced.count}.")
             vjp = vjp_program.assemble(sliced.vjp.backward_graph, refitted(_formats(exact, forms), sliced.vjp.graph))

@@ -248,13 +248,10 @@ def _default_microbatches(size: int, request: Request) -> int:
 
     Where the model normalizes over examples, ``trace_request`` takes fewer, so that each has enough of them.
     """
-    counts = _counts(size, request.parts)
-    num_stages, round_size = request.num_devices, 1
-    if isinstance(request.devices_per_stage, tuple):
-        num_stages, round_size = len(request.devices_per_stage), StageReplicas(request.devices_per_stage).round_size
-    if not counts:
-        return 1
-    wanted = round_size * (1 if num_stages == 1 else MICROBATCHES_PER_STAGE * num_stages)
+    counts = _counts(size, request.parts) or [1]
+    given = request.devices_per_stage
+    widths = given if isinstance(given, tuple) else (1,) * request.num_devices
+    wanted = StageReplicas(widths).round_size * (1 if len(widths) == 1 else MICROBATCHES_PER_STAGE * len(widths))
     return next((m for m in counts if m >= wanted), counts[-1])
 
 

@@ -244,7 +244,7 @@ def stage_levels(
         stays_apart = len(program.schedule.program_kinds[s][0]) == 1  # its stash leaves its forward program
         front = Front(
             vjp=stage.programs,
-            sliced=_in_slices(program, stage, policy),
+            sliced=sliced_programs(program, stage, policy),
             items_of=functools.partial(_items, program.specs, stage, prices, solving.items),
             price=prices.seconds,
             policy=policy,
@@ -258,7 +258,7 @@ def stage_levels(
     return StageLevels(program, tuple(besides), tuple(fronts), links, solving)
 
 
-def _in_slices(program: Program, stage: Stage, policy: Policy) -> SlicedProgram | None:
+def sliced_programs(program: Program, stage: Stage, policy: Policy) -> SlicedProgram | None:
     """Return the programs of the last stage with its largest product in slices, if that can be."""
     is_last, on_one_device = stage is program.stages[-1], program.specs.submesh.size == 1
     if not (is_last and on_one_device and stage.is_trained and stage.fold is None):

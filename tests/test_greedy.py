@@ -114,3 +114,14 @@ def test_equal_stages_are_solved_once():
     assert solving.fastest(replace(named, capacity=LAYERS * INPUT + 7 * INNER), 0.0) == (answer, 0.0)
     less, _ = solving.fastest(replace(named, capacity=LAYERS * INPUT + 6 * INNER), 0.0)
     assert less.outcome.seconds == (LAYERS - 6) * SECONDS
+
+
+def test_nothing_is_stored_that_nobody_reads():
+    """The product is stored again before what is computed from it is, and has no reader then."""
+    keep, swap = Option("keep", 10), Option("swap keep", 10, held=0, link_seconds=1.0)
+    product = Item("product", (keep, swap), (), 10, (), 10.0)
+    activation = Item("tanh", (keep, swap), (0,), 10, (0,), 1.0)
+    problem = Problem((product, activation), (0,), 25, held=3, frees=False, overlap=5.0)
+    answer = choose(problem, SolverOptions())
+    assert answer.choice == (NOT_STORED, 1)
+    assert (answer.status, answer.outcome.swapped_bytes, answer.outcome.seconds) == ("optimal", 10, 0.0)

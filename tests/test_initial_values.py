@@ -180,3 +180,23 @@ def test_a_module_is_traced_twice_unless_its_calls_do_other_than_its_initializat
     expected, expected_gradients = jax.jit(jax.value_and_grad(plain))(parameters, X)
     assert_same_bits(value, expected)
     assert_same_bits(gradients, expected_gradients["params"])
+
+
+def test_a_module_that_returns_an_array_of_numpy_beside_its_result():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(3)(x), np.arange(3)
+
+    def loss(model, x):
+        y, weights = model(x)
+        return jnp.square(y * weights).mean()
+
+    settings = {"optimizer": optax.sgd(0.1), "num_microbatches": 1, "profile": "analytic"}
+    pipeline = jaxpipe.partition(Net(), mesh_of(1), X, loss=loss, **settings)
+    state = pipeline.init(KEY)
+    variables = pipeline.parameters(state)
+    assert_same_bits(variables, jax.tree.map(np.asarray, Net().init(KEY, X)))
+    (_, _), gradients = pipeline.value_and_grad(state, X)
+    expected = jax.jit(jax.grad(lambda v: loss(lambda x: Net().apply(v, x), X)))(variables)
+    assert relative_l2(gradients, expected["params"]) < FUSION

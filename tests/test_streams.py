@@ -91,6 +91,26 @@ def test_a_stream_that_a_lifted_transformation_splits_by_name():
     check_gradients(pipeline, state, params, plain)
 
 
+def test_a_stream_that_initialization_does_not_name():
+    class Late(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(8)(x)
+            if not self.is_initializing():
+                x = nn.vmap(nn.Dropout, variable_axes={}, split_rngs={"dropout": True})(0.5, deterministic=False)(x)
+            return nn.Dense(5)(x)
+
+    params = Late().init(KEY, BATCH["x"])["params"]
+    pipeline = partition(Late(), lambda model, batch: jnp.square(model(batch["x"])).mean(), 2)
+    state = pipeline.init(KEY)
+    assert_same_bits(pipeline.parameters(state)["params"], jax.tree.map(np.asarray, params))
+
+    def plain(params, batch, key):
+        return jnp.square(Late().apply({"params": params}, batch["x"], rngs={"dropout": key})).mean()
+
+    check_gradients(pipeline, state, params, plain)
+
+
 class VAE(nn.Module):
     @nn.compact
     def __call__(self, x, key):

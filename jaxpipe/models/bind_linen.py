@@ -60,7 +60,7 @@ def bind_linen(
     count, trained = params_def.num_leaves, params_def.num_leaves + overwritten_def.num_leaves
 
     bound_function, batch_key = function, shape_key(jax.tree.map(shape_of, microbatch))
-    once = len(search.calls.returned) == 1  # no variable follows from the result of another call
+    once = len(search.calls.assumed) == 1  # no variable follows from the result of another call
 
     def arrays(tree: PyTree) -> dict[Path, ArrayLike]:
         tree = unfreeze(plain_tree(tree, [*overwritten, *state]))
@@ -78,8 +78,7 @@ def bind_linen(
         model = LinenModel(module, variables, key, search.calls if bound else search.calls.copy())
         with handed_on():
             result = call_function(function, model, batch, key)
-        if bound:
-            search.calls.returned.clear()  # it was as assumed
+        model.check_all_called()
         left = {**variables, **model.state}
         after = by_path(left)
 

@@ -12,7 +12,7 @@ level of the loss is initialized with its own arguments, so that initial values 
 import contextlib
 import functools
 import inspect
-import re
+import numbers
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -28,11 +28,11 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxpipe import _compat
-from jaxpipe.array_types import Array, PyTree, PyTreeDef
+from jaxpipe.array_types import Array, PyTree
 from jaxpipe.errors import ModelError
 from jaxpipe.models.call_function import RNGS, call_function, takes_rngs
 from jaxpipe.models.check_batch import shape_of
-from jaxpipe.models.observed_calls import Observed, observed_calls
+from jaxpipe.models.observed_calls import Arguments, Observed, observed_calls
 from jaxpipe.models.purify_nnx import part
 from jaxpipe.models.variable_trees import Path, by_path, merged, path_text, plain_tree
 from jaxpipe.text.value_text import listed
@@ -54,7 +54,9 @@ class MissingAttributeError(ModelError, AttributeError):
 
 
 class ReturnsOtherError(BaseException):
-    """A call returns, or leaves of the variables, other arrays than its initialization, which it was taken to do.
+    """A call does not return what its initialization returned, which it was taken to do.
+
+    That is seen where a call that follows has other arguments than it had when it was initialized.
 
     It goes through a loss that catches any ``Exception``.
     """
@@ -64,8 +66,7 @@ class LinenModel:
     """The ``model`` of a loss, for a Linen module: ``model(*args)`` is ``module.apply`` with state threaded.
 
     Every collection but ``params`` is mutable; call number n > 0 uses ``fold_in(key, n)`` for random numbers, the
-    first the micro-batch's key itself. Raises ``ReturnsOtherError`` if calls do else than what ``observed`` says that
-    they return, if it does.
+    first the micro-batch's key itself. Raises ``ReturnsOtherError`` if calls are others than ``observed`` assumes.
     """
 
     def __init__(self, module: nn.Module, variables: PyTree, key: Array, observed: Observed | None = None):
@@ -73,11 +74,10 @@ class LinenModel:
         self._variables = variables
         self._sown: PyTree = {}
         self._key = key
-        self._number = 0
+        self.arguments: list[Arguments] = []  # of the calls so far
         self._draws: Counter[str] = Counter()
         self._known = Observed() if observed is None else observed
         self.observed = self._known.copy()
-        self._given_paths = frozenset(by_path(variables))
         self._trace = _compat.current_trace()
 
     @property
@@ -106,32 +106,29 @@ class LinenModel:
         for name, given in _GIVEN.items():
             if name in kwargs:
                 raise ModelError(f"model(..., {name}=) in a loss: {given}. Leave {name}= out.")
-        self._number += 1
-        result = self._call(self._key_of(self._number - 1), *args, **kwargs)
-        self._check_returned(result)
-        return result
-
-    def _check_returned(self, result: PyTree) -> None:
-        if not self._known.returned:
-            return
-        tree, seen = self._seen(result)
-        expected = dict(enumerate(self._known.returned, 1)).get(self._number, (None, {}))
-        # Variables that are made by later calls only were none when this was expected.
-        seen = {path: x for path, x in seen.items() if path in expected[1] or path not in self._given_paths}
-        if expected != (tree, seen) or self._known != self.observed:
+        self.arguments.append(_described((args, kwargs)))
+        number, assumed = len(self.arguments), self._known.assumed
+        if assumed and assumed[:number] != tuple(self.arguments):
             raise ReturnsOtherError
+        return self._call(self._key_of(number - 1), *args, **kwargs)
 
-    def _seen(self, result: PyTree) -> tuple[PyTreeDef, dict[Path, object]]:
-        """Return all that the code behind a call can see of it while it is traced."""
-        leaves, tree = jax.tree.flatten(result)
-        seen = {("", str(k)): x for k, x in enumerate(leaves)} | by_path(self.variables)
-        return tree, {k: (x.shape, x.dtype, x.weak_type) if isinstance(x, jax.Array) else x for k, x in seen.items()}
+    def check_all_called(self) -> None:
+        """Raise ``ReturnsOtherError`` if there were fewer calls than those that are assumed."""
+        if len(self.arguments) < len(self._known.assumed):
+            raise ReturnsOtherError
 
     def _key_of(self, call: int) -> Array:
         return jax.random.fold_in(self._key, call) if call else self._key
 
     def _call(self, key: Array, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        result, new = self._apply(self._variables, key, *args, **kwargs)
+        try:
+            result, new = self._apply(self._variables, key, *args, **kwargs)
+        except InvalidRngError:  # of a stream that initialization has not named
+            if self._known.assumed:
+                raise ReturnsOtherError from None
+            raise
+        if self._known.assumed and self._known != self.observed:
+            raise ReturnsOtherError
         self._keep(new, self._variables)
         return result
 
@@ -172,6 +169,18 @@ class LinenModel:
         raise ModelError(_NO_VARIABLES)
 
     __contains__ = __getitem__ = __iter__ = _refuse
+
+
+def _described(arguments: PyTree) -> Arguments:
+    """Return all of some arguments that the variables of a call may depend on."""
+
+    def described(x: Any) -> object:
+        if hasattr(x, "shape"):
+            return x.shape, x.dtype, getattr(x, "weak_type", False)
+        return x if isinstance(x, numbers.Number | str) else type(x)
+
+    leaves, tree = jax.tree.flatten(arguments)
+    return tree, tuple(map(described, leaves))
 
 
 def state_of(variables: PyTree) -> PyTree:
@@ -217,7 +226,7 @@ def make_variables(
     Args:
       variables: values to use instead.
       assumed: whether a call is taken to return what its initialization returns, and to leave the variables that this
-        makes, so that the model runs once for each call; ``Observed.returned`` then says what is assumed.
+        makes, so that the model runs once for each call; ``Observed.assumed`` then says of which calls.
 
     Raises:
       ModelError: if initial values depend on the arguments of a call inside a transformation.
@@ -225,7 +234,7 @@ def make_variables(
     model = _InitializingLinenModel(module, key, variables, assumed)
     with handed_on():
         call_function(function, model, batch, key)
-    return model.made(), model.observed
+    return model.made(), replace(model.observed, assumed=tuple(model.arguments) if assumed else ())
 
 
 class _InitializingLinenModel(LinenModel):
@@ -240,7 +249,7 @@ class _InitializingLinenModel(LinenModel):
     @property
     def variables(self) -> PyTree:
         """The variables of calls so far, of which there must be one."""
-        if not self._number and not self._given:
+        if not self.arguments and not self._given:
             raise ModelError(
                 "The loss reads model.variables before it calls the model: what variables the model has is known from "
                 "its calls. Write model(x) first."
@@ -260,11 +269,9 @@ class _InitializingLinenModel(LinenModel):
             try:
                 variables = self._variables if self._given else self._with_needed(key, args, kwargs)
                 result, new = self._apply(without_sown(variables, known), key, *args, **kwargs)
-            except InvalidRngError as error:
-                missing = re.search(r'needs PRNG for "(\w+)"', str(error))
-                if missing is None or missing[1] in known.split:
+            except InvalidRngError:
+                if self.observed == known:  # else there are streams that are known by now
                     raise
-                self.observed.split.add(missing[1])
             else:
                 # Else the variables may hold what calls before have sown.
                 if self.observed == known or (self._assumed and self.observed.split == known.split):
@@ -278,10 +285,6 @@ class _InitializingLinenModel(LinenModel):
 
     def _returns_initial(self) -> bool:
         return self._assumed and _compat.current_trace() is self._trace
-
-    def _check_returned(self, result: PyTree) -> None:
-        if self._assumed:
-            self.observed.returned.append(self._seen(result))
 
     def _with_needed(self, key: Array, args: PyTree, kwargs: PyTree) -> PyTree:
         """Return the variables that a call needs; a method that reads those of calls before finds none at its own."""
@@ -316,7 +319,7 @@ class _InitializingLinenModel(LinenModel):
             self._made.append(lambda _: new)
             return self._variables
         shapes = jax.eval_shape(lambda *given: initialize(*given)[1], key, arguments)
-        number, avals = self._number - 1, [shape_of(x) for x in arguments]
+        number, avals = len(self.arguments) - 1, [shape_of(x) for x in arguments]
         # The key is made outside of the transformation.
         self._made.append(lambda known: _made_inside(initialize, self._key_of(number), avals, known))
         return merged(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), self._variables)

@@ -21,6 +21,10 @@ from jaxpipe.array_types import PyTree, PyTreeDef
 from jaxpipe.models.variable_trees import Path
 
 
+#: Arguments of a call: their structure; of arrays shape and type, of numbers and texts themselves, of others the class.
+Arguments: TypeAlias = tuple[PyTreeDef, tuple[object, ...]]
+
+
 @dataclass
 class Observed:
     """Facts about the calls of some traces.
@@ -29,8 +33,7 @@ class Observed:
       sown: of Linen, collection and path of every value that ``sow`` or ``perturb`` has collected.
       split: of Linen, the streams beside "params" that a lifted transformation names, to split them or not.
       sown_variables: of NNX, type and name of every variable that ``sow`` has made or changed.
-      returned: of Linen, what the code behind each call can see of it, if that is taken to be what its initialization
-        returns and leaves.
+      assumed: of Linen, the arguments of each call, if it is taken to return what its initialization returns.
       writes_parameters: of NNX, whether a parameter was given a value.
       has_streams: whether ``has_rng`` is true for every stream, as it would be if ``rngs=`` named all of them.
     """
@@ -38,12 +41,12 @@ class Observed:
     sown: set[Path] = field(default_factory=set)
     split: set[str] = field(default_factory=set)
     sown_variables: set[tuple[type[nnx.Variable], str]] = field(default_factory=set)
-    returned: list[tuple[PyTreeDef, dict[Path, object]]] = field(default_factory=list, compare=False)
+    assumed: tuple[Arguments, ...] = field(default=(), compare=False)
     writes_parameters: bool = field(default=False, compare=False)
     has_streams: bool = field(default=True, compare=False)
 
     def copy(self) -> "Observed":
-        """Return the same facts, but for what is returned, to which others may be added."""
+        """Return the same facts, but for what is assumed, to which others may be added."""
         return Observed(set(self.sown), set(self.split), set(self.sown_variables))
 
 

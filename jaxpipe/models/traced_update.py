@@ -13,7 +13,6 @@ counted it, such as the moments of a parameter that is set back behind Adam, sta
 """
 
 import contextlib
-import functools
 import re
 import traceback
 import types
@@ -41,6 +40,9 @@ from jaxpipe.models.bound_model import BoundModel
 
 
 T = TypeVar("T")
+
+#: Stands for the number of a parameter where there is none.
+_NO_PARAMETER = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,25 +301,31 @@ def _owners(
 ) -> tuple[int | None, ...]:
     """The parameter that each leaf of the optimizer state belongs to; None for one that belongs to none.
 
-    Optax tells it. It calls ``init`` with something else than a tree of parameters, which functions that choose
-    parameters (labels, masks) may not take. A leaf then belongs to the parameter whose path ends its own.
+    Optax tells which parts of it are like the tree of parameters. It calls ``init`` with something else than such a
+    tree, which functions that choose parameters (labels, masks) may not take. A leaf then belongs to the parameter
+    whose path ends its own.
     """
-    numbers = model.parameter_tree([_Owned(k, None) for k in range(len(model.parameters))])
-    numbers_of_leaves: list[int | None] = []
+    numbers = model.parameter_tree(list(range(len(model.parameters))))
+    number_at = dict(jax.tree_util.tree_flatten_with_path(numbers)[0])
+
+    def numbered(part: PyTree) -> PyTree:
+        """A part like the tree of parameters, with a parameter's number for all that is in its place."""
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: next(number_at[path[:k]] for k in range(len(path) + 1) if path[:k] in number_at), part
+        )
+
+    def without_number(part: PyTree) -> PyTree:
+        return jax.tree.map(lambda _: _NO_PARAMETER, part)
+
     try:
         marked = optax.tree_map_params(
-            optimizer, _marked, shape, numbers, transform_non_params=lambda x: _Owned(None, x), is_leaf=lambda _: True
+            optimizer, numbered, shape, transform_non_params=without_number, is_leaf=lambda _: True
         )
+        return tuple(None if k == _NO_PARAMETER else k for k in jax.tree.leaves(marked))
     except Exception:
-        flat = jax.tree_util.tree_flatten_with_path(numbers, is_leaf=_is_owned)[0]
-        number_at = {path: part.number for path, part in flat if path}
-        for path, _ in jax.tree_util.tree_flatten_with_path(shape)[0]:
-            ends = (number_at.get(path[k:]) for k in range(len(path)))
-            numbers_of_leaves.append(next((k for k in ends if k is not None), None))
-        return tuple(numbers_of_leaves)
-    for part in jax.tree.leaves(marked, is_leaf=_is_owned):
-        numbers_of_leaves += [part.number] * len(jax.tree.leaves(part.value)) if _is_owned(part) else [None]
-    return tuple(numbers_of_leaves)
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(shape)[0]]
+        ends = ([path[k:] for k in range(len(path))] for path in paths)
+        return tuple(next((number_at[end] for end in of_leaf if end in number_at), None) for of_leaf in ends)
 
 
 def _with_masters(state_shape: optax.OptState, owner: Sequence[int | None]) -> set[int | None]:
@@ -330,32 +338,6 @@ def _with_masters(state_shape: optax.OptState, owner: Sequence[int | None]) -> s
 
     marks = jax.tree.map(mark, state_shape, is_leaf=lambda part: isinstance(part, MasterWeightsState))
     return {k for k, marked in zip(owner, jax.tree.leaves(marks), strict=True) if marked}
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["number"])
-@dataclass(frozen=True, eq=False)
-class _Owned:
-    """A tree that belongs to a parameter, by its number."""
-
-    number: int | None
-    value: PyTree
-
-
-def _is_owned(part: object) -> bool:
-    return isinstance(part, _Owned)
-
-
-def _marked(part: PyTree, numbers: PyTree) -> PyTree:
-    """A state that is like the tree of parameters, with a parameter's number for all that is in its place.
-
-    A ``MaskedNode`` stands where a transformation leaves out a parameter, or a whole branch of the tree.
-    """
-    if isinstance(numbers, _Owned):
-        return _Owned(numbers.number, part)
-    if isinstance(part, optax.MaskedNode):
-        return part
-    children, level = jax.tree.flatten(numbers, is_leaf=lambda x: x is not numbers)
-    return jax.tree.unflatten(level, list(map(_marked, level.flatten_up_to(part), children)))
 
 
 def _cut(graph: Graph, whole: BoundModel, parameters: Stacks, state: Stacks) -> Graph:

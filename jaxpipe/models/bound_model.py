@@ -107,9 +107,8 @@ class BoundModel:
     def paths(self) -> tuple[Path, ...]:
         """By parameter, then by state variable, its path in ``variable_tree``."""
         count, total = len(self.parameters), len(self.parameters) + len(self.state)
-        numbered = self.variable_tree(list(range(count)), list(range(count, total)))
-        path_of = dict(zip(jax.tree.leaves(numbered), by_path(numbered), strict=True))
-        return tuple(path_of[k] for k in range(total))
+        number_at = by_path(self.variable_tree(list(range(count)), list(range(count, total))))
+        return tuple(sorted(number_at, key=number_at.__getitem__))
 
     def flatten(self, tree: PyTree) -> Flat:
         """Return parameters and state from a caller's tree of them (``jaxpipe.models.variable_trees.select``)."""

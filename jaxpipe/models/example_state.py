@@ -58,6 +58,15 @@ def _several_rows(name: str, x: Shaped, examples: int) -> str:
     )
 
 
+def _own_rows(name: str, x: Shaped, rows: int, size: int) -> str:
+    return (
+        f"The state variable {name} of shape {list(x.shape)} has a row for each of the {rows} examples of a "
+        "micro-batch, so that the next micro-batch would go on from the state of other examples. Make it for the "
+        f"{size} examples of the batch: each micro-batch then reads and writes its own rows. Or pass "
+        "num_microbatches=1."
+    )
+
+
 def example_axes(names: Sequence[str], state: Sequence[jax.ShapeDtypeStruct], rows: int, size: int, call: Call) -> Axes:
     """Find the axes of examples of state that was given, by calls of other numbers of examples.
 
@@ -70,14 +79,11 @@ def example_axes(names: Sequence[str], state: Sequence[jax.ShapeDtypeStruct], ro
       ModelError: if state has a row for each example of a micro-batch, or several rows for each.
     """
     none: Axes = (None,) * len(state)
-    if rows == size:
-        return none
-    whole, part = (tuple(x.shape.index(n) if n in x.shape else None for x in state) for n in (size, rows))
-    if not any(n and n % rows == 0 for x in state for n in x.shape):
+    if rows == size or not any(n and n % rows == 0 for x in state for n in x.shape):
         return none
     other = next(n for n in (2 * rows, 3 * rows) if n != size)
 
-    def runs(axes: Axes, examples: int = rows) -> bool:
+    def runs(axes: Axes, examples: int) -> bool:
         shapes = [_resized(x, axis, other, examples) for x, axis in zip(state, axes, strict=True)]
         try:
             new = call(other, shapes)
@@ -85,29 +91,21 @@ def example_axes(names: Sequence[str], state: Sequence[jax.ShapeDtypeStruct], ro
             return False
         return all(a.shape == b.shape for a, b in zip(shapes, new, strict=True))
 
-    def first(axes: Axes, examples: int) -> tuple[Axes, int | None]:
-        """Return the first choice of some axes for which the model runs, and its first state variable."""
-        choice = next((choice for choice in _choices(axes, state) if runs(choice, examples)), none)
-        return choice, next((k for k, axis in enumerate(choice) if axis is not None), None)
+    def fitting(examples: int, several: bool) -> Axes:
+        """Return the first choice of axes with a row, or with several, for each example, for which the model runs."""
+        fits = (lambda n: n % examples == 0) if several else (lambda n: n == examples)
+        axes = tuple(next((k for k, n in enumerate(x.shape) if n and fits(n)), None) for x in state)
+        return next((choice for choice in _choices(axes, state) if runs(choice, examples)), none)
 
-    if runs(none):
+    if runs(none, rows):
         return none
-    chosen, k = first(whole, size)
-    if k is not None:
-        return chosen
-    _, k = first(part, rows)
-    if k is not None:
-        raise ModelError(
-            f"The state variable {names[k]} of shape {list(state[k].shape)} has a row for each of the {rows} examples "
-            f"of a micro-batch, so that the next micro-batch would go on from the state of other examples. Make it for "
-            f"the {size} examples of the batch: each micro-batch then reads and writes its own rows. Or pass "
-            "num_microbatches=1."
-        )
-    for examples in (rows, size):
-        several = tuple(next((k for k, n in enumerate(x.shape) if n and n % examples == 0), None) for x in state)
-        _, k = first(several, examples)
+    if (axes := fitting(size, several=False)) != none:
+        return axes
+    for examples, several in ((rows, False), (rows, True), (size, True)):
+        k = next((k for k, axis in enumerate(fitting(examples, several)) if axis is not None), None)
         if k is not None:
-            raise ModelError(_several_rows(names[k], state[k], examples))
+            text = _several_rows(names[k], state[k], examples) if several else _own_rows(names[k], state[k], rows, size)
+            raise ModelError(text)
     return none
 
 

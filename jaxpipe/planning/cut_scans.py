@@ -25,6 +25,7 @@ from jaxpipe.models.traced_update import TracedUpdate, trace_update
 from jaxpipe.models.unroll_layers import Groups, groups_of, scans_over_variables, unroll
 from jaxpipe.models.variable_shardings import variable_specs
 from jaxpipe.planning.check_request import Request
+from jaxpipe.planning.cuts.balance_chain import least_number
 from jaxpipe.planning.given_cuts import layers_of
 from jaxpipe.planning.given_plan import recipe_in
 from jaxpipe.runtime.stages import places_to_cut
@@ -166,12 +167,8 @@ def _balance(seconds: Sequence[float], num_stages: int) -> tuple[float, list[int
         return first
 
     total = float(ends[-1])
-    low, high = max(*seconds, total / num_stages), total
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (low, middle) if starts(middle)[-1] >= len(seconds) else (middle, high)
-    high *= 1 + 1e-9
-    return high, [first for first in starts(high)[1:-1] if first < len(seconds)]
+    least = least_number(total / num_stages, total, lambda x: starts(x)[-1] == len(seconds)) * (1 + 1e-9)
+    return least, [first for first in starts(least)[1:-1] if first < len(seconds)]
 
 
 def _scans(objective: MicrobatchProgram, groups: Groups) -> dict[str, tuple[int, ...]]:

@@ -3,24 +3,34 @@
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from jaxpipe.planning.cuts.cost_models import CostModel, Layout, Synchronous
+from jaxpipe.planning.cuts.cost_models import CostModel, Layout
 from jaxpipe.planning.cuts.cut_space import CutSpace, cut_space, least_crossed
-from jaxpipe.planning.cuts.placed_stages import Partition, cost_stages
+from jaxpipe.planning.cuts.placed_stages import Partition, cut_at, model_of
 
 
-#: How close the limit of a balanced cut is to the least one.
-PRECISION = 1e-7
+#: How close the limit of a balanced cut is to the least one, and as close as two numbers can be.
+PRECISION, EXACT = 1e-7, 2.0**-52
 #: How much longer than the least limit stages may be, if messages take less then.
 LOOSER = 1.01
 #: How many places are compared for one cut.
 MOST_PLACES = 256
 #: How much unequal work counts beside messages that take as long as the mean.
 UNEQUAL = 1e-6
+
+
+def least_number(low: float, high: float, suffices: Callable[[float], bool], precision: float = PRECISION) -> float:
+    """Return the least number between two that suffices, to a share of it; infinite if the higher does not."""
+    if not suffices(high):
+        return math.inf
+    while high - low > precision * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if suffices(middle) else (middle, high)
+    return high
 
 
 class Chain:
@@ -54,30 +64,13 @@ class Chain:
 
     def least(self) -> float:
         """Return the least limit, to ``PRECISION``; infinite if there are no cuts within the memory."""
-        longest = max(b - a for a, b in zip(self.work, self.work[1:], strict=False))
-        low = max(self.work[-1] / sum(self.rates), longest / max(self.rates)) * (1 - PRECISION)
-        high = self.work[-1] / min(self.rates)
-        if self.within(high * (1 + PRECISION)) is None:
-            return math.inf
-        width = max(low, 1e-12 * high) * 0.05
-        while self.within(low + width) is None and low + width < high:
-            low, width = low + width, 2 * width
-        high = min(high * (1 + PRECISION), low + width)
-        while high - low > PRECISION * high:
-            middle = (low + high) / 2
-            low, high = (middle, high) if self.within(middle) is None else (low, middle)
-        return high
+        low, high = (self.work[-1] / rate for rate in (sum(self.rates), min(self.rates)))
+        return least_number(low * (1 - PRECISION), high * (1 + PRECISION), lambda x: self.within(x) is not None)
 
     def least_memory(self) -> float:
         """Return the bytes of equal devices that hold some cuts; infinite if there are too few cuts."""
-        limit = math.inf
-        if self.within(limit, [math.inf] * len(self.rates)) is None:
-            return math.inf
-        low, high = 0.0, max(float(held[-1]) for held in self.holds)
-        for _ in range(60):
-            middle = (low + high) / 2
-            low, high = (middle, high) if self.within(limit, [middle] * len(self.rates)) is None else (low, middle)
-        return high
+        most, count = max(float(held[-1]) for held in self.holds), len(self.rates)
+        return least_number(0.0, most, lambda x: self.within(math.inf, [x] * count) is not None, EXACT)
 
     def lightest(self, limit: float) -> list[int] | None:
         """Return cuts within a limit whose messages take least; of equals balanced ones."""
@@ -127,14 +120,9 @@ class Chain:
 
 def balanced(partition: Partition) -> Partition:
     """Return the same operators in the same order on the same devices, cut so that the longest stage is shortest."""
-    memory = tuple(math.inf if size is None else size for size in partition.memory)
-    model = Synchronous(partition.network, partition.num_microbatches, memory, bool(partition.profile.frozen))
+    model = model_of(partition)
     space = cut_space(partition.profile, reorder=False, starts=partition.starts)
     layout = tuple(stage.devices for stage in partition.stages)
     chain = Chain(space, model, layout)
     cuts = chain.lightest(max(chain.least() * LOOSER, 1e-300))
-    if cuts is None:
-        return partition
-    stages = tuple(zip(cuts, cuts[1:], layout, strict=False))
-    seconds = model.objective(space, stages)
-    return replace(partition, stages=cost_stages(model, space, stages), bottleneck_seconds=seconds, ties=1)
+    return partition if cuts is None else replace(cut_at(partition, model, space, np.array(cuts), layout), ties=1)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxpipe.costs.profile import Profile
-from jaxpipe.planning.cuts.cost_models import CostModel, Layout, Stages
+from jaxpipe.planning.cuts.cost_models import CostModel, Layout, Plans
 from jaxpipe.planning.cuts.cut_space import CutSpace, space_of
 from jaxpipe.planning.cuts.layouts import Limits, all_layouts
 
@@ -23,9 +23,6 @@ MOST_MOVES = 1000
 #: Sums of the same seconds in another order differ by less than this.
 ROUNDING = 1 + 1e-9
 
-#: Rows of cuts ``[plans, stages + 1]`` with the devices of their stages.
-Plans = tuple[np.ndarray, Layout]
-
 
 @dataclass(frozen=True)
 class Found:
@@ -36,7 +33,8 @@ class Found:
     """
 
     seconds: float
-    stages: Stages
+    cuts: np.ndarray
+    layout: Layout
     bound: float
     ties: int
     placements: str
@@ -99,20 +97,20 @@ def chosen(space: CutSpace, model: CostModel, plans: list[Plans], slack: float, 
     least = min(float(size[alike].min(initial=math.inf)) for size, alike in zip(sizes, near, strict=True))
     if slack:
         near = [alike & (size <= least * (ROUNDING + slack)) for alike, size in zip(near, sizes, strict=True)]
-    keys: list[tuple[float, float, int, float, float, Stages]] = []
+    keys: list[tuple[float, float, int, float, float, tuple[tuple[int, tuple[int, ...]], ...]]] = []
     for (cuts, layout), price, alike, n in zip(plans, prices, near, sent, strict=True):
         rows = np.flatnonzero(alike)
         load = np.diff(space.seconds[cuts[rows]], axis=1) / model.rates(layout)
         longer, uneven = _rounded(price[rows] + load.max(1)), _rounded((load**2).sum(1))
         for k in np.lexsort((uneven, n[rows], longer))[:1]:
-            row = cuts[rows[k]].tolist()
-            stages = tuple(zip(row, row[1:], layout, strict=False))
             numbers = float(longer[k]), float(n[rows[k]]), sum(map(len, layout)), float(uneven[k])
+            stages = tuple(zip(cuts[rows[k], 1:].tolist(), layout, strict=True))
             keys.append((*numbers, float(price[rows[k]]), stages))
     *_, seconds, stages = min(keys)
+    ends, layout = zip(*stages, strict=True)
     everything = placements == "all placements"
     ties = sum(int((price <= best * ROUNDING).sum()) for price in prices) if everything else 1
-    return Found(seconds, stages, best if everything else 0.0, ties, placements)
+    return Found(seconds, np.array([0, *ends]), layout, best if everything else 0.0, ties, placements)
 
 
 def _rounded(values: np.ndarray) -> np.ndarray:
@@ -122,17 +120,15 @@ def _rounded(values: np.ndarray) -> np.ndarray:
 
 
 def move_operators(
-    profile: Profile, space: CutSpace, model: CostModel, stages: Stages, seconds: float
-) -> tuple[CutSpace, Stages, float]:
-    """Move operators across cuts while the objective falls; returns a space of the new cuts, the stages, their cost.
+    profile: Profile, space: CutSpace, model: CostModel, cuts: np.ndarray, layout: Layout, seconds: float
+) -> tuple[CutSpace, float]:
+    """Move operators across cuts while the objective falls; returns a space of the new cuts alone, and their cost.
 
     For graphs with too many cuts to look at all of them: stages along one order of the operators are a start, from
     which an operator may go to the stage of its readers, or of what it reads.
     """
-    cuts = [stages[0][0], *(last for _, last, _ in stages)]
     sets = np.array([space.holds(cut) for cut in cuts])
     best = space_of(profile, sets)
-    chosen: Stages = tuple((k, k + 1, devices) for k, (*_, devices) in enumerate(stages))
     count, free = len(profile.names), np.ones(len(profile.names), bool)
     free[[v for group in profile.together for v in group]] = False
     sources, targets = np.array([edge[:2] for edge in profile.edges], int).reshape(-1, 2).T
@@ -154,8 +150,8 @@ def move_operators(
         for moved in itertools.islice(moves(sets), MOST_MOVES - spent):
             spent += 1
             candidate = space_of(profile, moved)
-            cost = model.objective(candidate, chosen)
+            cost = model.objective(candidate, np.arange(len(sets)), layout)
             if cost < seconds / ROUNDING:
                 best, sets, seconds, improved = candidate, moved, cost, True
                 break
-    return best, chosen, seconds
+    return best, seconds

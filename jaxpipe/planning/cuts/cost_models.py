@@ -21,8 +21,8 @@ from jaxpipe.planning.dispatch_timeline import CALL_SECONDS, SEND_SECONDS
 
 #: The devices of each stage, first to last.
 Layout = tuple[tuple[int, ...], ...]
-#: ``(first cut, last cut, devices)`` of each stage, first to last.
-Stages = tuple[tuple[int, int, tuple[int, ...]], ...]
+#: Rows of cuts ``[plans, stages + 1]`` with the devices of their stages.
+Plans = tuple[np.ndarray, Layout]
 #: How many plans are priced at a time, those with the least bounds first.
 PRICED_AT_ONCE = 32
 
@@ -39,19 +39,16 @@ class CostModel(ABC):
     parameter_copies = 1  # that a device keeps: their gradients count as one
 
     @abstractmethod
-    def prices(
-        self, space: CutSpace, plans: Sequence[tuple[np.ndarray, Layout]], within: float = math.inf
-    ) -> list[np.ndarray]:
-        """Return the cost of each row of cuts ``[plans, stages + 1]`` on the devices of a layout.
+    def prices(self, space: CutSpace, plans: Sequence[Plans], within: float = math.inf) -> list[np.ndarray]:
+        """Return the cost of each row of cuts on the devices of a layout.
 
         It is infinite where a stage does not fit the memory, or a link is missing; and it may be where it is more than
         ``within`` times the least.
         """
 
-    def objective(self, space: CutSpace, stages: Stages) -> float:
-        """Return the cost of some stages."""
-        cuts = [stages[0][0], *(last for _, last, _ in stages)]
-        return float(self.prices(space, [(np.array([cuts]), tuple(devices for *_, devices in stages))])[0][0])
+    def objective(self, space: CutSpace, cuts: np.ndarray, layout: Layout) -> float:
+        """Return the cost of the stages between some cuts."""
+        return float(self.prices(space, [(cuts[None], layout)])[0][0])
 
     def transfer_seconds(self, count: np.ndarray, sources: Sequence[int], targets: Sequence[int]) -> np.ndarray:
         """Time to send bytes over the slowest of all links from some devices to others; nothing takes none."""
@@ -70,14 +67,14 @@ class CostModel(ABC):
         """A cache of the bandwidth and latency of each kind of link between two groups."""
         return {}
 
-    def memory_bytes(self, residuals: Numbers, parameters: Numbers, in_flight: int) -> Numbers:
+    def memory_bytes(self, residuals: Numbers, parameters: Numbers, in_flight: int | np.ndarray) -> Numbers:
         """Return the bytes that a stage holds on each of its devices."""
         return residuals * in_flight + self.parameter_copies * parameters
 
     def stage_bytes(self, space: CutSpace, cuts: np.ndarray, layout: Layout) -> np.ndarray:
         """Return the bytes on each device of each stage, for each row of cuts ``[plans, stages + 1]``."""
         residuals, parameters = (np.diff(sums[cuts], axis=1) for sums in (space.residuals, space.parameters))
-        return residuals * self.in_flight(layout) + self.parameter_copies * parameters
+        return self.memory_bytes(residuals, parameters, np.array(self.in_flight(layout)))
 
     def fits(self, space: CutSpace, cuts: np.ndarray, layout: Layout) -> np.ndarray:
         """Return whether all stages of each row of cuts have the memory they need."""
@@ -220,22 +217,8 @@ class Synchronous(CostModel):
         """Micro-batches of a step, of all replicas together."""
         return self.num_microbatches or 1
 
-    def prices(
-        self, space: CutSpace, plans: Sequence[tuple[np.ndarray, Layout]], within: float = math.inf
-    ) -> list[np.ndarray]:
-        alike: dict[tuple[int, int], list[int]] = {}
-        for k, (_, layout) in enumerate(plans):
-            alike.setdefault((len(layout), self._rounds(layout)), []).append(k)
-        timelines = []
-        for (_, rounds), numbers in alike.items():
-            parts = zip(*(self._timelines(space, *plans[k])[:-1] for k in numbers), strict=True)
-            timelines.append(Timelines._make([*map(np.concatenate, parts), rounds]))
-        prices: list[np.ndarray] = [np.zeros(0)] * len(plans)
-        for numbers, seconds in zip(alike.values(), shortest(timelines, within), strict=True):
-            ends = np.cumsum([len(plans[k][0]) for k in numbers])[:-1]
-            for k, part in zip(numbers, np.split(seconds, ends), strict=True):
-                prices[k] = part
-        return prices
+    def prices(self, space: CutSpace, plans: Sequence[Plans], within: float = math.inf) -> list[np.ndarray]:
+        return shortest([self._timelines(space, *plan) for plan in plans], within)
 
     def likely(self, space: CutSpace, cuts: np.ndarray, layout: Layout, most: int) -> np.ndarray:
         """Return the rows of cuts with the least bounds, so many at most."""
@@ -243,14 +226,10 @@ class Synchronous(CostModel):
             return cuts
         return cuts[self._timelines(space, cuts, layout).bounds().argsort(kind="stable")[:most]]
 
-    def _rounds(self, layout: Layout) -> int:
-        """Return the rounds in which all micro-batches of a step go through."""
-        return -(-self.m // math.lcm(*map(len, layout)))
-
     def _timelines(self, space: CutSpace, cuts: np.ndarray, layout: Layout) -> Timelines:
         sizes = np.array([len(devices) for devices in layout])
-        each = math.lcm(*sizes.tolist()) // sizes
-        rates = self.rates(layout) / math.lcm(*sizes.tolist())
+        together = math.lcm(*sizes.tolist())  # micro-batches of a round
+        each, rates = together // sizes, self.rates(layout) / together
 
         def between(sums: np.ndarray) -> np.ndarray:
             return np.maximum(np.diff(sums[cuts], axis=1), 0.0)
@@ -271,7 +250,7 @@ class Synchronous(CostModel):
         ways *= np.maximum(each[:-1], each[1:])
         forward += CALL_SECONDS * each
         backward[:, :-1] += CALL_SECONDS * each[:-1]
-        return Timelines(forward, backward, ways, trained, besides, self._rounds(layout))
+        return Timelines(forward, backward, ways, trained, besides, math.ceil(self.m / together))
 
     def in_flight(self, layout: Sequence[Sequence[int]]) -> list[int]:
         pairs = zip(super().in_flight(layout), layout, strict=True)

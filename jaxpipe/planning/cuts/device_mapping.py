@@ -9,16 +9,17 @@ shortest time.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jaxpipe.costs.network import Network
 from jaxpipe.planning.cuts.choose_plan import ROUNDING
-from jaxpipe.planning.cuts.cost_models import Layout, Stages, Synchronous
+from jaxpipe.planning.cuts.cost_models import Layout
 from jaxpipe.planning.cuts.cut_space import space_of
 from jaxpipe.planning.cuts.layouts import Limits, all_layouts, device_classes
-from jaxpipe.planning.cuts.placed_stages import Partition, cost_stages
+from jaxpipe.planning.cuts.placed_stages import Partition, cut_at, model_of
 from jaxpipe.schedules.swap_points import swap_points
 from jaxpipe.schedules.table import Schedule
 
@@ -94,69 +95,54 @@ def best_mapping(partition: Partition, schedule: Schedule, stash_bytes: Sequence
     wanted = demand(schedule, stash_bytes, period)
     if not wanted.excess.any():
         return partition
-    model = Synchronous(partition.network, partition.num_microbatches, frozen=bool(partition.profile.frozen))
+    model, network = model_of(partition), partition.network
     stops = np.array([0, *(stage.operators.stop for stage in partition.stages)])
     space = space_of(partition.profile, np.argsort(partition.order) < stops[:, None])  # the cuts of the partition alone
+    cuts = np.arange(len(stops))
+
+    def seconds(mapping: np.ndarray) -> float:
+        return model.objective(space, cuts, _layout(mapping))
 
     def better(best: np.ndarray, others: np.ndarray) -> np.ndarray:
-        return _best_scored(partition, wanted, best, others, lambda x: model.objective(space, _stages(x)))
+        """Return the best of a mapping and of others that are about no slower."""
+        limit = (1 + SLOWER) * seconds(best)
+        scores = movable_bytes(wanted, network.bandwidth, network.latency, np.array([best, *others]))
+        others = others[scores[1:] >= scores[0] / ROUNDING]  # scores take far less time than seconds
+        return _best_scored(wanted, network, np.array([best, *(x for x in others if seconds(x) <= limit < math.inf)]))
 
-    best = np.array([[stage.devices for stage in partition.stages]])
+    best = np.array([stage.devices for stage in partition.stages])
     if best.size <= MOST_DEVICES:
         how = "all mappings for swaps"
-        best = better(best, np.array(list(_mappings(partition))))
+        best = better(best, np.array(list(_mappings(partition, model.memory))))
     else:
         how, last = "exchanges of two devices for swaps", np.zeros(0)
         while not np.array_equal(best, last):
-            last, best = best, better(best, _exchanges(best[0]))
-    stages = _stages(best[0])
-    return replace(
-        partition,
-        stages=cost_stages(model, space, stages),
-        bottleneck_seconds=model.objective(space, stages),
-        searched=partition.searched if partition.searched.endswith(how) else f"{partition.searched}, {how}",
-    )
+            last, best = best, better(best, _exchanges(best))
+    placed = cut_at(partition, model, space, cuts, _layout(best))
+    return placed if placed.searched.endswith(how) else replace(placed, searched=f"{placed.searched}, {how}")
 
 
-def _stages(mapping: np.ndarray) -> Stages:
-    return tuple((k, k + 1, tuple(group)) for k, group in enumerate(mapping.tolist()))
+def _layout(mapping: np.ndarray) -> Layout:
+    return tuple(map(tuple, mapping.tolist()))
 
 
-def _best_scored(
-    partition: Partition,
-    wanted: Demand,
-    current: np.ndarray,
-    mappings: np.ndarray,
-    seconds: Callable[[np.ndarray], float],
-) -> np.ndarray:
-    """Return the best-scored of one mapping and of some others that are about no slower; of equals the first.
+def _best_scored(wanted: Demand, network: Network, mappings: np.ndarray) -> np.ndarray:
+    """Return the mapping with the best score; of equals the first.
 
     Where several let everything be moved, they are compared for half of the seconds, and so on.
     """
-    network, everything = partition.network, wanted.excess.sum()
-
-    def scores(wanted: Demand, mappings: np.ndarray) -> np.ndarray:
-        return movable_bytes(wanted, network.bandwidth, network.latency, mappings)
-
-    memory = np.array([math.inf if size is None else size for size in partition.memory])
-    needed = np.array([stage.memory_bytes for stage in partition.stages])
-    mappings = mappings[(needed[:, None] <= memory[mappings]).all((1, 2))]
-    # Scores take far less time than the partitioner's price.
-    mappings = mappings[scores(wanted, mappings) >= scores(wanted, current)[0] / ROUNDING]
-    limit = seconds(current[0]) * (1 + SLOWER)
-    mappings = np.concatenate([current, *(other[None] for other in mappings if seconds(other) <= limit)])
+    everything = wanted.excess.sum()
     for _ in range(MOST_HALVINGS):
-        values = scores(wanted, mappings)
-        mappings = mappings[values >= values.max() / ROUNDING]
-        if len(mappings) == 1 or values.max() < everything / ROUNDING:
+        scores = movable_bytes(wanted, network.bandwidth, network.latency, mappings)
+        mappings = mappings[scores >= scores.max() / ROUNDING]
+        if len(mappings) == 1 or scores.max() < everything / ROUNDING:
             break
         wanted = replace(wanted, seconds=wanted.seconds / 2)
-    return mappings[:1]
+    return mappings[0]
 
 
-def _mappings(partition: Partition) -> Iterator[Layout]:
+def _mappings(partition: Partition, memory: Sequence[float]) -> Iterator[Layout]:
     """Return every mapping on the devices that are used, exchanges of like devices left out."""
-    memory = [math.inf if m is None else m for m in partition.memory]
     used = {d for stage in partition.stages for d in stage.devices}
     classes = [[d for d in group if d in used] for group in device_classes(partition.network, memory)]
     sizes = tuple(len(stage.devices) for stage in partition.stages)

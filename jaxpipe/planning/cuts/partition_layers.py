@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
+import numpy as np
+
 from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import MemoryBudgetError, PartitionError
-from jaxpipe.planning.cuts.choose_plan import Plans, all_plans, chosen, least_bytes, move_operators
-from jaxpipe.planning.cuts.cost_models import Synchronous
+from jaxpipe.planning.cuts.choose_plan import all_plans, chosen, least_bytes, move_operators
+from jaxpipe.planning.cuts.cost_models import Plans, Synchronous
 from jaxpipe.planning.cuts.cut_space import CutSpace, cut_space
 from jaxpipe.planning.cuts.layouts import Limits, device_classes
 from jaxpipe.planning.cuts.placed_stages import Partition, cost_stages, in_order_of_stages, step_bound
@@ -96,7 +98,7 @@ def partition_layers(
         best = cheapest_bottleneck(space, model, classes, limits, slack)
     if best is None:
         raise _nothing_fits(profile, space, model, limits, plans, num_stages)
-    seconds, stages = best.seconds, best.stages
+    seconds, cuts, layout = best.seconds, best.cuts, best.layout
     if isinstance(model, Synchronous):
         bound = step_bound(profile, network, model.m, limits.totals[-1], max(limits.group_sizes))
     else:
@@ -104,11 +106,12 @@ def partition_layers(
     if space.complete or not reorder:
         bound = max(bound, best.bound)
     else:
-        space, stages, seconds = move_operators(profile, space, model, stages, seconds)
+        space, seconds = move_operators(profile, space, model, cuts, layout, seconds)
+        cuts = np.arange(len(cuts))
     which = "all cuts" if space.complete else "one order's cuts" if reorder else "the cuts of the given order"
     return Partition(
-        stages=cost_stages(model, space, stages),
-        order=in_order_of_stages(space, stages),
+        stages=cost_stages(model, space, cuts, layout),
+        order=in_order_of_stages(space, cuts),
         bottleneck_seconds=seconds,
         lower_bound_seconds=min(bound, seconds),
         ties=best.ties,

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -11,7 +12,7 @@ from jaxpipe.costs.network import Network, NetworkFile
 from jaxpipe.costs.profile import Profile, ProfileFile
 from jaxpipe.errors import PartitionError
 from jaxpipe.plan import Plan
-from jaxpipe.planning.cuts.cost_models import CostModel, Stages
+from jaxpipe.planning.cuts.cost_models import CostModel, Layout, Synchronous
 from jaxpipe.planning.cuts.cut_space import CutSpace
 from jaxpipe.text.checked_json import Amount, Count, read_json
 from jaxpipe.text.printed import PlainTable, Printed
@@ -221,36 +222,44 @@ class _File(Partition):
     network: NetworkFile  # type: ignore[assignment]
 
 
-def in_order_of_stages(space: CutSpace, stages: Stages) -> tuple[int, ...]:
+def model_of(partition: Partition) -> Synchronous:
+    """Return the cost model of a partition whose stages make steps of 1F1B."""
+    memory = tuple(math.inf if size is None else size for size in partition.memory)
+    return Synchronous(partition.network, partition.num_microbatches, memory, bool(partition.profile.frozen))
+
+
+def cut_at(partition: Partition, model: CostModel, space: CutSpace, cuts: np.ndarray, layout: Layout) -> Partition:
+    """Return a partition with the stages between other cuts of its order, or on other devices."""
+    seconds = model.objective(space, cuts, layout)
+    return replace(partition, stages=cost_stages(model, space, cuts, layout), bottleneck_seconds=seconds)
+
+
+def in_order_of_stages(space: CutSpace, cuts: np.ndarray) -> tuple[int, ...]:
     """Return the operators in an order of which stages are ranges."""
-    stage_of = sum((~space.holds(last)).astype(int) for _, last, _ in stages)
+    stage_of = sum((~space.holds(cut)).astype(int) for cut in cuts)
     return tuple(np.argsort(stage_of, kind="stable").tolist())
 
 
-def cost_stages(model: CostModel, space: CutSpace, stages: Stages) -> tuple[StageCost, ...]:
-    """Return the cost of each of some stages."""
-    rows, boundaries, in_flight = [], [0.0], model.in_flight([devices for *_, devices in stages])
-    for (_, cut, before), (*_, behind) in itertools.pairwise(stages):
-        boundaries.append(2 * float(model.transfer_seconds(space.crossing[[cut]], before, behind)[0]))
-    pairs = itertools.pairwise([*boundaries, 0.0])
-    for (first, last, devices), around, count in zip(stages, pairs, in_flight, strict=True):
-        parameters, residuals, work = (
-            max(float(sums[last] - sums[first]), 0.0) for sums in (space.parameters, space.residuals, space.seconds)
-        )
-        rows.append(
-            StageCost(
-                operators=range(int(space.holds(first).sum()), int(space.holds(last).sum())),
-                devices=tuple(sorted(devices)),
-                compute_seconds=work / (len(devices) * model.slowest(devices)),
-                communication_seconds=max(around),
-                sent_bytes=float(space.crossing[last]),
-                parameter_bytes=parameters,
-                residual_bytes=residuals,
-                in_flight=count,
-                memory_bytes=model.memory_bytes(residuals, parameters, count),
-            )
-        )
-    return tuple(rows)
+def cost_stages(model: CostModel, space: CutSpace, cuts: np.ndarray, layout: Layout) -> tuple[StageCost, ...]:
+    """Return the cost of each stage between some cuts."""
+    parameters, residuals, work = (
+        np.maximum(np.diff(sums[cuts]), 0.0) for sums in (space.parameters, space.residuals, space.seconds)
+    )
+    sent, in_flight = space.crossing[cuts], model.in_flight(layout)
+    pairs = enumerate(itertools.pairwise(layout), 1)
+    ways = [0.0, *(2 * float(model.transfer_seconds(sent[[k]], *pair)[0]) for k, pair in pairs), 0.0]
+    columns = {
+        "operators": itertools.starmap(range, itertools.pairwise(int(space.holds(cut).sum()) for cut in cuts)),
+        "devices": [tuple(sorted(devices)) for devices in layout],
+        "compute_seconds": (work / model.rates(layout)).tolist(),
+        "communication_seconds": map(max, itertools.pairwise(ways)),
+        "sent_bytes": sent[1:].tolist(),
+        "parameter_bytes": parameters.tolist(),
+        "residual_bytes": residuals.tolist(),
+        "in_flight": in_flight,
+        "memory_bytes": model.memory_bytes(residuals, parameters, np.array(in_flight)).tolist(),
+    }
+    return tuple(StageCost(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True))
 
 
 def _module(name: str) -> str:

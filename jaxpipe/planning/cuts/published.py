@@ -22,7 +22,7 @@ import numpy as np
 from jaxpipe.costs.network import Network
 from jaxpipe.errors import PartitionError
 from jaxpipe.planning.cuts.choose_plan import ROUNDING, Found
-from jaxpipe.planning.cuts.cost_models import CostModel, Layout, Stages
+from jaxpipe.planning.cuts.cost_models import CostModel, Layout, Plans
 from jaxpipe.planning.cuts.cut_space import CutSpace
 from jaxpipe.planning.cuts.device_orders import improve, seeds
 from jaxpipe.planning.cuts.layouts import Limits
@@ -56,9 +56,7 @@ class Bottleneck(CostModel):
             possible = possible & (held <= self.room((devices,))[0])
         return np.where(possible, self.stage_seconds(space, devices), np.inf)
 
-    def prices(
-        self, space: CutSpace, plans: Sequence[tuple[np.ndarray, Layout]], within: float = math.inf
-    ) -> list[np.ndarray]:
+    def prices(self, space: CutSpace, plans: Sequence[Plans], within: float = math.inf) -> list[np.ndarray]:
         prices = []
         for cuts, layout in plans:
             costs = [self.stage_seconds(space, x)[cuts[:, k], cuts[:, k + 1]] for k, x in enumerate(layout)]
@@ -159,21 +157,21 @@ def cheapest_bottleneck(
     order, alike = tuple(range(model.network.num_devices)), len(classes) == 1
     if not alike:
         order = _best_order(space, model, limits)
-    least, _ = along_order(space, model, order, limits)
+    least, *_ = along_order(space, model, order, limits)
     if least == math.inf:
         return None
-    _, stages = along_order(space, model, order, limits, least * (ROUNDING + slack))
+    _, cuts, layout = along_order(space, model, order, limits, least * (ROUNDING + slack))
     bound = least if alike else _relaxed(space, model, limits)
     placements = "all placements" if alike else "some orders of the devices"
-    return Found(model.objective(space, stages), stages, bound, 1, placements)
+    return Found(model.objective(space, cuts, layout), cuts, layout, bound, 1, placements)
 
 
 def along_order(
     space: CutSpace, model: Bottleneck, order: Sequence[int], limits: Limits, limit: float | None = None
-) -> tuple[float, Stages]:
+) -> tuple[float, np.ndarray, Layout]:
     """Return the least cost of the costliest stage or link; or, within a limit, the least bytes sent in all.
 
-    With the stages, if there are any.
+    With the cuts and the devices of the stages, if there are any.
     """
     count, most = len(space.crossing), limits.totals[-1]
     end = np.full(count, np.inf)
@@ -203,13 +201,14 @@ def along_order(
             best[used][taken] = total[np.arange(count), ended], ended, np.array(list(best[rest]))[chosen]
     answers = [(float(values[0]), used, taken) for used in limits.totals for taken, (values, *_) in best[used].items()]
     value, used, taken = min(answers, default=(math.inf, 0, 0))
-    stages, cut = [], 0
+    cuts, layout = [0], []
     while used and value < math.inf:
         _, ended, following = best[used][taken]
-        first, last = len(order) - used, int(ended[cut])
-        stages.append((cut, last, tuple(sorted(order[first : first + taken]))))
-        used, taken, cut = used - taken, int(following[last]), last
-    return value, tuple(stages)
+        first = len(order) - used
+        cuts.append(int(ended[cuts[-1]]))
+        layout.append(tuple(sorted(order[first : first + taken])))
+        used, taken = used - taken, int(following[cuts[-1]])
+    return value, np.array(cuts), tuple(layout)
 
 
 def _best_order(space: CutSpace, model: Bottleneck, limits: Limits) -> tuple[int, ...]:

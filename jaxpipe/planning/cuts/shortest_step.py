@@ -13,8 +13,8 @@ import numpy as np
 from jaxpipe.costs.network import Network
 from jaxpipe.planning.cuts import device_orders
 from jaxpipe.planning.cuts.balance_chain import Chain
-from jaxpipe.planning.cuts.choose_plan import Found, Plans, chosen
-from jaxpipe.planning.cuts.cost_models import CostModel, Layout, Synchronous
+from jaxpipe.planning.cuts.choose_plan import Found, chosen
+from jaxpipe.planning.cuts.cost_models import CostModel, Layout, Plans, Synchronous
 from jaxpipe.planning.cuts.cut_space import CutSpace
 from jaxpipe.planning.cuts.layouts import Limits, along, numbers_of_devices
 

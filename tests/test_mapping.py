@@ -153,6 +153,16 @@ def test_many_devices_are_exchanged_in_pairs(monkeypatch):
     assert sorted(d for stage in best.stages for d in stage.devices) == list(range(6))
 
 
+@pytest.mark.parametrize(("seed", "sent"), [(0, 0.05), (17, 0.1)])
+def test_many_exchanges_together_make_a_step_about_no_slower(seed, sent, monkeypatch):
+    monkeypatch.setattr(device_mapping, "MOST_DEVICES", 4)
+    network = network_of(np.random.default_rng(seed), 7, rates=tuple(range(1, 30)))
+    partition = placed(network, 7, 14, sent=sent)
+    best = best_mapping(partition, one_f_one_b(7, 14), [300.0] * 7, 1.0)
+    before, after = (step(network, [s.devices for s in x.stages], sent, 14) for x in (partition, best))
+    assert best.stages != partition.stages and after <= 1.01 * before
+
+
 def test_where_nothing_can_be_gained_all_stays():
     """Links that are all alike, and a schedule with several stages on a device."""
     partition = placed(Network.uniform(4, 1e9), 4, 8)

@@ -105,12 +105,12 @@ def best_mapping(partition: Partition, schedule: Schedule, stash_bytes: Sequence
 
     def better(best: np.ndarray, others: np.ndarray) -> np.ndarray:
         """Return the best of a mapping and of others that are about no slower."""
-        limit = (1 + SLOWER) * seconds(best)
         scores = movable_bytes(wanted, network.bandwidth, network.latency, np.array([best, *others]))
         others = others[scores[1:] >= scores[0] / ROUNDING]  # scores take far less time than seconds
         return _best_scored(wanted, network, np.array([best, *(x for x in others if seconds(x) <= limit < math.inf)]))
 
     best = np.array([stage.devices for stage in partition.stages])
+    limit = (1 + SLOWER) * seconds(best)
     if best.size <= MOST_DEVICES:
         how = "all mappings for swaps"
         best = better(best, np.array(list(_mappings(partition, model.memory))))

@@ -70,7 +70,7 @@ class Chain:
     def least_memory(self) -> float:
         """Return the bytes of equal devices that hold some cuts; infinite if there are too few cuts."""
         most, count = max(float(held[-1]) for held in self.holds), len(self.rates)
-        return least_number(0.0, most, lambda x: self.within(math.inf, [x] * count) is not None, EXACT)
+        return least_number(EXACT * most, most, lambda x: self.within(math.inf, [x] * count) is not None, EXACT)
 
     def lightest(self, limit: float) -> list[int] | None:
         """Return cuts within a limit whose messages take least; of equals balanced ones."""

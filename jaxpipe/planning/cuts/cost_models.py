@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpipe.costs.network import Network, Numbers
+from jaxpipe.costs.network import Network
 from jaxpipe.planning.cuts.cut_space import CutSpace
 from jaxpipe.planning.dispatch_timeline import CALL_SECONDS, SEND_SECONDS
 
@@ -67,8 +67,8 @@ class CostModel(ABC):
         """A cache of the bandwidth and latency of each kind of link between two groups."""
         return {}
 
-    def memory_bytes(self, residuals: Numbers, parameters: Numbers, in_flight: int | np.ndarray) -> Numbers:
-        """Return the bytes that a stage holds on each of its devices."""
+    def memory_bytes(self, residuals: np.ndarray, parameters: np.ndarray, in_flight: int | np.ndarray) -> np.ndarray:
+        """Return the bytes that stages hold on each of their devices."""
         return residuals * in_flight + self.parameter_copies * parameters
 
     def stage_bytes(self, space: CutSpace, cuts: np.ndarray, layout: Layout) -> np.ndarray:

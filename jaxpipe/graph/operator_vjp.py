@@ -13,12 +13,16 @@ from jax import core
 from jax.extend.core import ClosedJaxpr
 
 from jaxpipe import _compat
-from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, PyTreeDef, TensorNumber
+from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Equation, PyTreeDef, TensorNumber
 from jaxpipe.graph import sharding_annotations, target_products
 from jaxpipe.graph.axis_names import NO_AXES, TracedIn
 from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, dependents, is_differentiable, live, ordered, replaced
 from jaxpipe.graph.primitives import CHECKPOINTS, CONTROL, SHARDS
 from jaxpipe.graph.save_policy import SavePolicy
+
+
+#: Runs an operator on its operands, but literals, and returns its results.
+Run = Callable[..., list[Array]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,28 +67,30 @@ class Wanted:
         return sharding_annotations.without_mesh(aval) if self.traced_in.explicit else aval
 
 
-def differentiate(op: Operator, avals: Sequence[AbstractArray], wanted: Wanted) -> Halves:
+def differentiate(
+    op: Operator, avals: Sequence[AbstractArray], wanted: Wanted, ruled: Run | None = None, bits: int | None = None
+) -> Halves:
     """Trace the VJP that JAX has for ``op``, and cut it.
 
     The cut lies where ``jax.vjp`` returns: what a derivative rule computes in its backward pass stays backward work,
     whether or not it depends on a cotangent, and reads what the rule's forward pass returned.
+
+    Args:
+      avals: of the operands.
+      ruled: computes what ``op`` does, and has a derivative of its own (``jax.custom_vjp``), which takes its place.
+      bits: bits that an element of a residual of integers needs; left out: those of its type.
     """
     equation, varied = _compat.without_scope(op.equation), wanted.varied
-    shape = wanted.shape if _compat.inner_programs(equation) else None  # others have no rule of a user's
+    has_rules = ruled is None and bool(_compat.inner_programs(equation))  # others have none of a user's
+    shape = wanted.shape if has_rules else None
+    run = ruled or _as_function(op, equation, shape)
     carried = [k for k in wanted.useful if is_differentiable(equation.outvars[k].aval)]
     tangents = {k: equation.outvars[k].aval.to_tangent_aval() for k in carried}
-    count = len(equation.outvars)
-    evaluate = _compat.evaluate_equation
-    if shape is not None:
-        evaluate = functools.partial(sharding_annotations.evaluate, shape=shape)
-    run = functools.partial(evaluate, equation)
-    if (saves := policy_within(op)) is not None:
-        run = jax.checkpoint(run, policy=saves)
     pullback: PyTreeDef | None = None
 
     def forward(*inputs: Array) -> list[Array]:
         def primal(*operands: Array) -> tuple[list[Array], list[Array]]:
-            outputs = run(replaced(inputs, varied, operands))
+            outputs = run(*replaced(inputs, varied, operands))
             return [outputs[k] for k in carried], outputs
 
         nonlocal pullback
@@ -97,21 +103,29 @@ def differentiate(op: Operator, avals: Sequence[AbstractArray], wanted: Wanted) 
 
     def both() -> tuple[ClosedJaxpr, ClosedJaxpr]:
         first = _compat.trace_without_scope(forward, *map(wanted.plain, avals))
-        kept, received = _residuals(first, count), list(map(wanted.plain, tangents.values()))
-        return first, _compat.trace_without_scope(backward, kept, received)
+        kept = [atom.aval for atom in _compat.open_jaxpr(first)[0].outvars[len(equation.outvars) :]]
+        return first, _compat.trace_without_scope(backward, kept, list(map(wanted.plain, tangents.values())))
 
     within_stage = functools.partial(sharding_annotations.rule_within_stage, op.label, both)
     traced = both() if shape is None else within_stage(shape, wanted.traced_in)
     first = target_products.for_target(traced[0], may_cut=False)
     second = target_products.for_target(traced[1], may_cut=not wanted.shape)
+    count = len(equation.outvars)
     if op.name == "custom_vjp_call":  # what the user's own rule adds up stays one cotangent
         return _halves(first, second, avals, count, tangents, varied, in_order=True, ruled=wanted.ruled)
-    return _halves(first, second, avals, count, tangents, varied, by_terms=True)
+    return _halves(first, second, avals, count, tangents, varied, bits, by_terms=ruled is None)
 
 
-def _residuals(first: AnyJaxpr, count: int) -> list[AbstractArray]:
-    """Return the types of what a forward program returns behind so many results."""
-    return [atom.aval for atom in _compat.open_jaxpr(first)[0].outvars[count:]]
+def _as_function(op: Operator, equation: Equation, shape: Mapping[str, int] | None) -> Run:
+    """Return a function of an operator's operands, which stores what the save policy around it says."""
+
+    def run(*operands: Array) -> list[Array]:
+        if shape is None:
+            return _compat.evaluate_equation(equation, operands)
+        return sharding_annotations.evaluate(equation, operands, shape)
+
+    saves = policy_within(op)
+    return run if saves is None else jax.checkpoint(run, policy=saves)
 
 
 def policy_within(op: Operator) -> SavePolicy | None:
@@ -121,42 +135,6 @@ def policy_within(op: Operator) -> SavePolicy | None:
     return op.policy.saves if op.saved else None
 
 
-def from_rule(
-    forward: Callable[..., tuple[Sequence[Array], Sequence[Array]]],
-    backward: Callable[[Sequence[Array], Sequence[Array | None]], Sequence[Array | None]],
-    avals: Sequence[AbstractArray],
-    wanted: Wanted = Wanted(),
-    bits: Sequence[int] = (),
-) -> Halves:
-    """The halves made of a hand-written pair; arguments as ``differentiate`` has them.
-
-    Args:
-      forward: ``operands -> (results, residuals)``.
-      backward: ``(residuals, cotangents of results) -> cotangents of operands``; None for one that is zero.
-      bits: bits that an element of each residual needs; left out: those of its type.
-    """
-    count, given = 0, list[int]()
-
-    def both(*values: Array) -> list[Array]:
-        nonlocal count
-        results, kept = forward(*values)
-        count = len(results)
-        return [*results, *kept]
-
-    def gradients_of(kept: Sequence[Array], received: Sequence[Array]) -> list[Array]:
-        cotangents = dict(zip(tangents, received, strict=True))
-        gradients = backward(kept, [cotangents.get(k) for k in range(count)])
-        given.extend(k for k in wanted.varied if gradients[k] is not None)
-        return [g for k in given if (g := gradients[k]) is not None]
-
-    first = _compat.trace_without_scope(both, *map(wanted.plain, avals))
-    results = _compat.open_jaxpr(first)[0].outvars
-    tangents = {k: results[k].aval.to_tangent_aval() for k in wanted.useful if is_differentiable(results[k].aval)}
-    received = list(map(wanted.plain, tangents.values()))
-    second = _compat.trace_without_scope(gradients_of, _residuals(first, count), received)
-    return _halves(first, second, avals, count, tangents, given, bits)
-
-
 def _halves(
     first: AnyJaxpr,
     second: AnyJaxpr,
@@ -164,7 +142,7 @@ def _halves(
     count: int,
     tangents: Mapping[int, AbstractArray],
     given: Sequence[int],
-    bits: Sequence[int] = (),
+    bits: int | None = None,
     *,
     by_terms: bool = False,
     in_order: bool = False,
@@ -180,15 +158,16 @@ def _halves(
       avals: of the operands.
       tangents: by position, types of the results that have a cotangent.
       given: positions of the operands that the gradients are of.
-      bits: as ``from_rule`` has them.
+      bits: as ``differentiate`` has them.
       by_terms: whether a gradient that is a sum is several cotangents, which JAX adds to others one by one.
       in_order, ruled: as ``_nonzero_gradients`` has them.
     """
     builder = GraphBuilder(inline_rules=True)
     operands = [builder.tensor(aval) for aval in avals]
     results = builder.read(first, operands)
-    for t, width in zip(results[count:], bits, strict=False):
-        builder.tensors[t] = replace(builder.tensors[t], bits=width)
+    for t in results[count:]:
+        if bits is not None and np.issubdtype(builder.tensors[t].dtype, np.integer):
+            builder.tensors[t] = replace(builder.tensors[t], bits=bits)
     start = len(builder.operators)
     cotangents = {k: builder.tensor(aval) for k, aval in tangents.items()}
     gradients = list(zip(given, builder.read(second, [*results[count:], *cotangents.values()]), strict=True))

@@ -18,8 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpipe import _compat
 from jaxpipe.array_types import Array, TensorNumber
-from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, all_operands, live
+from jaxpipe.graph.derivative_rule import with_rule
+from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, live
 from jaxpipe.graph.kept_dimensions import LENGTHS, Kept, kept_dimensions
 from jaxpipe.graph.primitives import POINTWISE, REARRANGES, REDUCTIONS
 from jaxpipe.graph.rules import pick
@@ -243,14 +245,14 @@ def _named(tensors: Sequence[TensorNumber], names: Mapping[TensorNumber, TensorN
 
 def _run(op: Operator, step: _Step, values: Sequence[Array], count: int) -> Sequence[Array]:
     if pick.applies(op):
-        return [pick.run(op, *values)]
+        rows = op.equation.replace(invars=[_compat.variable(jax.typeof(x)) for x in values])
+        return with_rule(replace(op, equation=rows), pick.RULE)(*values)
     if step.length is None:
         return op.evaluate(*values)
-    (name, place), equation = step.length, op.equation
+    name, place = step.length
     lengths = list(op.params[name])
     lengths[place] //= count
-    result = equation.primitive.bind(*all_operands(equation, values), **{**op.params, name: tuple(lengths)})
-    return result if equation.primitive.multiple_results else [result]
+    return _compat.evaluate_equation(op.equation.replace(params={**op.params, name: tuple(lengths)}), values)
 
 
 def _cut(value: Array, axis: int, count: int) -> Array:

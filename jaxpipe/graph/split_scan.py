@@ -10,16 +10,15 @@ The pieces of an array are tensors of their own, so that stages may be cut betwe
 import functools
 import itertools
 import posixpath
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax import core, lax
 
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, PyTree, TensorNumber
 from jaxpipe.errors import PartitionError
-from jaxpipe.graph.allowed_codecs import Policy
 from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, inside, join_paths
 from jaxpipe.graph.kept_dimensions import LENGTHS, kept_dimensions
 from jaxpipe.graph.primitives import POINTWISE, REARRANGES
@@ -37,18 +36,23 @@ _REDUCTIONS: dict[str, Callable[[Array, Array], Array]] = {
 }
 
 
-def scan_operands(op: Operator) -> tuple[int, int, list[TensorNumber | None]]:
-    """Return how many constants a scan has, how many values it carries, and the tensors of all its operands.
+class ScanOperands(NamedTuple):
+    """The tensors that a scan reads, in this order; a literal is None."""
 
-    Constants come first, then what is carried, then what is scanned over, of which the body sees one axis less. A
-    literal is None.
-    """
+    constants: list[TensorNumber | None]
+    carried: list[TensorNumber | None]
+    scanned: list[TensorNumber]  # of which the body sees one axis less
+
+
+def scan_operands(op: Operator) -> ScanOperands:
+    """Return the tensors that a scan reads, by what it does with them."""
     body, _ = _compat.open_jaxpr(op.params["jaxpr"])
     outside, inside = ([len(v.aval.shape) for v in variables] for variables in (op.equation.invars, body.invars))
     fixed = sum(a == b for a, b in zip(outside, inside, strict=True))
     results = zip(op.equation.outvars, body.outvars, strict=True)
-    carried = sum(len(v.aval.shape) == len(inner.aval.shape) for v, inner in results)
-    return fixed - carried, carried, op.operands
+    count = sum(len(v.aval.shape) == len(inner.aval.shape) for v, inner in results)
+    scanned = [t for t in op.operands[fixed:] if t is not None]  # arrays all of them
+    return ScanOperands(op.operands[: fixed - count], op.operands[fixed - count : fixed], scanned)
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,7 @@ def stacked_scans(graph: Graph, inputs: Collection[TensorNumber]) -> list[Stacke
     scans: list[StackedScan] = []
     for k, op in enumerate(graph.operators):
         if op.name == "scan":
-            consts, carried, names = scan_operands(op)
-            over = frozenset(origin[t] for t in names[consts + carried :] if t is not None and t in origin)
+            over = frozenset(origin[t] for t in scan_operands(op).scanned if t in origin)
             scans += [StackedScan(k, op.params["length"], over)] if over else []
         elif op.equation is None:
             origin.update((new, origin[old]) for old, new in zip(op.inputs, op.outputs, strict=True) if old in origin)
@@ -118,22 +121,38 @@ def split_rows(graph: Graph, inputs: Stacks, outputs: Stacks) -> Graph:
     return rows.builder.build([*itertools.chain(*entered)], [*itertools.chain(*left)])
 
 
-class _Rows:
-    """The new program while it is made; tensors are named by their numbers in the old one.
+@dataclass(frozen=True)
+class _Pieces:
+    """A tensor in pieces.
 
-    Those that are not ``whole`` have pieces that begin at some rows, the ``cuts``; their ``sources`` are the inputs
-    whose rows they are, none if a scan stacked them: they may be joined.
+    Attributes:
+      numbers: of the pieces.
+      cuts: the rows at which they begin, and the number of rows.
+      sources: the inputs whose rows they are; none if a scan stacked them: they may be joined.
+    """
+
+    numbers: Sequence[TensorNumber]
+    cuts: tuple[int, ...]
+    sources: frozenset[int] = frozenset()
+
+    def rows(self) -> Iterator[tuple[int, int]]:
+        """Give the first row of each piece, and the one behind its last."""
+        return itertools.pairwise(self.cuts)
+
+
+class _Rows:
+    """The new program while it is made: tensors of the old one, by their numbers there, are ``whole`` or in ``pieces``.
+
+    Those in pieces that are needed as a whole are joined, and then both.
     """
 
     def __init__(self, graph: Graph):
         self.graph = graph
         self.builder = GraphBuilder()
         self.whole = {t: self.builder.constant(value) for t, value in graph.constants.items()}
-        self.pieces: dict[TensorNumber, list[TensorNumber]] = {}
-        self.cuts: dict[TensorNumber, tuple[int, ...]] = {}
-        self.sources: dict[TensorNumber, frozenset[int]] = {}
+        self.pieces: dict[TensorNumber, _Pieces] = {}
 
-    def enter(self, t: TensorNumber, cuts: tuple[int, ...] | None, position: int) -> list[TensorNumber]:
+    def enter(self, t: TensorNumber, cuts: tuple[int, ...] | None, position: int) -> Sequence[TensorNumber]:
         """Number an input."""
         tensor = self.graph.tensors[t]
         if cuts is None:
@@ -141,20 +160,18 @@ class _Rows:
             return [self.whole[t]]
         sizes = [b - a for a, b in itertools.pairwise(cuts)]
         numbers = [self.builder.tensor(tensor.aval.update(shape=(n, *tensor.shape[1:])), tensor.bits) for n in sizes]
-        self._made(t, numbers, cuts, frozenset([position]))
+        self.pieces[t] = _Pieces(numbers, cuts, frozenset([position]))
         return numbers
 
-    def leave(self, t: TensorNumber, cuts: tuple[int, ...] | None) -> list[TensorNumber]:
+    def leave(self, t: TensorNumber, cuts: tuple[int, ...] | None) -> Sequence[TensorNumber]:
         """An output's numbers."""
         if cuts is None:
             return [self._joined(t, None)]
-        if t in self.pieces:
-            return self.pieces[t]
-        return [self._rows(self.whole[t], a, b, "") for a, b in itertools.pairwise(cuts)]
+        return [self._piece(t, k, rows, None) for k, rows in enumerate(itertools.pairwise(cuts))]
 
     def add(self, op: Operator) -> None:
         """Append an operator, as often as it takes."""
-        split = [t for t in op.inputs if t in self.pieces]
+        split = [self.pieces[t] for t in op.inputs if t in self.pieces]
         if not split:
             self._copy(op)
         elif op.equation is None:
@@ -162,7 +179,7 @@ class _Rows:
         elif op.name == "scan":
             self._scan(op)
         elif op.name in _REDUCTIONS and len(op.inputs) == 1:
-            self._reduce(op)
+            self._reduce(op, split[0])
         elif (params := self._row_by_row(op)) is not None:
             self._by_piece(op, split, params)
         else:
@@ -176,95 +193,73 @@ class _Rows:
 
     def _boundary(self, op: Operator) -> None:
         """A call boundary, around each piece."""
-        groups = [self.pieces.get(t) or [self.whole[t]] for t in op.inputs]
-        flat = [*itertools.chain(*groups)]
-        emitted = iter(self.builder.emit(None, flat, op.path, op.policy))
+        groups = [self.pieces[t].numbers if t in self.pieces else [self.whole[t]] for t in op.inputs]
+        emitted = iter(self.builder.emit(None, [*itertools.chain(*groups)], op.path, op.policy))
         for t, out, group in zip(op.inputs, op.outputs, groups, strict=True):
-            pieces = [next(emitted) for _ in group]
+            numbers = [next(emitted) for _ in group]
             if t in self.pieces:
-                self._made(out, pieces, self.cuts[t], self.sources[t])
+                self.pieces[out] = replace(self.pieces[t], numbers=numbers)
             else:
-                (self.whole[out],) = pieces
+                (self.whole[out],) = numbers
 
-    def _by_piece(self, op: Operator, split: Sequence[TensorNumber], params: Callable[[int], dict[str, Any]]) -> None:
+    def _by_piece(self, op: Operator, split: Sequence[_Pieces], params: Callable[[int], dict[str, Any]]) -> None:
         """The operator on each piece, with some parameters changed for its number of rows."""
-        cuts = self.cuts[split[0]]
+        numbers = []
+        for k, rows in enumerate(split[0].rows()):
+            start, stop = rows
+            numbers += self._again(op, [self._piece(t, k, rows, op) for t in op.inputs], params(stop - start))
+        sources = frozenset().union(*(operand.sources for operand in split))
+        self.pieces[op.outputs[0]] = _Pieces(numbers, split[0].cuts, sources)
 
-        def rows(t: TensorNumber, k: int, start: int, stop: int) -> TensorNumber:
-            if t in self.pieces:
-                return self.pieces[t][k]
-            scalar = self.graph.tensors[t].shape == ()
-            return self.whole[t] if scalar else self._rows(self.whole[t], start, stop, op.path)
-
-        pieces = [
-            self._again(op, [rows(t, k, a, b) for t in op.inputs], params(b - a))[0]
-            for k, (a, b) in enumerate(itertools.pairwise(cuts))
-        ]
-        self._made(op.outputs[0], pieces, cuts, frozenset().union(*(self.sources[t] for t in split)))
-
-    def _reduce(self, op: Operator) -> None:
-        (t,) = op.inputs
-        parts = [self._again(op, [piece], {})[0] for piece in self.pieces[t]]
+    def _reduce(self, op: Operator, operand: _Pieces) -> None:
+        parts = [self._again(op, [piece], {})[0] for piece in operand.numbers]
         if 0 not in op.params["axes"]:
-            self._made(op.outputs[0], parts, self.cuts[t], self.sources[t])
+            self.pieces[op.outputs[0]] = replace(operand, numbers=parts)
             return
         combine = _REDUCTIONS[op.name]
         self.whole[op.outputs[0]] = functools.reduce(lambda x, y: self._call(combine, [x, y], op)[0], parts)
 
     def _scan(self, op: Operator) -> None:
         """The iterations that share a piece, as a scan of their own; or the body itself, if that is one iteration."""
-        body, reverse = op.params["jaxpr"], op.params["reverse"]
-        consts, count, names = scan_operands(op)
-        atoms, fixed = op.equation.invars, consts + count
-        split = [t for t in names[fixed:] if t is not None and t in self.pieces]
+        constants, carried, scanned = scan_operands(op)
+        split = [self.pieces[t] for t in scanned if t in self.pieces]
         if not split:
             self._copy(op)
             return
-        cuts = self.cuts[split[0]]
-
-        def held(k: int) -> TensorNumber:
-            t = names[k]
-            return self.builder.constant(atoms[k].val) if t is None else self._joined(t, op)
-
-        shared, carry = [held(k) for k in range(consts)], [held(k) for k in range(consts, fixed)]
-        stacked: list[list[TensorNumber]] = []
-        pieces = list(enumerate(itertools.pairwise(cuts)))
-        for k, (a, b) in reversed(pieces) if reverse else pieces:
-            part = replace(op, path=f"{op.path or op.name}[{a}:{b}]")
-            rows = [
-                self.pieces[t][k] if t is not None and t in self.pieces else self._rows(held(fixed + n), a, b, op.path)
-                for n, t in enumerate(names[fixed:])
-            ]
-            if b - a == 1:
-                rows = [
-                    self._call(lambda x: lax.squeeze(x, (0,)), [n], part if t in self.pieces else op)[0]
-                    for n, t in zip(rows, names[fixed:], strict=True)
-                ]
-                first = len(self.builder.operators)
-                results = self.builder.read_call(body, [*shared, *carry, *rows], path="", policy=op.policy)
-                self._move_inside(part, op, first)
-                results[count:] = [
-                    self._call(lambda x: lax.expand_dims(x, (0,)), [n], part)[0] for n in results[count:]
-                ]
+        atoms = zip(op.equation.invars, (*constants, *carried), strict=False)
+        held = [self.builder.constant(atom.val) if t is None else self._joined(t, op) for atom, t in atoms]
+        fixed, carry, stacked = held[: len(constants)], held[len(constants) :], list[Sequence[TensorNumber]]()
+        in_order = slice(None, None, -1 if op.params["reverse"] else 1)
+        for k, rows in list(enumerate(split[0].rows()))[in_order]:
+            start, stop = rows
+            part = replace(op, path=f"{op.path or op.name}[{start}:{stop}]")
+            operands = [*fixed, *carry, *(self._piece(t, k, rows, op) for t in scanned)]
+            if stop - start == 1:
+                results = self._iteration(op, part, operands)
             else:
-                operands = [*shared, *carry, *rows]
                 variables = [_compat.variable(self.builder.tensors[n].aval) for n in operands]
                 part = replace(part, equation=op.equation.replace(invars=variables))
-                results = self._again(part, operands, {"length": b - a})
-            carry = results[:count]
-            stacked.append(results[count:])
-        if reverse:
-            stacked.reverse()
+                results = self._again(part, operands, {"length": stop - start})
+            carry = results[: len(carried)]
+            stacked.append(results[len(carried) :])
         self.whole.update(zip(op.outputs, carry, strict=False))
-        for t, stacked_pieces in zip(op.outputs[count:], zip(*stacked, strict=True), strict=True):
-            self._made(t, stacked_pieces, cuts, frozenset())
+        for t, numbers in zip(op.outputs[len(carried) :], zip(*stacked[in_order], strict=True), strict=True):
+            self.pieces[t] = _Pieces(numbers, split[0].cuts)
 
-    def _move_inside(self, part: Operator, op: Operator, first: int) -> None:
-        """Give the operators from ``first`` on, of the body of a scan, the path of their iteration."""
-        operators = self.builder.operators
-        for k, inner in enumerate(operators[first:], first):
+    def _iteration(self, op: Operator, part: Operator, operands: Sequence[TensorNumber]) -> list[TensorNumber]:
+        """One iteration of a scan, its body, under the path of the ``part``."""
+        constants, carried, scanned = scan_operands(op)
+        fixed, count = len(constants) + len(carried), len(carried)
+        rows = [
+            self._call(lambda x: lax.squeeze(x, (0,)), [n], part if t in self.pieces else op)[0]
+            for t, n in zip(scanned, operands[fixed:], strict=True)
+        ]
+        operators, before = self.builder.operators, len(self.builder.operators)
+        results = self.builder.read_call(op.params["jaxpr"], [*operands[:fixed], *rows], path="", policy=op.policy)
+        for k, inner in enumerate(operators[before:], before):
             rest = inside(op.path, inner.path).removeprefix(op.path).strip("/") if inner.path else ""
             operators[k] = replace(inner, path=join_paths(part.path, rest))
+        return results[:count] + [self._call(lambda x: lax.expand_dims(x, (0,)), [n], part)[0] for n in results[count:]]
 
     def _row_by_row(self, op: Operator) -> Callable[[int], dict[str, Any]] | None:
         """For an operator that makes each row of the same row of its operands, its parameters for a number of rows."""
@@ -278,21 +273,22 @@ class _Rows:
         return lambda rows: {} if name is None else {name: (rows, *op.params[name][1:])}
 
     def _joined(self, t: TensorNumber, op: Operator | None) -> TensorNumber:
-        """A tensor in one piece."""
+        """A tensor in one piece, which an operator reads, or which is a result."""
         if t not in self.whole:
-            if self.sources[t]:
-                raise MixedRowsError("a result" if op is None else op.label, self.sources[t])
-            (self.whole[t],) = self._call(lambda *xs: lax.concatenate(xs, 0), self.pieces[t], op)
+            pieces = self.pieces[t]
+            if pieces.sources:
+                raise MixedRowsError("a result" if op is None else op.label, pieces.sources)
+            (self.whole[t],) = self._call(lambda *xs: lax.concatenate(xs, 0), pieces.numbers, op)
         return self.whole[t]
 
-    def _rows(self, number: TensorNumber, start: int, stop: int, path: str) -> TensorNumber:
-        """Some rows of a new tensor."""
-        return self._traced(lambda x: lax.slice_in_dim(x, start, stop), [number], path, None)[0]
-
-    def _made(
-        self, t: TensorNumber, pieces: Sequence[TensorNumber], cuts: tuple[int, ...], sources: frozenset[int]
-    ) -> None:
-        self.pieces[t], self.cuts[t], self.sources[t] = list(pieces), cuts, sources
+    def _piece(self, t: TensorNumber, k: int, rows: tuple[int, int], op: Operator | None) -> TensorNumber:
+        """The piece of a tensor at a position; of one that is whole, some rows; a scalar."""
+        if t in self.pieces:
+            return self.pieces[t].numbers[k]
+        if not self.graph.tensors[t].shape:
+            return self.whole[t]
+        sliced = None if op is None else replace(op, policy=None)  # to cut is no part of a decorated program
+        return self._call(lambda x: lax.slice_in_dim(x, *rows), [self.whole[t]], sliced)[0]
 
     def _again(self, op: Operator, operands: Sequence[TensorNumber], params: dict[str, Any]) -> list[TensorNumber]:
         """The operator over operands of other shapes."""
@@ -302,10 +298,7 @@ class _Rows:
     def _call(
         self, function: Callable[..., PyTree], operands: Sequence[TensorNumber], op: Operator | None
     ) -> list[TensorNumber]:
-        return self._traced(function, operands, "" if op is None else op.path, None if op is None else op.policy)
-
-    def _traced(
-        self, function: Callable[..., PyTree], operands: Sequence[TensorNumber], path: str, policy: Policy | None
-    ) -> list[TensorNumber]:
+        """The results of a function, as operators at the place of another one."""
         closed = _compat.trace_without_scope(function, *(self.builder.tensors[n].aval for n in operands))
+        path, policy = ("", None) if op is None else (op.path, op.policy)
         return self.builder.read(closed, operands, path=path, policy=policy)

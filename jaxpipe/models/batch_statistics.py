@@ -159,7 +159,8 @@ def _run(op: Operator, program: AnyJaxpr, twin: AnyJaxpr, marks: _Marks, search:
 def _carried(op: Operator, inner: Graph) -> list[tuple[TensorNumber, TensorNumber]]:
     """The inputs of a loop's body that are its outputs of the iteration before."""
     if op.name == "scan":
-        consts, count, _ = scan_operands(op)
+        constants, carried, _ = scan_operands(op)
+        consts, count = len(constants), len(carried)
     elif op.name == "while":
         consts, count = len(inner.inputs) - len(inner.outputs), len(inner.outputs)
     else:

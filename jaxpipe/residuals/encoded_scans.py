@@ -39,13 +39,7 @@ def encoded_scans(graph: Graph, held: Held) -> frozenset[Operator]:
     for op in graph.operators:
         if len(op.inputs) == 1 and known.issuperset(op.inputs):
             known.update(op.outputs)
-    return frozenset(op for op in scans if not known.isdisjoint(_scanned(op)))
-
-
-def _scanned(op: Operator) -> Sequence[TensorNumber | None]:
-    """Return the operands that a scan takes apart."""
-    consts, carried, operands = scan_operands(op)
-    return operands[consts + carried :]
+    return frozenset(op for op in scans if not known.isdisjoint(scan_operands(op).scanned))
 
 
 def _is_scan(op: Operator) -> bool:
@@ -87,9 +81,7 @@ def run_around_scans(
 def _with_encoded_body(op: Operator, graph: Graph, held: Held, iterations: int | None, run: Run) -> Operator:
     """Return a scan whose iterations run with ``run``; what it carries is not held, and follows from no parameter."""
     body = _body(op, graph)
-    consts, carried, operands = scan_operands(op)
-    fixed = [k for k in range(len(operands)) if not consts <= k < consts + carried]
-    kept = frozenset(body.inputs[k] for k in fixed if operands[k] is None or operands[k] in held)
+    kept = frozenset(itertools.compress(body.inputs, _unchanged(op, {*held, None})))
     avals, count = (body.tensors[t].aval for t in body.inputs), (iterations or 1) * op.params["length"]
     closed = jax.make_jaxpr(lambda *values: run(body, kept, values, count))(*avals)
     return replace(op, equation=op.equation.replace(params={**op.params, "jaxpr": closed}))
@@ -97,7 +89,11 @@ def _with_encoded_body(op: Operator, graph: Graph, held: Held, iterations: int |
 
 def _body(op: Operator, graph: Graph) -> Graph:
     """Return one iteration of a scan as a graph."""
-    consts, carried, operands = scan_operands(op)
     body = read_graph(op.params["jaxpr"], policy=op.policy, path=op.path)
-    fixed = (not consts <= k < consts + carried for k in range(len(operands)))
-    return body.with_parameters([flag and t in graph.parameters for flag, t in zip(fixed, operands, strict=True)])
+    return body.with_parameters(_unchanged(op, graph.parameters))
+
+
+def _unchanged(op: Operator, tensors: Container[TensorNumber | None]) -> list[bool]:
+    """Return of each operand of a scan whether it is one of some tensors, and is not carried."""
+    constants, carried, scanned = scan_operands(op)
+    return [*(t in tensors for t in constants), *(False for _ in carried), *(t in tensors for t in scanned)]

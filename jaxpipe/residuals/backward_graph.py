@@ -284,18 +284,12 @@ def restricted(step: BackwardOp, positions: Sequence[int]) -> BackwardOp:
     outputs = [program.outputs[k] for k in positions]
     operators = live(program.operators, outputs)
     read = {*outputs, *(t for op in operators for t in op.inputs)}
-    count = len(step.needs)
-    needs = [k for k in range(count) if program.inputs[k] in read]
-    seeds = [k for k in range(len(step.cotangents_in)) if program.inputs[count + k] in read]
+    needs, seeds = program.inputs[: len(step.needs)], program.inputs[len(step.needs) :]
+    inputs = tuple(t for t in program.inputs if t in read)
     return replace(
         step,
-        needs=tuple(step.needs[k] for k in needs),
-        cotangents_in=tuple(step.cotangents_in[k] for k in seeds),
+        needs=tuple(t for t, inner in zip(step.needs, needs, strict=True) if inner in read),
+        cotangents_in=tuple(t for t, inner in zip(step.cotangents_in, seeds, strict=True) if inner in read),
         cotangents_out=tuple(step.cotangents_out[k] for k in positions),
-        program=replace(
-            program,
-            operators=operators,
-            inputs=tuple(program.inputs[k] for k in (*needs, *(count + k for k in seeds))),
-            outputs=tuple(outputs),
-        ),
+        program=replace(program, operators=operators, inputs=inputs, outputs=tuple(outputs)),
     )

@@ -29,8 +29,8 @@ class _Group:
 
     Attributes:
       steps: in the order in which they run.
-      keep: tensors whose cotangents stay.
-      written, consumed: tensors whose cotangents it makes, and whose it reads last.
+      keep: tensors whose cotangents stay: results, and those that later groups read.
+      written: of these, the tensors whose cotangents it makes.
       rematerialized: forward tensors that it decodes or computes again, and later groups may read.
       read: forward tensors that it reads.
     """
@@ -38,7 +38,6 @@ class _Group:
     steps: Sequence[BackwardOp]
     keep: frozenset[TensorNumber]
     written: set[TensorNumber] = field(default_factory=set)
-    consumed: set[TensorNumber] = field(default_factory=set)
     rematerialized: set[TensorNumber] = field(default_factory=set)
     read: set[TensorNumber] = field(default_factory=set)
 
@@ -54,8 +53,6 @@ class GroupedWalk(Walk):
         for k, group in enumerate(groups):
             shared = group.rematerialized & set().union(*(later.read for later in groups[k + 1 :]))
             cotangents, values, zero = self._behind_barrier(group, shared, zero)
-            for t in group.consumed:
-                self.received.pop(t, None)
             self.received.update(cotangents)
             self.rematerializer.values.update(values)
         return frozenset()
@@ -85,18 +82,15 @@ class GroupedWalk(Walk):
             kept = self.keep.union(*(step.cotangents_in for later in grouped[k + 1 :] for step in later))
             group, here = _Group(members, kept), set(known)
             for step in members:
-                present = received.intersection(step.cotangents_in)
-                if not present:
+                if received.isdisjoint(step.cotangents_in):
                     continue
                 program, loads = rematerializer.sources(step, here)
                 group.read.update(step.needs, *(op.inputs for op in program))
                 new = {*loads, *(t for op in program for t in op.outputs)}
                 group.rematerialized.update(filter(rematerializer.is_kept, new))
                 here |= new
-                received.difference_update(present - kept)
                 received.update(step.cotangents_out)
-                group.written = (group.written - (present - kept)) | set(step.cotangents_out)
-                group.consumed |= present - kept
+                group.written.update(kept.intersection(step.cotangents_out))
             known |= group.rematerialized
             if group.written:  # some step has a cotangent
                 groups.append(group)

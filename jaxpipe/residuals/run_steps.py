@@ -18,7 +18,7 @@ arrays alive. There
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -107,26 +107,28 @@ class JoinedWalk(Walk):
 
     def run(self, steps: Sequence[BackwardOp]) -> frozenset[TensorNumber]:
         """Run all steps."""
-        summands = Counter(t for step in steps for t in step.cotangents_out)
-        self._of_one_product = {t for t in self.backward_graph.wrt if summands[t] == 1}
-        pending = deque(_weights_first(steps, self.weights))
-        last = _last_steps(pending, self.received, self.absorb)
-        self._completed: dict[int, list[TensorNumber]] = {}
-        for t, step in last.items():
-            self._completed.setdefault(id(step), []).append(t)
+        pending = deque(with_cotangents(_weights_first(steps, self.weights), self.received))
+        # By tensor, how many of the steps to come add to its cotangent.
+        self._missing = Counter(t for step in pending for t in step.cotangents_out)
+        self._of_one_product = {t for t in self.backward_graph.wrt if self._missing[t] == 1}
+        absorbed = self.absorb.keys() & self._missing.keys()
         first = list(self.received)
         loaded = self.rematerializer.load(_light(pending), [self.received[t] for t in first])
         self.received.update(zip(first, loaded, strict=True))
         while pending:
-            step = pending.popleft()
-            if self.received.keys().isdisjoint(step.cotangents_in):
-                continue
+            step = self._next(pending)
             if is_heavy(step):
                 self._run_product(step, pending)
             else:
                 self._run_light(step)
         self._run_late()
-        return frozenset(last)
+        return frozenset(absorbed)
+
+    def _next(self, pending: deque[BackwardOp]) -> BackwardOp:
+        """Take the next step, which is not waited for any more."""
+        step = pending.popleft()
+        self._missing.subtract(step.cotangents_out)
+        return step
 
     def _run_light(self, step: BackwardOp) -> None:
         results = self.results(step)
@@ -153,11 +155,9 @@ class JoinedWalk(Walk):
                     self._receive_gradient(step, t, value)
                 else:
                     results.append((t, value))
-            self._absorb_completed(step)
+            self._absorb_completed(part)
             while pending and self.weights.issuperset(pending[0].cotangents_in) and not is_heavy(pending[0]):
-                if not self.received.keys().isdisjoint(pending[0].cotangents_in):
-                    self._run_light(pending[0])
-                pending.popleft()
+                self._run_light(self._next(pending))
         if self.backward_graph.graph.stage_shape:
             self._join_sums(results, pending)
             return
@@ -170,8 +170,7 @@ class JoinedWalk(Walk):
         """Join cotangents once they are complete: behind a barrier devices would add up each term by itself."""
         for t, value in results:
             self.receive(t, value)
-        incomplete = {t for step in pending for t in step.cotangents_out}
-        complete = [t for t, _ in results if t not in incomplete]
+        complete = [t for t, _ in results if not self._missing[t]]
         if complete:
             joined = self._join([self.received[t] for t in complete], _light(pending))
             self.received.update(zip(complete, joined, strict=True))
@@ -235,7 +234,7 @@ class JoinedWalk(Walk):
         self.awaited.append(t)
 
     def _absorb_completed(self, step: BackwardOp) -> None:
-        completed = self._completed.pop(id(step), [])
+        completed = [t for t in dict.fromkeys(step.cotangents_out) if t in self.absorb and not self._missing[t]]
         self.received.update((t, self.absorb[t](self.received[t])) for t in completed)
         self.awaited += completed
 
@@ -266,16 +265,13 @@ def _evaluate(step: BackwardOp, needs: Sequence[Array], seeds: Sequence[Array]) 
         return step.program.evaluate([*needs, *seeds])
 
 
-def _last_steps(
-    steps: Iterable[BackwardOp], received: Iterable[TensorNumber], absorb: Absorb
-) -> dict[TensorNumber, BackwardOp]:
-    """Return, by input whose cotangent is absorbed, the last step that adds to it."""
-    reached, last = set(received), {}
+def with_cotangents(steps: Iterable[BackwardOp], received: Iterable[TensorNumber]) -> Iterator[BackwardOp]:
+    """Give the steps that get a cotangent where some are given."""
+    reached = set(received)
     for step in steps:
         if not reached.isdisjoint(step.cotangents_in):
             reached.update(step.cotangents_out)
-            last.update((t, step) for t in step.cotangents_out if t in absorb)
-    return last
+            yield step
 
 
 def _light(steps: Iterable[BackwardOp]) -> Iterable[BackwardOp]:

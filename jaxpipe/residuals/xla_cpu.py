@@ -16,7 +16,7 @@ from jaxpipe import _compat
 from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.residuals.backward_graph import BackwardOp
 from jaxpipe.residuals.rematerialize import is_heavy, parts
-from jaxpipe.residuals.run_steps import Walk
+from jaxpipe.residuals.run_steps import Walk, with_cotangents
 
 
 #: Arrays by tensor.
@@ -75,25 +75,21 @@ class GroupedWalk(Walk):
         return jax.lax.cond(zero == 0, run, nothing)
 
     def _outline(self, steps: Sequence[BackwardOp]) -> list[_Group]:
-        """Return the groups in which some step has a cotangent."""
-        rematerializer, received = self.rematerializer, set(self.received)
-        grouped, known, groups = _grouped(steps), set(rematerializer.values), []
+        """Return the groups of the steps that get a cotangent."""
+        rematerializer, known, groups = self.rematerializer, set(self.rematerializer.values), list[_Group]()
+        grouped = _grouped(with_cotangents(steps, self.received))
         for k, members in enumerate(grouped):
             kept = self.keep.union(*(step.cotangents_in for later in grouped[k + 1 :] for step in later))
             group, here = _Group(members, kept), set(known)
             for step in members:
-                if received.isdisjoint(step.cotangents_in):
-                    continue
                 program, loads = rematerializer.sources(step, here)
                 group.read.update(step.needs, *(op.inputs for op in program))
                 new = {*loads, *(t for op in program for t in op.outputs)}
                 group.rematerialized.update(filter(rematerializer.is_kept, new))
                 here |= new
-                received.update(step.cotangents_out)
                 group.written.update(kept.intersection(step.cotangents_out))
             known |= group.rematerialized
-            if group.written:  # some step has a cotangent
-                groups.append(group)
+            groups.append(group)
         return groups
 
 

@@ -84,14 +84,13 @@ def differentiate(
     has_rules = ruled is None and bool(_compat.inner_programs(equation))  # others have none of a user's
     shape = wanted.shape if has_rules else None
     run = ruled or _as_function(op, equation, shape)
-    carried = [k for k in wanted.useful if is_differentiable(equation.outvars[k].aval)]
-    tangents = {k: equation.outvars[k].aval.to_tangent_aval() for k in carried}
+    tangents = _tangents(op, wanted)
     pullback: PyTreeDef | None = None
 
     def forward(*inputs: Array) -> list[Array]:
         def primal(*operands: Array) -> tuple[list[Array], list[Array]]:
             outputs = run(*replaced(inputs, varied, operands))
-            return [outputs[k] for k in carried], outputs
+            return [outputs[k] for k in tangents], outputs
 
         nonlocal pullback
         _, saved, outputs = jax.vjp(primal, *(inputs[k] for k in varied), has_aux=True)
@@ -110,10 +109,14 @@ def differentiate(
     traced = both() if shape is None else within_stage(shape, wanted.traced_in)
     first = target_products.for_target(traced[0], may_cut=False)
     second = target_products.for_target(traced[1], may_cut=not wanted.shape)
-    count = len(equation.outvars)
-    if op.name == "custom_vjp_call":  # what the user's own rule adds up stays one cotangent
-        return _halves(first, second, avals, count, tangents, varied, in_order=True, ruled=wanted.ruled)
-    return _halves(first, second, avals, count, tangents, varied, bits, by_terms=ruled is None)
+    by_terms = ruled is None and op.name != "custom_vjp_call"  # what a rule adds up stays one cotangent
+    return _halves(op, avals, wanted, first, second, bits, by_terms)
+
+
+def _tangents(op: Operator, wanted: Wanted) -> dict[int, AbstractArray]:
+    """Return the types of the cotangents of an operator's results, by position."""
+    avals = {k: op.equation.outvars[k].aval for k in wanted.useful}
+    return {k: aval.to_tangent_aval() for k, aval in avals.items() if is_differentiable(aval)}
 
 
 def _as_function(op: Operator, equation: Equation, shape: Mapping[str, int] | None) -> Run:
@@ -136,41 +139,34 @@ def policy_within(op: Operator) -> SavePolicy | None:
 
 
 def _halves(
+    op: Operator,
+    avals: Sequence[AbstractArray],
+    wanted: Wanted,
     first: AnyJaxpr,
     second: AnyJaxpr,
-    avals: Sequence[AbstractArray],
-    count: int,
-    tangents: Mapping[int, AbstractArray],
-    given: Sequence[int],
-    bits: int | None = None,
-    *,
-    by_terms: bool = False,
-    in_order: bool = False,
-    ruled: Sequence[int] = (),
+    bits: int | None,
+    by_terms: bool,
 ) -> Halves:
     """Sort the operators of a traced VJP by whether they depend on a cotangent, or run in the backward program.
 
     JAX adds up cotangents in the order in which it makes them; those of a ``custom_vjp`` in the order of its operands.
 
     Args:
-      first: ``operands -> (*results, *residuals)``, of which so many (``count``) are results.
+      op, avals, wanted, bits: as ``differentiate`` has them.
+      first: ``operands -> (*results, *residuals)``.
       second: ``(*residuals, *cotangents) -> gradients``.
-      avals: of the operands.
-      tangents: by position, types of the results that have a cotangent.
-      given: positions of the operands that the gradients are of.
-      bits: as ``differentiate`` has them.
       by_terms: whether a gradient that is a sum is several cotangents, which JAX adds to others one by one.
-      in_order, ruled: as ``_nonzero_gradients`` has them.
     """
     builder = GraphBuilder(inline_rules=True)
     operands = [builder.tensor(aval) for aval in avals]
-    results = builder.read(first, operands)
-    for t in results[count:]:
+    outputs, count = builder.read(first, operands), len(op.outputs)
+    results, residuals = outputs[:count], outputs[count:]
+    for t in residuals:
         if bits is not None and np.issubdtype(builder.tensors[t].dtype, np.integer):
             builder.tensors[t] = replace(builder.tensors[t], bits=bits)
     start = len(builder.operators)
-    cotangents = {k: builder.tensor(aval) for k, aval in tangents.items()}
-    gradients = list(zip(given, builder.read(second, [*results[count:], *cotangents.values()]), strict=True))
+    cotangents = {k: builder.tensor(aval) for k, aval in _tangents(op, wanted).items()}
+    gradients = list(zip(wanted.varied, builder.read(second, [*residuals, *cotangents.values()]), strict=True))
     if by_terms:
         sums = {id(eqn) for eqn in _compat.open_jaxpr(second)[0].eqns if eqn.primitive.name == "add_any"}
         terms = {t: op for op in builder.operators if id(op.equation) in sums for t in op.outputs}
@@ -178,17 +174,18 @@ def _halves(
     # What a rule does in its backward pass is meant to be done there, with or without the cotangent; but constants.
     late = [t for op in builder.operators[start:] if op.inputs for t in op.outputs]
     dependent = dependents(builder.operators, (*cotangents.values(), *late))
-    summands = _nonzero_gradients(builder, gradients, in_order, ruled)
-    wanted = [g for _, g in summands]
-    backward = tuple(op for op in live(builder.operators, wanted) if not dependent.isdisjoint(op.outputs))
-    read = ordered((*(t for op in backward for t in op.inputs), *wanted))
+    ruled = wanted.ruled if op.name == "custom_vjp_call" else None
+    summands = _nonzero_gradients(builder, gradients, ruled)
+    produced = [g for _, g in summands]
+    backward = tuple(op for op in live(builder.operators, produced) if not dependent.isdisjoint(op.outputs))
+    read = ordered((*(t for op in backward for t in op.inputs), *produced))
     written = dependent.union(*(op.outputs for op in backward))
     needs = [t for t in read if t not in written and t not in builder.constants]
     used = [(k, c) for k, c in cotangents.items() if c in read]
     if summands and not used:  # a derivative of the user's own that does not look at its cotangent
         used = list(cotangents.items())
     builder.operators = [op for op in builder.operators if dependent.isdisjoint(op.outputs)]
-    primal = builder.build(operands, [*results[:count], *needs])
+    primal = builder.build(operands, [*results, *needs])
     return Halves(
         primal=primal,
         cotangents_in=tuple(k for k, _ in used),
@@ -197,7 +194,7 @@ def _halves(
             primal,
             operators=backward,
             inputs=(*needs, *(c for _, c in used)),
-            outputs=tuple(wanted),
+            outputs=tuple(produced),
             constants={t: builder.constants[t] for t in read if t in builder.constants},
         ),
     )
@@ -212,18 +209,20 @@ def _summands(gradient: TensorNumber, sums: Mapping[TensorNumber, Operator]) -> 
 
 
 def _nonzero_gradients(
-    builder: GraphBuilder, gradients: Sequence[tuple[int, TensorNumber]], in_order: bool, ruled: Sequence[int]
+    builder: GraphBuilder, gradients: Sequence[tuple[int, TensorNumber]], ruled: Sequence[int] | None
 ) -> list[tuple[int, TensorNumber]]:
-    """Return the gradients that are not known to be zero, ``in_order`` or in the order in which they are made.
+    """Return the gradients that are not known to be zero, in the order in which they are made.
 
-    Those of ``ruled`` operands are among them.
+    Args:
+      ruled: operands of a ``custom_vjp`` that have a gradient in any case; all are then in the order of the operands.
     """
     zeros = {t for op in builder.operators if writes_zeros(op) for t in op.outputs}
     known = {g: builder.constants[g] for _, g in gradients if g in builder.constants}
     zeros |= {g for g, value in known.items() if not isinstance(value, core.Tracer) and not np.any(value)}
-    nonzero = [(k, g) for k, g in gradients if g not in zeros or k in ruled]
+    if ruled is not None:
+        return [(k, g) for k, g in gradients if g not in zeros or k in ruled]
     made_at = {t: position for position, op in enumerate(builder.operators) for t in op.outputs}
-    return nonzero if in_order else sorted(nonzero, key=lambda item: made_at.get(item[1], -1))
+    return sorted(((k, g) for k, g in gradients if g not in zeros), key=lambda item: made_at.get(item[1], -1))
 
 
 def writes_zeros(op: Operator) -> bool:

@@ -21,7 +21,7 @@ from jax import lax
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.graph.derivative_rule import with_rule
-from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, live
+from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, dependents, live
 from jaxpipe.graph.kept_dimensions import LENGTHS, Kept, kept_dimensions
 from jaxpipe.graph.primitives import POINTWISE, REARRANGES, REDUCTIONS
 from jaxpipe.graph.rules import pick
@@ -227,15 +227,11 @@ def _with_loop(graph: Graph, steps: Mapping[Operator, _Step], count: int) -> Gra
     added = [
         replace(op, inputs=_named(op.inputs, names), outputs=_named(op.outputs, names)) for op in builder.operators
     ]
-    after: set[TensorNumber] = set(results)
-    early: list[Operator] = []
-    late: list[Operator] = []
-    last = max(k for k, op in enumerate(graph.operators) if op in steps)
-    for op in graph.operators[: last + 1]:
-        if op not in steps:
-            (early if after.isdisjoint(op.inputs) else late).append(op)
-            after.update(() if after.isdisjoint(op.inputs) else op.outputs)
-    operators = live((*early, *added, *late, *graph.operators[last + 1 :]), graph.outputs)
+    behind = max(k for k, op in enumerate(graph.operators) if op in steps) + 1
+    others = [op for op in graph.operators[:behind] if op not in steps]
+    after = dependents(others, results)
+    early, late = ([op for op in others if after.isdisjoint(op.inputs) is first] for first in (True, False))
+    operators = live((*early, *added, *late, *graph.operators[behind:]), graph.outputs)
     return replace(graph, tensors=tuple(builder.tensors), constants=builder.constants, operators=operators)
 
 

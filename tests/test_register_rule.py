@@ -156,6 +156,24 @@ def test_an_integer_has_no_cotangent(register):
         register_rule(lax.gather_p, saved, replace=True)
 
 
+def test_a_result_that_nothing_differentiable_reads_has_no_cotangent(register):
+    given = []
+
+    def backward(equation, kept, cotangents):
+        given.append([ct is None for ct in cotangents])
+        return [jnp.zeros_like(cotangents[0]).at[kept[0]].set(cotangents[0]), None]
+
+    def smallest_first(x):
+        values, places = lax.sort((x, jnp.arange(8)), num_keys=1)
+        return jnp.sum(values * jnp.arange(8.0)) + lax.stop_gradient(places[0])
+
+    x = jax.random.normal(jax.random.key(0), (8,))
+    expected = jax.grad(smallest_first)(x)
+    register(lax.sort_p, DerivativeRule(lambda equation, operands, results: [results[1]], backward))
+    assert_same_bits(jax.grad(memory_encoded(smallest_first))(x), expected)
+    assert given == [[False, True]]
+
+
 def test_a_rule_may_apply_by_module_path(register):
     def twice(equation, kept, cotangents):
         return [2 * jnp.cos(kept[0]) * cotangents[0]]

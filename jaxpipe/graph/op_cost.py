@@ -4,7 +4,7 @@ import math
 
 from jaxpipe import _compat
 from jaxpipe.array_types import Equation
-from jaxpipe.graph.graph import GraphBuilder, Operator
+from jaxpipe.graph.graph import Operator, read_graph
 from jaxpipe.graph.primitives import ARITHMETIC, LOOKUPS, PRODUCTS, TRANSCENDENTAL, VIEWS
 
 
@@ -26,10 +26,7 @@ def weight(op: Operator) -> int | None:
     if op.name in TRANSCENDENTAL:
         return 4
     if op.name == "custom_jvp_call":
-        body, _ = _compat.open_jaxpr(op.params["call_jaxpr"])
-        builder = GraphBuilder()
-        builder.read(op.params["call_jaxpr"], [builder.tensor(var.aval) for var in body.invars])
-        weights = [weight(part) for part in builder.operators]
+        weights = [weight(part) for part in read_graph(op.params["call_jaxpr"], boundaries=False).operators]
         return None if None in weights else sum(w for w in weights if w is not None)
     return None
 

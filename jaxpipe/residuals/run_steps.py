@@ -18,7 +18,7 @@ arrays alive. There
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -63,11 +63,13 @@ class Walk:
     waits: bool = True
 
     def run(self, steps: Sequence[BackwardOp]) -> frozenset[TensorNumber]:
-        """Run steps, in reverse order of the program; returns the inputs whose cotangents have been absorbed."""
+        """Run steps, in reverse order of the program; returns the inputs whose cotangents have been absorbed.
+
+        Each gets some cotangent, of those that are given or of steps before it.
+        """
         for step in steps:
-            if not self.received.keys().isdisjoint(step.cotangents_in):
-                for t, value in zip(step.cotangents_out, self.results(step), strict=True):
-                    self.receive(t, value)
+            for t, value in zip(step.cotangents_out, self.results(step), strict=True):
+                self.receive(t, value)
         return frozenset()
 
     def results(self, step: BackwardOp) -> list[Array]:
@@ -107,7 +109,7 @@ class JoinedWalk(Walk):
 
     def run(self, steps: Sequence[BackwardOp]) -> frozenset[TensorNumber]:
         """Run all steps."""
-        pending = deque(with_cotangents(_weights_first(steps, self.weights), self.received))
+        pending = deque(_weights_first(steps, self.weights))
         # By tensor, how many of the steps to come add to its cotangent.
         self._missing = Counter(t for step in pending for t in step.cotangents_out)
         self._of_one_product = {t for t in self.backward_graph.wrt if self._missing[t] == 1}
@@ -263,15 +265,6 @@ def _weights_first(steps: Iterable[BackwardOp], weights: frozenset[TensorNumber]
 def _evaluate(step: BackwardOp, needs: Sequence[Array], seeds: Sequence[Array]) -> list[Array]:
     with jax.named_scope(step.path or step.name):
         return step.program.evaluate([*needs, *seeds])
-
-
-def with_cotangents(steps: Iterable[BackwardOp], received: Iterable[TensorNumber]) -> Iterator[BackwardOp]:
-    """Give the steps that get a cotangent where some are given."""
-    reached = set(received)
-    for step in steps:
-        if not reached.isdisjoint(step.cotangents_in):
-            reached.update(step.cotangents_out)
-            yield step
 
 
 def _light(steps: Iterable[BackwardOp]) -> Iterable[BackwardOp]:

@@ -275,7 +275,7 @@ def run_backward(
     kind = JoinedWalk if current().order == "joined" else Walk if rematerializer.zero is None else GroupedWalk
     waits = current().order != "stepwise"
     walk = kind(graph, dict(received), rematerializer, frozenset((*keep, *graph.wrt)), absorb, vjp.weights, waits)
-    absorbed = walk.run(steps[::-1])
+    absorbed = walk.run(needed(steps, received, step_ends)[0][::-1])
     walk.received.update((t, absorb[t](walk.received[t])) for t in absorb if t in walk.received and t not in absorbed)
     return walk.received
 

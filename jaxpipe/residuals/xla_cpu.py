@@ -16,7 +16,7 @@ from jaxpipe import _compat
 from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.residuals.backward_graph import BackwardOp
 from jaxpipe.residuals.rematerialize import is_heavy, parts
-from jaxpipe.residuals.run_steps import Walk, with_cotangents
+from jaxpipe.residuals.run_steps import Walk
 
 
 #: Arrays by tensor.
@@ -75,9 +75,9 @@ class GroupedWalk(Walk):
         return jax.lax.cond(zero == 0, run, nothing)
 
     def _outline(self, steps: Sequence[BackwardOp]) -> list[_Group]:
-        """Return the groups of the steps that get a cotangent."""
-        rematerializer, known, groups = self.rematerializer, set(self.rematerializer.values), list[_Group]()
-        grouped = _grouped(with_cotangents(steps, self.received))
+        """Return the groups of steps, with what each makes and reads."""
+        rematerializer, grouped = self.rematerializer, _grouped(steps)
+        known, groups = set(rematerializer.values), list[_Group]()
         for k, members in enumerate(grouped):
             kept = self.keep.union(*(step.cotangents_in for later in grouped[k + 1 :] for step in later))
             group, here = _Group(members, kept), set(known)

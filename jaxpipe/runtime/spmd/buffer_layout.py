@@ -43,7 +43,7 @@ class Place(NamedTuple):
 class BufferLayout:
     """The place of every array of every device; arrays have names, such as the numbers of tensors."""
 
-    places: tuple[Mapping[Any, Place], ...]  # by device
+    places: tuple[Mapping[Any, Place], ...]  # by device, those in the same buffer one after the other
     buffers: tuple[jax.ShapeDtypeStruct, ...]  # vectors
 
     @property
@@ -62,7 +62,7 @@ class BufferLayout:
     def write(self, device: int, values: Mapping[Any, ArrayLike], xp: Any = jnp) -> list[Array]:
         """Buffers with those of a device's arrays that are given, and zeros elsewhere; made by JAX or by NumPy."""
         pieces: list[list[Array]] = [[] for _ in self.buffers]
-        for name, (shape, k, _) in sorted(self.places[device].items(), key=lambda item: item[1][1:]):
+        for name, (shape, k, _) in self.places[device].items():
             value = xp.asarray(values[name]) if name in values else xp.zeros(shape, self.buffers[k].dtype)
             pieces[k].append(value.reshape(-1))
         for buffer, flat in zip(self.buffers, pieces, strict=True):
@@ -88,28 +88,25 @@ def lay_out(avals: Sequence[Mapping[Any, Shaped]]) -> BufferLayout:
     return min(candidates, key=lambda layout: layout.bytes)
 
 
-def _kind(aval: Shaped) -> tuple[int, DType]:
-    return math.prod(aval.shape), np.dtype(aval.dtype)
+def _kind(aval: Shaped) -> tuple[DType, int]:
+    return np.dtype(aval.dtype), math.prod(aval.shape)
 
 
-def _placed(avals: Sequence[Mapping[Any, Shaped]], whole: Counter[tuple[int, DType]]) -> BufferLayout:
-    """Return the layout in which so many arrays of each size and type have buffers of their own."""
-    shapes = list(whole.elements())
-    first = {kind: k for k, kind in reversed(list(enumerate(shapes)))}
-    packed: dict[DType, int] = {}  # the elements of what is packed, by type
-    places = []
+def _placed(avals: Sequence[Mapping[Any, Shaped]], whole: Counter[tuple[DType, int]]) -> BufferLayout:
+    """Return the layout in which so many arrays of each type and size have buffers of their own."""
+    # The elements of each buffer: of a type and a size and which of several it is; of what is packed, of a type.
+    lengths: dict[tuple[Any, ...], int] = {(*kind, k): kind[1] for kind, count in whole.items() for k in range(count)}
+    numbers, places = {buffer: k for k, buffer in enumerate(lengths)}, []
     for arrays in avals:
-        used: Counter[tuple[int, DType] | DType] = Counter()  # buffers of their own, and elements of what is packed
+        seen, used = Counter[Any](), Counter[Any]()  # arrays of each kind, elements of each buffer
         place = {}
-        for n, aval in arrays.items():
-            size, dtype = kind = _kind(aval)
-            if used[kind] < whole[kind]:
-                place[n] = Place(aval.shape, first[kind] + used[kind], 0)
-                used[kind] += 1
-            else:
-                packed[dtype] = max(packed.get(dtype, 0), used[dtype] + size)
-                place[n] = Place(aval.shape, len(shapes) + list(packed).index(dtype), used[dtype])
-                used[dtype] += size
+        for name, aval in arrays.items():
+            dtype, size = kind = _kind(aval)
+            buffer = (*kind, seen[kind]) if seen[kind] < whole[kind] else (dtype,)
+            place[name] = Place(aval.shape, numbers.setdefault(buffer, len(numbers)), used[buffer])
+            seen[kind] += 1
+            used[buffer] += size
+            lengths[buffer] = max(lengths.get(buffer, 0), used[buffer])
         places.append(place)
-    buffers = (*shapes, *((length, dtype) for dtype, length in packed.items()))
-    return BufferLayout(tuple(places), tuple(jax.ShapeDtypeStruct((n,), dtype) for n, dtype in buffers))
+    buffers = (jax.ShapeDtypeStruct((length,), buffer[0]) for buffer, length in lengths.items())
+    return BufferLayout(tuple(places), tuple(buffers))

@@ -29,8 +29,6 @@ def switch(index: ArrayLike, branches: Sequence[Callable[..., T]], *operands: Py
     The branches are not differentiated: derivative rules in them (``custom_jvp``, ``custom_vjp``) are not compared.
     """
     chosen, shared, row = _grouped(index, branches, operands)
-    if len(shared) == 1:
-        return shared[0](row, *operands)
     return lax.switch(chosen, shared, row, *operands)
 
 
@@ -48,10 +46,10 @@ def overwrite(
         # A loop that XLA knows to run once would be taken apart.
         unless = _compat.hidden_zero([*arrays, *jax.tree.leaves(buffers)])
     for number, branch in enumerate(shared):
-        here = jnp.bool_(True) if len(shared) == 1 else chosen == number
-        turns = (here if unless is None else here & (unless == 0)).astype(jnp.int32)
+        turns = chosen == number if unless is None else (chosen == number) & (unless == 0)
         work = functools.partial(branch, row)
-        buffers = lax.fori_loop(0, turns, lambda turn, buffers, work=work: work(buffers, arrays, turn), buffers)
+        count = jnp.asarray(turns, jnp.int32)
+        buffers = lax.fori_loop(0, count, lambda turn, buffers, work=work: work(buffers, arrays, turn), buffers)
     return buffers
 
 

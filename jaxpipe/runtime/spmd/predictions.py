@@ -35,13 +35,10 @@ def lockstep_timeline(
     lockstep, splits = LockstepProgram.of(program), program.schedule.splits_backward
     window = [4 * PAGE * pages for pages in lockstep.windows]
     moved = (7 if splits else 5) * window[STASH] + 5 * window[SAVED] + (3 * lockstep.sums.bytes if splits else 0)
+    communication = send(window[ARRIVED]) + send(window[RETURNED]) + moved / bytes_per_second
     forward, first, second = work
     return program.schedule.simulate(
-        forward=forward,
-        backward_input=first,
-        backward_weight=second,
-        communication=send(window[ARRIVED]) + send(window[RETURNED]) + moved / bytes_per_second,
-        lockstep=True,
+        forward=forward, backward_input=first, backward_weight=second, communication=communication, lockstep=True
     )
 
 
@@ -83,12 +80,8 @@ def predict(planned: Program, update: Update, batch: Sequence[Shaped]) -> dict[s
     mail, stash = (4 * PAGE * pages for pages in program.table.pages)
     sent = 4 * PAGE * (program.windows[ARRIVED] + program.windows[RETURNED])
     computing = max(working_bytes(program, s) for s in program.stage_numbers)
-    return {
-        **held,
-        "stash": stash,
-        "messages": mail,
-        "temporaries": max(computing, 2 * sent, at_the_end - stash - mail),
-    }
+    temporaries = max(computing, 2 * sent, at_the_end - stash - mail)
+    return {**held, "stash": stash, "messages": mail, "temporaries": temporaries}
 
 
 def working_bytes(program: LockstepProgram, s: StageNumber) -> int:
@@ -106,11 +99,9 @@ def working_bytes(program: LockstepProgram, s: StageNumber) -> int:
 
 def stage_programs(program: LockstepProgram, s: StageNumber) -> Iterator[tuple[Callable[[Given], Made], Given]]:
     """Yield the work of a stage of each kind, and the shapes that it is given; of the arena, what it reads at once."""
-    batch = [
-        jax.ShapeDtypeStruct((program.num_microbatches, *a.shape), a.dtype)
-        for a in program.avals(program.objective.batch)
-    ]
-    pages = [jax.ShapeDtypeStruct((count, PAGE), jnp.uint32) for count in program.windows]
+    leaves, count = program.avals(program.objective.batch), program.num_microbatches
+    batch = [jax.ShapeDtypeStruct((count, *x.shape), x.dtype) for x in leaves]
+    pages = [jax.ShapeDtypeStruct((window, PAGE), jnp.uint32) for window in program.windows]
     row = jax.ShapeDtypeStruct((2 + len(KEPT),), jnp.int32)
     arena, key = max(pages[STASH:], key=lambda x: x.size), jax.eval_shape(lambda: jax.random.key(0))
     for kind in program.schedule.kinds if program.trains(s) else (Kind.FORWARD,):

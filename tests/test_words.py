@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxpipe.runtime.uint32_words import from_words, pack_given, pack_words, to_words, unpack_words, word_count
+from jaxpipe.runtime.uint32_words import from_words, pack_words, to_words, unpack_words, word_count
 from tests.support.compare import assert_same_bits
 
 
@@ -102,9 +102,16 @@ def test_what_comes_behind_values_of_less_than_a_byte():
 
 def test_what_is_not_given_is_zero():
     values = [random_bits(SHAPES[k % len(SHAPES)], dtype, k) for k, dtype in enumerate(DTYPES)]
-    words = pack_given({k: jnp.asarray(x) for k, x in enumerate(values) if k % 2}, list(map(aval, values)))
+    words = pack_words([jnp.asarray(x) if k % 2 else aval(x) for k, x in enumerate(values)])
     zeros = [x if k % 2 else np.zeros_like(x) for k, x in enumerate(values)]
     assert_same_bits(unpack_words(words, list(map(aval, values))), zeros)
+
+
+def test_trees_keep_their_structure():
+    tree = {3: (random_bits((5,), np.int8), random_bits((2, 2), np.float32, 1)), 1: random_bits((), np.float16, 2)}
+    words = pack_words(jax.tree.map(jnp.asarray, tree))
+    assert word_count(tree) == words.size == 1 + 2 + 4
+    assert_same_bits(unpack_words(words, jax.tree.map(aval, tree)), tree)
 
 
 def test_pack_of_nothing():

@@ -170,9 +170,9 @@ def held_by(update: PartitionedUpdate, stage: int) -> tuple[list[TensorNumber], 
 
 
 def compute(
-    update: PartitionedUpdate, s: int, wanted: Sequence[TensorNumber], known: dict[TensorNumber, Array]
+    update: PartitionedUpdate, s: int | None, wanted: Sequence[TensorNumber], known: dict[TensorNumber, Array]
 ) -> None:
-    """Run what some tensors follow from: operators of a stage, and those that every stage runs."""
+    """Run what some tensors follow from: operators of a stage, if there is one, and those that every stage runs."""
     allowed = [op for op in update.graph.operators if {update.stage_of.get(t) for t in op.outputs} & {s, None}]
     run(needed(allowed, wanted, operator_ends, known=known)[0], known)
 

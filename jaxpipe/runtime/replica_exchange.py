@@ -29,7 +29,7 @@ from jaxpipe.graph.graph import Operator
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate
 from jaxpipe.runtime.stages import Placement
-from jaxpipe.runtime.uint32_words import pack_words, unpack_words, word_count
+from jaxpipe.runtime.uint32_words import pack_words, unpack_words
 from jaxpipe.sharding.mesh_axes import DATA, own_name
 
 
@@ -92,9 +92,8 @@ def sums_in_order(
 
     They cross the network in one message, of which the time is latency.
     """
-    rows = lax.all_gather(pack_words(values, sum(map(word_count, values))), axes, axis_index_groups=groups)
-    parts = [unpack_words(row, values) for row in rows]
-    return [functools.reduce(operator.add, column) for column in zip(*parts, strict=True)]
+    rows = lax.all_gather(pack_words(values), axes, axis_index_groups=groups)
+    return functools.reduce(functools.partial(jax.tree.map, operator.add), [unpack_words(row, values) for row in rows])
 
 
 def stage_exchange(

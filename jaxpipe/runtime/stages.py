@@ -224,9 +224,10 @@ class Program:
         """Bytes of what one micro-batch of a stage keeps for its backward pass, on each of its devices, in words."""
         return sum(self._bytes(t, a) for t, avals in stage.stashed.items() for a in avals)
 
-    def tangents(self, numbers: Sequence[TensorNumber]) -> list[AbstractArray]:
-        """Shapes of the cotangents of some tensors."""
-        return [cast(AbstractArray, aval.to_tangent_aval()) for aval in self.avals(numbers)]
+    def tangents(self, numbers: Sequence[TensorNumber]) -> dict[TensorNumber, AbstractArray]:
+        """Shapes of the cotangents of some tensors, by their numbers."""
+        avals = zip(numbers, self.avals(numbers), strict=True)
+        return {t: cast(AbstractArray, aval.to_tangent_aval()) for t, aval in avals}
 
 
 def variable_spans(objective: MicrobatchProgram) -> dict[TensorNumber, tuple[tuple[int, int], ...]]:

@@ -1,7 +1,8 @@
 """Arrays of any type as 32-bit words: what is sent between stages and kept for later."""
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,12 +10,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxpipe.array_types import Array, ArrayLike, DType, Shaped, is_key
+from jaxpipe.array_types import AbstractArray, Array, ArrayLike, DType, PyTree, Shaped, is_key
 
 
-def word_count(aval: Shaped) -> int:
-    """Words that an array takes."""
-    return -(-math.prod(aval.shape) * aval.dtype.itemsize // 4)
+#: The types of shapes, which may be among arrays.
+_SHAPE = jax.ShapeDtypeStruct | AbstractArray
+
+
+def word_count(avals: PyTree) -> int:
+    """Words that the arrays of a tree take."""
+    return sum(-(-math.prod(x.shape) * x.dtype.itemsize // 4) for x in jax.tree.leaves(avals))
 
 
 def to_words(x: Array) -> Array:
@@ -48,26 +53,27 @@ def _of_bytes(dtype: DTypeLike) -> DTypeLike:
     return jnp.float8_e4m3fn if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8 else dtype
 
 
-def pack_words(values: Sequence[Array], length: int) -> Array:
-    """Arrays one after the other in a vector of ``length`` words; the rest is filled with zeros."""
-    parts = [to_words(x) for x in values]
-    missing = length - sum(p.size for p in parts)
+def pack_words(values: PyTree, length: int | None = None) -> Array:
+    """The arrays of a tree as words, one after the other; with zeros for a shape that is in the place of an array.
+
+    Up to a ``length``, zeros follow.
+    """
+    leaves = jax.tree.leaves(values)
+    parts = [jnp.zeros(word_count(x), jnp.uint32) if isinstance(x, _SHAPE) else to_words(x) for x in leaves]
+    missing = 0 if length is None else length - sum(p.size for p in parts)
     if missing or not parts:
         parts.append(jnp.zeros((missing,), jnp.uint32))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-def pack_given(values: Mapping[int, Array], avals: Sequence[Shaped]) -> Array:
-    """The arrays that are given, by position, as ``pack_words`` packs all of some shapes; zeros for the others."""
-    parts = [to_words(values[k]) if k in values else jnp.zeros(word_count(a), jnp.uint32) for k, a in enumerate(avals)]
-    return jnp.concatenate(parts)
+def unpack_words(words: Array, avals: PyTree) -> PyTree:
+    """The arrays of a tree of shapes, as ``pack_words`` packs them."""
+    return read_words(avals, lambda start, count: lax.slice(words, (start,), (start + count,)))
 
 
-def unpack_words(words: Array, avals: Sequence[Shaped]) -> list[Array]:
-    """The arrays that ``pack_words`` or ``pack_given`` packed."""
-    arrays, start = [], 0
-    for aval in avals:
-        count = word_count(aval)
-        arrays.append(from_words(lax.slice(words, (start,), (start + count,)), aval))
-        start += count
-    return arrays
+def read_words(avals: PyTree, read: Callable[[int, int], Array]) -> PyTree:
+    """The arrays of a tree of shapes, where ``read(start, count)`` gives so many of their words."""
+    leaves, tree = jax.tree.flatten(avals)
+    counts = list(map(word_count, leaves))
+    starts = itertools.accumulate(counts, initial=0)
+    return tree.unflatten([from_words(read(*span), x) for *span, x in zip(starts, counts, leaves, strict=False)])

@@ -48,8 +48,7 @@ def _pass(program: Program, s: StageNumber, kind: Kind) -> TimedProgram:
 
         return TimedProgram(forward, (inputs,))
     known = {t: inputs[t] for t in (*stage.programs.parameters, *stage.used)}
-    waited = program.received(s, kind)
-    received = dict(zip(waited, program.tangents(waited), strict=True))
+    received = program.tangents(program.received(s, kind))
 
     def backward(known: Values, stash: Stash, received: Values) -> PyTree:
         return stage_backward(program.objective, stage, kind, known, stash, received)

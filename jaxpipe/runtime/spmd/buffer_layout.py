@@ -59,6 +59,12 @@ class BufferLayout:
         """A device's arrays."""
         return {name: place.get(buffers) for name, place in self.places[device].items()}
 
+    def put(self, device: int, buffers: Sequence[Array], values: Mapping[Any, Array]) -> list[Array]:
+        """Buffers with other values of some of a device's arrays, and the rest as it was."""
+        for name, value in values.items():
+            buffers = self.places[device][name].put(buffers, value)
+        return list(buffers)
+
     def write(self, device: int, values: Mapping[Any, ArrayLike], xp: Any = jnp) -> list[Array]:
         """Buffers with those of a device's arrays that are given, and zeros elsewhere; made by JAX or by NumPy."""
         pieces: list[list[Array]] = [[] for _ in self.buffers]

@@ -18,7 +18,7 @@ from jaxpipe.gradients.squared_norm import norm_dtype, squared_norm
 from jaxpipe.models.combine_metrics import combine
 from jaxpipe.runtime.replica_exchange import StageExchange, StageOuterLoop, sums_in_order
 from jaxpipe.runtime.spmd.buffer_layout import BufferLayout
-from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram, by_parameter
+from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram
 from jaxpipe.runtime.spmd.tick_loop import run_ticks
 from jaxpipe.runtime.spmd.update_in_place import run_update
 from jaxpipe.runtime.train_state import TrainState
@@ -41,8 +41,7 @@ def training_step(
         axes = program.replica_axes if loop is None else ()
         gradients = checked = _mean(program.taken, sums, weight, axes)
     else:
-        share = weight / lax.axis_size(DATA)
-        checked = [x / share.astype(x.dtype) for x in sums]
+        checked = _mean(program.sums, sums, weight / lax.axis_size(DATA), ())
         gradients, residual, *squares = _exchanged(program, update.exchange, state.step, checked, state.residual)
         whole, left = sums_in_order(squares, (STAGE, DATA))
         counters |= {"sent_share": sent_share(whole, left), "residual_norm": jnp.sqrt(left)}
@@ -56,13 +55,11 @@ def training_step(
     new = replace(new, variables=tuple(variables), residual=tuple(residual), step=state.step + 1)
     if stopped is not None:
         # A step that is skipped is a step: the next one draws other random numbers. One that raises has not been made.
-        skips = update.on_nonfinite == "skip"
-        stay = ("variables", "residual", "shared") if skips else ("variables", "residual", "shared", "step")
+        skips, fields = update.on_nonfinite == "skip", ("variables", "residual", "shared", "step", "skipped")
+        before = replace(state, step=new.step, skipped=state.skipped + 1) if skips else state
         either = partial(jax.tree.map, partial(jnp.where, stopped))
-        new = replace(new, **{field: either(getattr(state, field), getattr(new, field)) for field in stay})
-        if skips:
-            counters["skipped"] = state.skipped + stopped.astype(jnp.int32)
-            new = replace(new, skipped=counters["skipped"])
+        new = replace(new, **{field: either(getattr(before, field), getattr(new, field)) for field in fields})
+        counters |= {"skipped": new.skipped} if skips else {}
     (squares,) = sums_in_order([squared_norm(gradients, norm_dtype(g.dtype for g in gradients))], STAGE)
     if loop is not None:
         new = advance(program, loop, new)
@@ -159,48 +156,39 @@ def at_outer(program: LockstepProgram, state: TrainState) -> TrainState:
 
 def advance(program: LockstepProgram, loop: StageOuterLoop, state: TrainState) -> TrainState:
     """Return the state after the exchange and the restart that are due when an inner step has been made."""
-    settings, objective = loop.settings, program.objective
-    parameters, ways = program.parameters.places, program.state["residual"].places
-    rows = [by_parameter(places) for places in program.state["outer"].places]
+    settings, fields = loop.settings, ("parameters", "outer", "residual")
+    layouts = parameters, outer, pending = [program.state[field] for field in fields]
 
     def turn(fragment: int, device: int) -> list[TensorNumber]:
-        return [objective.parameters[k] for k in loop.parameters[fragment][device]]
+        return [program.objective.parameters[k] for k in loop.parameters[fragment][device]]
 
-    def exchanged(fragment: int, now: list[Array], outer: list[Array], pending: list[Array]) -> list[list[Array]]:
+    def exchanged(fragment: int, *held: list[Array]) -> list[list[Array]]:
         def read(d: int) -> list[Array]:
-            pairs = ((rows[d][t][0], parameters[d][t]) for t in turn(fragment, d))
-            return [settings.difference(before.get(outer), place.get(now)) for before, place in pairs]
+            now, before = parameters.read(d, held[0]), outer.read(d, held[1])
+            return [settings.difference(before[t, 0], now[t]) for t in turn(fragment, d)]
 
         def write(d: int, averaged: Averaged) -> list[list[Array]]:
-            new, after, left = list(outer), list(now), list(pending)
+            now, before = parameters.read(d, held[0]), outer.read(d, held[1])
+            renewed, restarts = {}, {}
             for t, average, rest in zip(turn(fragment, d), averaged.gradients, averaged.residuals, strict=True):
-                row = loop.advance(average, [place.get(outer) for place in rows[d][t]])
-                for place, x in zip(rows[d][t], row, strict=True):
-                    new = place.put(new, x)
-                restarted = settings.restart(row[0], rest, parameters[d][t].get(now))
-                if settings.delay:
-                    left = ways[d][t].put(left, restarted)
-                else:
-                    after = parameters[d][t].put(after, restarted)
-            return [after, new, left]
+                names = [name for name in before if name[0] == t]
+                renewed |= zip(names, loop.advance(average, [before[name] for name in names]), strict=True)
+                restarts[t] = settings.restart(renewed[t, 0], rest, now[t])
+            changed = ({}, renewed, restarts) if settings.delay else (restarts, renewed, {})
+            return [x.put(d, buffers, new) for x, buffers, new in zip(layouts, held, changed, strict=True)]
 
         return exchange(loop.plans[fragment], loop.rule, DATA, program.by_device, read, write)
 
-    def moved(fragment: int, now: list[Array], pending: list[Array]) -> list[Array]:
+    def moved(fragment: int, now: list[Array], ways: list[Array]) -> list[Array]:
         def write(d: int) -> list[Array]:
-            after = list(now)
-            for t in turn(fragment, d):
-                place = parameters[d][t]
-                after = place.put(after, settings.move(place.get(now), ways[d][t].get(pending)))
-            return after
+            before, way = parameters.read(d, now), pending.read(d, ways)
+            return parameters.put(d, now, {t: settings.move(before[t], way[t]) for t in turn(fragment, d)})
 
         return program.by_device(write)
 
-    held = [list(state.parameters), list(state.outer), list(state.residual)]
-    variables = lax.cond(
-        state.step % settings.inner_steps == 0, lambda: means(state.variables), lambda: list(state.variables)
-    )
-    groups = zip(("parameters", "outer", "residual"), settings.after(state.step, held, exchanged, moved), strict=True)
+    held = [list(getattr(state, field)) for field in fields]
+    variables = lax.cond(state.step % settings.inner_steps == 0, means, list, state.variables)
+    groups = zip(fields, settings.after(state.step, held, exchanged, moved), strict=True)
     return replace(state, variables=tuple(variables), **{field: tuple(buffers) for field, buffers in groups})
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.array_types import Shaped, TensorNumber
+from jaxpipe.array_types import AbstractArray, PyTree, Shaped, TensorNumber
 from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.gradient_precision import sum_dtype
 from jaxpipe.runtime.replica_exchange import StageOuterLoop
@@ -53,23 +53,24 @@ class LockstepProgram(Program):
         """Return a function's result for this device, inside ``shard_map``: a conditional."""
         return lax.switch(lax.axis_index(STAGE), [partial(function, d) for d in self.device_numbers])
 
+    def by_number(self, tensors: Sequence[TensorNumber]) -> dict[TensorNumber, AbstractArray]:
+        """Return the shapes of some tensors by their numbers."""
+        return dict(zip(tensors, self.avals(tensors), strict=True))
+
     @cached_property
     def parameters(self) -> BufferLayout:
         """The layout of the parameters."""
-        return self._layout(lambda d: self.held(d)[0])
+        return lay_out([self.by_number(self.held(d)[0]) for d in self.device_numbers])
 
     @cached_property
     def variables(self) -> BufferLayout:
         """The layout of the state variables."""
-        return self._layout(lambda d: self.held(d)[1])
+        return lay_out([self.by_number(self.held(d)[1]) for d in self.device_numbers])
 
     @cached_property
     def gradients(self) -> BufferLayout:
         """The layout of the gradients of trained parameters."""
-        return self._layout(self.trained)
-
-    def _layout(self, tensors: Callable[[DeviceNumber], Sequence[TensorNumber]]) -> BufferLayout:
-        return lay_out([dict(zip(tensors(d), self.avals(tensors(d)), strict=True)) for d in self.device_numbers])
+        return lay_out([self.by_number(self.trained(d)) for d in self.device_numbers])
 
     @cached_property
     def sums(self) -> BufferLayout:
@@ -90,8 +91,8 @@ class LockstepProgram(Program):
         """The layout of each part of a training state, by field."""
         assert self.update is not None
         by_stage, exchange, loop = self.update.by_stage, self.update.exchange, self.update.outer
-        owned = list(zip(by_stage.state, by_stage.state_avals, by_stage.state_stage, strict=True))
-        optimizer = lay_out([{t: aval for t, aval, owner in owned if owner == d} for d in self.device_numbers])
+        leaves = map(by_stage.leaves_of, self.device_numbers)
+        optimizer = lay_out([{by_stage.state[k]: by_stage.state_avals[k] for k in positions} for positions in leaves])
         nothing = lay_out([{}] * self.num_devices)
         # What replicas have not sent of their gradients, or are to be moved by, in at least 32 bits.
         left = self.gradients.with_dtypes(lambda dtype: jnp.promote_types(dtype, jnp.float32))
@@ -105,20 +106,19 @@ class LockstepProgram(Program):
 
     def _outer(self, loop: StageOuterLoop, device: DeviceNumber) -> dict[Outer, Shaped]:
         """Shapes of a device's outer parameters, and of the states of their optimizer, which have numbers from 1 on."""
-        parameters = self.held(device)[0]
-        rows = zip(parameters, map(loop.avals, self.avals(parameters)), strict=True)
-        return {(t, i): aval for t, avals in rows for i, aval in enumerate(avals)}
+        avals = self.by_number(self.held(device)[0])
+        return {(t, i): x for t, aval in avals.items() for i, x in enumerate(loop.avals(aval))}
 
     def outer_parameters(self, outer: Mapping[Outer, Any]) -> dict[TensorNumber, Any]:
         """Return the outer parameters among some arrays, in the types of the model's."""
         tensors = self.objective.graph.tensors
-        return {t: row[0].astype(tensors[t].dtype) for t, row in by_parameter(outer).items()}
+        return {t: x.astype(tensors[t].dtype) for (t, i), x in outer.items() if i == 0}
 
     def added(self, layout: BufferLayout) -> tuple[list[Shaped], dict[TensorNumber, Shaped]]:
         """Shapes of gradients in a layout, and of those of borrowed parameters, which all devices have beside them."""
         places = {t: layout.places[d][t] for t, d in self.lent.items() if t in layout.places[d]}
-        dtypes = [buffer.dtype for buffer in layout.buffers]
-        return [*layout.buffers], {t: jax.ShapeDtypeStruct(x.shape, dtypes[x.buffer]) for t, x in places.items()}
+        dtypes = {t: layout.buffers[place.buffer].dtype for t, place in places.items()}
+        return [*layout.buffers], {t: jax.ShapeDtypeStruct(x.shape, dtypes[t]) for t, x in places.items()}
 
     @cached_property
     def result_avals(self) -> list[Shaped]:
@@ -129,18 +129,19 @@ class LockstepProgram(Program):
         """Return whether a stage works backward, too."""
         return self.stages[s].vjp is not None and self.schedule.has_backward and s >= self.schedule.frozen
 
-    def kept(self, s: StageNumber) -> tuple[Sequence[Shaped], ...]:
+    def kept(self, s: StageNumber) -> tuple[PyTree, ...]:
         """Return the shapes of what a stage keeps of a micro-batch for a later tick, by ``tick_table.KEPT``."""
-        stage, arriving = self.stages[s], self.avals(self.stages[s].arriving)
+        stage = self.stages[s]
+        arriving = self.by_number(stage.arriving)
         if not self.trains(s):
-            return arriving, [], [], []
+            return arriving, {}, {}, {}
         saved = stage.saved if self.schedule.splits_backward else ()
-        return arriving, self.tangents(self.received(s, Kind.BACKWARD)), stage.stash_avals, self.tangents(saved)
+        return arriving, self.tangents(self.received(s, Kind.BACKWARD)), stage.stashed, self.tangents(saved)
 
     @cached_property
     def pages(self) -> list[list[int]]:
         """The pages of the same, by stage."""
-        return [[math.ceil(sum(map(word_count, avals)) / PAGE) for avals in self.kept(s)] for s in self.stage_numbers]
+        return [[math.ceil(word_count(avals) / PAGE) for avals in self.kept(s)] for s in self.stage_numbers]
 
     @cached_property
     def windows(self) -> list[int]:
@@ -151,11 +152,3 @@ class LockstepProgram(Program):
     def table(self) -> TickTable:
         """The work of every device in each tick, and the places in mail and arena."""
         return tick_table(self.schedule, self.pages)
-
-
-def by_parameter(outer: Mapping[Outer, T]) -> dict[TensorNumber, list[T]]:
-    """Return what belongs to each parameter: the outer one first, then the state of its optimizer."""
-    rows: dict[TensorNumber, list[T]] = {}
-    for (t, _), x in outer.items():
-        rows.setdefault(t, []).append(x)
-    return rows

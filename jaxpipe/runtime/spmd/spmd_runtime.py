@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled, Lowered
 
 from jaxpipe import agreement, multihost
-from jaxpipe.array_types import Array, Device, PyTree, Shaped, TensorNumber
+from jaxpipe.array_types import Array, ArrayLike, Device, PyTree, Shaped, TensorNumber
 from jaxpipe.costs.reserved_bytes import reserved_bytes
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.program_text import program_text
@@ -25,7 +25,7 @@ from jaxpipe.runtime.followed_program import forward_program
 from jaxpipe.runtime.replica_exchange import sites_of
 from jaxpipe.runtime.spmd.buffer_layout import BufferLayout
 from jaxpipe.runtime.spmd.compiled_step import evaluation_step, gradient_step, prediction_step, training_step
-from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram, by_parameter
+from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram
 from jaxpipe.runtime.train_state import StageArrays, TrainState, made_for, mean_of_replicas, on_host
 from jaxpipe.runtime.waiting_thread import Awaited, run_together
 from jaxpipe.sharding.mesh_axes import DATA, STAGE, stage_devices
@@ -84,12 +84,12 @@ class SpmdRuntime:
 
     def assemble(self, parts: Mapping[Device, dict[str, PyTree]], everywhere: dict[str, PyTree]) -> TrainState:
         """Return the state of the buffers of this process's devices, and of what all have."""
+
+        def whole(x: jax.ShapeDtypeStruct, *rows: Array) -> Array:
+            return jax.make_array_from_single_device_arrays(x.shape, x.sharding, list(rows))
+
         abstract = {field: getattr(self._abstract_state, field) for field in self.program.state}
-        groups = jax.tree.map(
-            lambda x, *rows: jax.make_array_from_single_device_arrays(x.shape, x.sharding, list(rows)),
-            abstract,
-            *parts.values(),
-        )
+        groups = jax.tree.map(whole, abstract, *parts.values())
         return made_for(self._token, dataclasses.replace(self._abstract_state, **groups, **everywhere))
 
     def to_host(self, state: TrainState, apart: bool = False) -> StageArrays:
@@ -101,7 +101,9 @@ class SpmdRuntime:
         held = {field: self._on_hosts(layout, getattr(state, field)) for field, layout in layouts.items()}
         replicas = range(self.planned.batching.replicas)
         left = [self._on_hosts(layouts["residual"], state.residual, r) for r in replicas]
-        rows, each = by_parameter(held["outer"]), []
+        rows, each = dict[TensorNumber, list[ArrayLike]](), []
+        for (t, _), x in held["outer"].items():
+            rows.setdefault(t, []).append(x)
         if self._loop is not None:
             fields = ("parameters", "variables", "optimizer") if apart else ("variables",)
             each = [{k: self._on_hosts(layouts[k], getattr(state, k), r) for k in fields} for r in replicas]
@@ -215,9 +217,7 @@ class SpmdRuntime:
 
     def lower_step(self) -> Lowered:
         """Return the training step, lowered for the plan's devices."""
-        planned = self.planned
-        with building_for(planned.mesh.devices.flat[0]):
-            return self._lower(training_step, None, self.program, planned.batch, planned.batching)
+        return self._lower(training_step, None, self.program, self.planned.batch, self.planned.batching)
 
     @cached_property
     @progress("Compiling the gradient")
@@ -241,4 +241,5 @@ class SpmdRuntime:
         outputs, donated = ((inputs[0], P(), P(), P()), 0) if outputs is None else (outputs, ())
         mapped = jax.shard_map(device_step, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
         leaves = [self._shaped(x.shape, x, spec) for x, spec in zip(jax.tree.leaves(batch), specs, strict=True)]
-        return jax.jit(mapped, donate_argnums=donated).lower(abstract, leaves)
+        with building_for(mesh.devices.flat[0]):
+            return jax.jit(mapped, donate_argnums=donated).lower(abstract, leaves)

@@ -34,14 +34,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.array_types import Array, PyTree, Shaped, TensorNumber
+from jaxpipe.array_types import Array, PyTree, TensorNumber
 from jaxpipe.runtime.gradient_precision import add_gradient
 from jaxpipe.runtime.spmd.lockstep_program import PAGE, LockstepProgram
 from jaxpipe.runtime.spmd.stage_switch import switch
 from jaxpipe.runtime.spmd.tick_table import ARRIVED, RETURNED, SAVED, STASH
 from jaxpipe.runtime.stage_passes import stage_backward, stage_forward
 from jaxpipe.runtime.train_state import TrainState
-from jaxpipe.runtime.uint32_words import from_words, pack_given, pack_words, to_words, unpack_words, word_count
+from jaxpipe.runtime.uint32_words import from_words, pack_words, read_words, to_words, unpack_words, word_count
 from jaxpipe.schedules.table import Kind, StageNumber
 from jaxpipe.sharding.mesh_axes import DATA, STAGE
 
@@ -53,8 +53,8 @@ class Given(NamedTuple):
     borrowed: Mapping[TensorNumber, Array]  # parameters of others
     state: Sequence[Array]  # variables, for forward work
     batch: Sequence[Array]  # leaves ``[num_microbatches, ...]``
-    message: Array | None  # ``[pages, words]``, of the stage before or of the next one
-    arena: Array | None  # the same
+    message: Array  # ``[pages, words]``, of the stage before or of the next one; none for the weight part
+    arena: Array  # the same; none for forward work
     key: Array
     row: Array  # of the tick table
 
@@ -86,12 +86,12 @@ def run_ticks(
 
     def tick(carry: tuple, rows: tuple[Array, Array]) -> tuple[tuple, None]:
         mail, arena, state, sums, results = carry
-        messages = []
+        (work, landed), messages = rows, []
         for k, kind in enumerate(program.schedule.kinds):
-            row = rows[0][k]
-            message = lax.dynamic_slice(mail, (row[2 + k], jnp.int32(0)), (windows[k], PAGE)) if k < STASH else None
+            row = work[k]
+            message = lax.dynamic_slice(mail, (row[2 + k], jnp.int32(0)), (windows[k], PAGE)) if k < STASH else mail[:0]
             number = jax.random.fold_in(key, replica * program.num_microbatches + row[0])
-            before, kept = (state, None) if kind is Kind.FORWARD else ([], arena)
+            before, kept = (state, arena[:0]) if kind is Kind.FORWARD else ([], arena)
             output = _work(program, kind, Given(given.parameters, borrowed, before, batch, message, kept, number, row))
             if kind is Kind.FORWARD:
                 whole = lax.dynamic_index_in_dim(results, row[0], keepdims=False) + output.added
@@ -105,12 +105,12 @@ def run_ticks(
         # All work of a tick is done before neighbors wait for each other.
         for what, message in enumerate(lax.optimization_barrier(messages)):
             if message.size:
-                mail = _write(mail, lax.ppermute(message, STAGE, ways[what]), *rows[1][what])
+                mail = _write(mail, lax.ppermute(message, STAGE, ways[what]), *landed[what])
         return (mail, arena, state, sums, results), None
 
     mail, arena = (jnp.zeros((n, PAGE), jnp.uint32) for n in table.pages)
-    sums = jax.tree.map(_zeros, program.added(program.sums)) if program.schedule.has_backward else None
-    results = jnp.zeros((program.num_microbatches, sum(map(word_count, program.result_avals))), jnp.uint32)
+    sums = jax.tree.map(jnp.zeros_like, program.added(program.sums)) if program.schedule.has_backward else None
+    results = jnp.zeros((program.num_microbatches, word_count(program.result_avals)), jnp.uint32)
     rows = jnp.asarray(table.work)[lax.axis_index(STAGE)], jnp.asarray(table.landed)[lax.axis_index(STAGE)]
     carry = mail, arena, list(given.variables), sums, results
     *_, variables, sums, results = lax.scan(tick, carry, rows)[0]
@@ -135,10 +135,6 @@ def _give_back(program: LockstepProgram, buffers: list[Array], borrowed: Mapping
     return buffers
 
 
-def _zeros(aval: Shaped) -> Array:
-    return jnp.zeros(aval.shape, aval.dtype)
-
-
 def _write(arena: Array, pages: Array, first: Array, count: Array) -> Array:
     """The mail or the arena with the first so many of some pages from a place on."""
     if not len(pages):
@@ -155,7 +151,7 @@ def _work(program: LockstepProgram, kind: Kind, given: Given) -> Made:
     output = jax.eval_shape(branches[-1], given)
 
     def idle(given: Given) -> Made:
-        return jax.tree.map(_zeros, output)._replace(state=list(given.state))
+        return jax.tree.map(jnp.zeros_like, output)._replace(state=list(given.state))
 
     frozen = 0 if kind is Kind.FORWARD else program.schedule.frozen
     return switch(given.row[1], [idle, *[idle] * frozen, *branches[frozen:]], given)
@@ -163,63 +159,59 @@ def _work(program: LockstepProgram, kind: Kind, given: Given) -> Made:
 
 def stage_work(program: LockstepProgram, kind: Kind, s: StageNumber, given: Given) -> Made:
     """Do a stage's work of a kind."""
-    device, objective = program.device(s), program.objective
+    objective, parameters = program.objective, program.parameters.read(program.device(s), given.parameters)
     rows = [lax.dynamic_index_in_dim(x, given.row[0], keepdims=False) for x in given.batch]
     known = dict(zip((*objective.batch, objective.key), (*rows, given.key), strict=True))
-    known |= {**given.borrowed, **program.parameters.read(device, given.parameters)}
+    known |= {**given.borrowed, **parameters}
     return _forward(program, s, known, given) if kind is Kind.FORWARD else _backward(program, kind, s, known, given)
 
 
 def _forward(program: LockstepProgram, s: StageNumber, known: dict[TensorNumber, Array], given: Given) -> Made:
     stage, device = program.stages[s], program.device(s)
     state = program.variables.read(device, given.state)
-    known |= state | dict(zip(stage.arriving, _kept(program, s, ARRIVED, given), strict=True))
+    known |= state | _kept(program, s, ARRIVED, given)
     values, stash, overflows = stage_forward(stage, known, program.trains(s))
     state |= {t: values[new] for t, new in zip(stage.state, stage.new_state, strict=True)}
-    results = {k: values[t] for k, t in enumerate(program.objective.results) if k in stage.results}
-    results[len(program.objective.results)] = overflows
+    results = [*program.result_avals[:-1], overflows]
+    for k in stage.results:
+        results[k] = values[program.objective.results[k]]
     return Made(
         program.variables.write(device, state),
-        _pages([values[t] for t in stage.leaving], program.windows[ARRIVED]),
-        _pages([x for parts in stash.values() for x in parts], program.windows[STASH]),
-        pack_given(results, program.result_avals),
+        _pages({t: values[t] for t in stage.leaving}, program.windows[ARRIVED]),
+        _pages(stash, program.windows[STASH]),
+        pack_words(results),
     )
 
 
 def _backward(
     program: LockstepProgram, kind: Kind, s: StageNumber, known: dict[TensorNumber, Array], given: Given
 ) -> Made:
-    stage, is_weight = program.stages[s], kind is Kind.BACKWARD_WEIGHT
-    cotangents = _kept(program, s, SAVED if is_weight else RETURNED, given)
-    received = dict(zip(program.received(s, kind), cotangents, strict=True))
-    stored = iter(_kept(program, s, STASH, given))
-    stash = {t: tuple(next(stored) for _ in avals) for t, avals in stage.stashed.items()}
+    stage, device, is_weight = program.stages[s], program.device(s), kind is Kind.BACKWARD_WEIGHT
+    received, stash = _kept(program, s, SAVED if is_weight else RETURNED, given), _kept(program, s, STASH, given)
     gradients, saved = stage_backward(program.objective, stage, kind, known, stash, received)
-    device, borrowed = program.device(s), jax.tree.map(_zeros, program.added(program.gradients)[1])
+    borrowed = jax.tree.map(jnp.zeros_like, program.added(program.gradients)[1])
     borrowed |= {t: x for t, x in gradients.items() if program.lent.get(t, device) != device}
     added = program.gradients.write(device, gradients), borrowed
     if is_weight:
-        return Made([], _pages([], 0), _pages([], 0), added)
-    message = _pages([gradients[t] for t in stage.returning], program.windows[RETURNED])
-    waiting = [saved[t] for t in stage.saved] if kind is Kind.BACKWARD_INPUT else []
+        return Made([], _pages({}, 0), _pages({}, 0), added)
+    message = _pages({t: gradients[t] for t in stage.returning}, program.windows[RETURNED])
+    waiting = {t: saved[t] for t in stage.saved} if kind is Kind.BACKWARD_INPUT else {}
     return Made([], message, _pages(waiting, program.windows[SAVED]), added)
 
 
-def _pages(values: Sequence[Array], count: int) -> Array:
+def _pages(values: PyTree, count: int) -> Array:
     """Arrays as so many pages."""
     return pack_words(values, count * PAGE).reshape(count, PAGE)
 
 
-def _kept(program: LockstepProgram, s: StageNumber, what: int, given: Given) -> list[Array]:
+def _kept(program: LockstepProgram, s: StageNumber, what: int, given: Given) -> PyTree:
     """Read what was kept for a stage: its message, or a part of the arena."""
-    arena, first = (given.message, jnp.int32(0)) if what < STASH else (given.arena, given.row[2 + what])
-    assert arena is not None
-    arrays, start = [], 0
-    for aval in program.kept(s)[what]:
+    room, first = (given.message, jnp.int32(0)) if what < STASH else (given.arena, given.row[2 + what])
+
+    def read(start: int, count: int) -> Array:
         page, offset = divmod(start, PAGE)
-        count = word_count(aval)
-        shape = (-(-(offset + count) // PAGE), PAGE)
-        words = lax.dynamic_slice(arena, (first + page, jnp.int32(0)), shape).reshape(-1)
-        arrays.append(from_words(lax.slice(words, (offset,), (offset + count,)), aval))
-        start += count
-    return arrays
+        shape = -(-(offset + count) // PAGE), PAGE
+        words = lax.dynamic_slice(room, (first + page, jnp.int32(0)), shape).reshape(-1)
+        return lax.slice(words, (offset,), (offset + count,))
+
+    return read_words(program.kept(s)[what], read)

@@ -48,22 +48,20 @@ def tick_table(schedule: Schedule, pages: Sequence[Sequence[int]]) -> TickTable:
         page = [0, 0]
         for s in schedule.stage_of[device]:
             forward, backward, weight = (schedule.stage_ticks(s, kind) for kind in kinds)
-            arrived, returned = (
-                {j: t + 1 for j, t in schedule.stage_ticks(source, kind).items()}
-                for source, kind in ((s - 1, kinds[0]), (s + 1, kinds[1]))
-            )
+            arrived, returned = schedule.stage_ticks(s - 1, kinds[0]), schedule.stage_ticks(s + 1, kinds[1])
             last = weight if schedule.splits_backward else backward
             first = np.zeros((len(KEPT), schedule.num_microbatches), np.int32)
             stays = (arrived, forward), (returned, backward), (forward, last), (backward, weight)
             for what, (begin, end) in enumerate(stays):
                 room, kept = what // STASH, [j for j in end if j in begin]
-                places = slots([(begin[j], end[j]) for j in kept])
+                # What is sent in a tick is there from the next one on.
+                places = slots([(begin[j] + (what < STASH), end[j]) for j in kept])
                 first[what, kept] = page[room] + pages[s][what] * np.array(places, np.int32)
                 page[room] += pages[s][what] * (1 + max(places, default=-1))
                 most[room] = max([most[room], *(first[what, kept] + windows[what]).tolist()])
                 if what < STASH:
                     for j in kept:
-                        landed[device, begin[j] - 1, what] = first[what, j], pages[s][what]
+                        landed[device, begin[j], what] = first[what, j], pages[s][what]
             for k, ticks in enumerate((forward, backward, weight)):
                 for j, t in ticks.items():
                     work[device, t, k] = j, s + 1, *first[:, j]

@@ -12,14 +12,14 @@ from typing import TypeAlias
 from jax import lax
 
 from jaxpipe import _compat
-from jaxpipe.array_types import Array, Shaped, TensorNumber
+from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.graph.graph import run
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate, compute, held_by, renewals
 from jaxpipe.runtime.spmd.buffer_layout import Place
 from jaxpipe.runtime.spmd.lockstep_program import LockstepProgram
 from jaxpipe.runtime.spmd.stage_switch import overwrite, switch
 from jaxpipe.runtime.train_state import TrainState
-from jaxpipe.runtime.uint32_words import pack_given, unpack_words
+from jaxpipe.runtime.uint32_words import pack_words, unpack_words
 from jaxpipe.sharding.mesh_axes import STAGE
 
 
@@ -52,25 +52,18 @@ def run_update(
     def branch(s: int, written: Buffers, gradients: Sequence[Array], turn: Array) -> Buffers:
         hidden = [_compat.disguise(x, turn) for x in gradients]
         buffers, _ = _compat.barrier(({**written, "gradients": hidden}, turn))
-        known, home = dict(everywhere), {}
-
-        def get(t: TensorNumber) -> Array:
-            # XLA writes over what a fused computation reads, but not if it has another shape in there.
-            group, place = places[s][t]
-            return taken(t, _compat.barrier(place.get(buffers[group])))
-
+        known, unread = dict(everywhere), dict(places[s])
         for step in renewals(by_stage, s, everywhere.keys()):
-            for t in step.reads:
-                if t in home:
-                    known[t] = get(home[t])  # not to be computed again from what was there before
-                elif t not in known:
-                    known[t] = get(t)
+            for t in (*step.reads, step.old):
+                if t in unread:
+                    group, place = unread.pop(t)
+                    # XLA writes over what a fused computation reads, but not if it has another shape in there.
+                    known[t] = taken(t, _compat.barrier(place.get(buffers[group])))
             run(step.operators, known)
-            known.setdefault(step.old, get(step.old))  # for those that compute with the old value later
-            group, place = places[s][step.old]
+            # Later steps read the new value where it is now, lest it is computed again from what was there before.
+            group, place = unread[step.new] = places[s][step.old]
             new = place.put(buffers[group], _compat.barrier(known[step.new]))
             buffers = _compat.barrier({**buffers, group: new})
-            home[step.new] = step.old
         return {group: buffers[group] for group in written}
 
     branches = [partial(branch, s) for s in program.device_numbers]
@@ -91,22 +84,18 @@ def _known_everywhere(
     update: PartitionedUpdate, read: Callable[[int], dict[TensorNumber, Array]], shared: Sequence[Array], stages: range
 ) -> dict[TensorNumber, Array]:
     """Return the values that all stages know before they compute new parameters, by tensor."""
-    graph, known = update.graph, dict(update.graph.constants)
-    names = [t for t, s in zip(update.state, update.state_stage, strict=True) if s is None]
-    known.update(zip(names, shared, strict=True))
-    common = [op for op in graph.operators if not any(t in update.stage_of for t in op.outputs)]
+    graph = update.graph
+    names = [update.state[k] for k in update.leaves_of(None)]
+    known = dict(graph.constants) | dict(zip(names, shared, strict=True))
 
-    def send(tensors: Sequence[TensorNumber], avals: Sequence[Shaped], s: int) -> Array:
+    def send(tensors: Sequence[TensorNumber], s: int) -> Array:
         here = known | read(s)
         mine = [t for t in tensors if update.stage_of[t] == s]
         compute(update, s, mine, here)
-        return pack_given({k: here[t] for k, t in enumerate(tensors) if t in mine}, avals)
+        return pack_words([here[t] if t in mine else graph.tensors[t].aval for t in tensors])
 
-    for number, tensors in enumerate((*update.exchanged, ())):
-        run([op for op in common if update.round[op.outputs[0]] == number], known)
-        if tensors:
-            avals = [graph.tensors[t].aval for t in tensors]
-            branches = [partial(send, tensors, avals, s) for s in stages]
-            words = lax.psum(switch(lax.axis_index(STAGE), branches), STAGE)
-            known.update(zip(tensors, unpack_words(words, avals), strict=True))
+    for tensors in update.exchanged:
+        words = lax.psum(switch(lax.axis_index(STAGE), [partial(send, tensors, s) for s in stages]), STAGE)
+        known.update(zip(tensors, unpack_words(words, [graph.tensors[t].aval for t in tensors]), strict=True))
+    compute(update, None, [t for op in graph.operators for t in op.outputs if t not in update.stage_of], known)
     return known

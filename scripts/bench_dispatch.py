@@ -101,19 +101,16 @@ def _apply(vectors, x):
 
 def _timed(dispatch, given, spent):
     """Follow a list step by step, and keep what each takes."""
-    registers = [None] * dispatch.registers
-    for register, x in given.items():
-        registers[register] = x
     for step, instruction in zip(dispatch.steps, dispatch.graph.instructions, strict=True):
         begin = time.perf_counter()
-        follow(registers, (step,))
+        follow(given, (step,))
         seconds = time.perf_counter() - begin
         kind = {Call: "call", Send: "send"}.get(type(instruction), "other")
         spent.setdefault(kind, []).append(seconds)
         if isinstance(instruction, Call):
             label = dispatch.graph.tasks[instruction.task].label
             spent.setdefault(label.split(": ")[-1], []).append(seconds)
-    return {port: registers[number] for port, number in dispatch.graph.outputs.items()}
+    return {port: given.get(number) for port, number in dispatch.graph.outputs.items()}
 
 
 if __name__ == "__main__":

@@ -4,11 +4,10 @@ The host waits for nothing but stashes on their way (``Wait``) and, between proc
 others (``jaxpipe.runtime.waiting_thread``).
 """
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.profiler import TraceAnnotation
@@ -29,20 +28,18 @@ from jaxpipe.text.stable_text import writer
 #: Arrays in, arrays out.
 Action = Callable[..., Results]
 
-#: An action that is begun, and waited for later.
-Started = Callable[..., tuple[Future[Results]]]
+#: Arrays by number of their value; None on other processes' devices. Actions that have not ended, by their part.
+Values = dict[Any, Any]
 
-#: Values by register: arrays, None in an empty one, and actions that have not ended.
-Registers = list[Any]
 
-#: Registers one behind the other, and as many times None.
-Emptied = tuple[slice, tuple[None, ...]]
+class Step(NamedTuple):
+    """Part of this process in an instruction."""
 
-#: An action, how to take its operands out of the registers, where its results go (a slice if that is one), which
-#: registers nobody reads any more, and its name in traces.
-Step = tuple[
-    Action | Started, Callable[[Registers], Sequence[Array]], slice | tuple[int, ...], tuple[Emptied, ...], str
-]
+    action: Action | Callable[..., tuple[Future[Results]]]  # or one that is begun, and waited for later
+    reads: Sequence[Hashable]
+    writes: Sequence[Hashable]
+    drops: Sequence[Hashable]  # what nobody reads any more
+    label: str  # in traces
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,52 +48,22 @@ class Dispatch:
 
     graph: StepGraph  # with the specs that XLA has chosen
     needs: dict[TaskAt, Needs]  # by task and place, in all processes
-    calls: dict[TaskAt, Action]  # this process's
     steps: tuple[Step, ...]  # this process's
-    registers: int  # those of the graph's values, and those for actions that have not ended
 
     def run(self, given: dict[int, Array]) -> dict[Port, Array | None]:
-        """Follow the graph from its inputs by register; outputs on other processes' devices are None."""
-        registers: Registers = [None] * self.registers
-        for register, x in given.items():
-            registers[register] = x
-        follow(registers, self.steps)
-        return {port: registers[number] for port, number in self.graph.outputs.items()}
+        """Follow the graph from its inputs by number, which it drops; outputs on other processes' devices are None."""
+        follow(given, self.steps)
+        return {port: given.get(number) for port, number in self.graph.outputs.items()}
 
 
-def follow(registers: Registers, steps: Sequence[Step]) -> None:
-    """Follow steps; changes the registers."""
-    for action, read, writes, left, label in steps:
+def follow(values: Values, steps: Sequence[Step]) -> None:
+    """Follow steps; changes the values."""
+    for action, reads, writes, drops, label in steps:
         with TraceAnnotation(label):
-            results = action(*read(registers))
-        if type(writes) is slice:
-            registers[writes] = results
-        else:
-            for register, x in zip(writes, results, strict=True):
-                registers[register] = x
-        for part, nothing in left:
-            registers[part] = nothing
-
-
-def _step(
-    action: Action | Started, reads: Sequence[int], writes: Sequence[int], left: Sequence[int], label: str
-) -> Step:
-    """Return a step; registers in slices, which a Python list takes at once."""
-    runs = _runs(writes)
-    to = runs[0] if len(runs) == 1 and list(writes) == sorted(writes) else tuple(writes)
-    emptied = tuple((part, (None,) * (part.stop - part.start)) for part in _runs(left))
-    return action, _reader(reads), to, emptied, label
-
-
-def _runs(registers: Sequence[int]) -> list[slice]:
-    """Return registers as slices."""
-    runs: list[slice] = []
-    for register in sorted(registers):
-        if runs and runs[-1].stop == register:
-            runs[-1] = slice(runs[-1].start, register + 1)
-        else:
-            runs.append(slice(register, register + 1))
-    return runs
+            results = action(*map(values.get, reads))
+        values.update(zip(writes, results, strict=True))
+        for key in drops:
+            values.pop(key, None)
 
 
 def compile_graph(graph: StepGraph, devices: StageDevices, call: str) -> Dispatch:
@@ -111,7 +78,7 @@ def compile_graph(graph: StepGraph, devices: StageDevices, call: str) -> Dispatc
     for instruction, left in zip(graph.instructions, graph.drops, strict=True):
         steps.add(instruction, left)
     steps.end_all()
-    return Dispatch(graph, needs, calls, tuple(steps.steps), steps.registers)
+    return Dispatch(graph, needs, tuple(steps.steps))
 
 
 def _parts(graph: StepGraph) -> dict[str, Part]:
@@ -174,11 +141,9 @@ class _Steps:
 
     def __init__(self, graph: StepGraph, devices: StageDevices, calls: dict[TaskAt, Action], call: str):
         self.steps: list[Step] = []
-        self._call = call
-        self.registers = len(graph.avals)
-        self._graph, self._devices, self._calls = graph, devices, calls
+        self._graph, self._devices, self._calls, self._call = graph, devices, calls, call
         self._transfers = Transfers(graph.avals, graph.specs)
-        self._running: dict[int, tuple[Transfer, tuple[int, ...]]] = {}
+        self._running: dict[Transfer, tuple[int, ...]] = {}  # with what nobody reads behind it
 
     def add(self, instruction: Instruction, left: tuple[int, ...]) -> None:
         """Add what this process does for an instruction, if that is anything."""
@@ -188,28 +153,26 @@ class _Steps:
         part = self._part(instruction)
         positions = self._graph.donated[instruction.task] if isinstance(instruction, Call) else ()
         donated = {instruction.reads[k] for k in positions}
-        for register, (running, _) in list(self._running.items()):
+        for running in list(self._running):
             if not (donated.isdisjoint(running.reads) and set(part.reads).isdisjoint(running.writes)):
-                self._end(register)
+                self._end(running)
         others, label = {d.process_index for d in every} - {jax.process_index()}, _label(instruction, self._graph)
         what = self._awaited(instruction) if others and self._devices.target.is_host else None
         if what is None:
-            self.steps.append(_step(part.run, part.reads, part.writes, left, label))
+            self.steps.append(Step(part.run, part.reads, part.writes, left, label))
             return
         action = started(part.run, Awaited(self._call, what, frozenset(others)))
-        self.steps.append(_step(action, part.reads, (self.registers,), left, label))
-        self._running[self.registers] = part, left
-        self.registers += 1
+        self.steps.append(Step(action, part.reads, (part,), left, label))
+        self._running[part] = left
 
     def end_all(self) -> None:
         """Wait for all that has been started."""
-        for register in list(self._running):
-            self._end(register)
+        for running in list(self._running):
+            self._end(running)
 
-    def _end(self, register: int) -> None:
-        running, left = self._running.pop(register)
-        unread = set(left).intersection(running.writes)
-        self.steps.append(_step(ended, (register,), running.writes, (register, *unread), "wait"))
+    def _end(self, running: Transfer) -> None:
+        unread = set(self._running.pop(running)).intersection(running.writes)
+        self.steps.append(Step(ended, (running,), running.writes, (running, *unread), "wait"))
 
     def _part(self, x: Instruction) -> Transfer:
         """Return the part of this process in an instruction."""
@@ -259,16 +222,6 @@ def _wait(*arrays: Array | None) -> tuple[()]:
     """Wait for arrays; None are those of another process."""
     jax.block_until_ready(arrays)
     return ()
-
-
-def _reader(reads: Sequence[int]) -> Callable[[Registers], Sequence[Array]]:
-    """Return a function that takes arrays out of the registers."""
-    if len(reads) > 1:
-        return operator.itemgetter(*reads)
-    if not reads:
-        return lambda _: ()
-    (register,) = reads
-    return lambda registers: (registers[register],)
 
 
 def _share(instruction: Split | Join, graph: StepGraph, devices: StageDevices) -> Action:

@@ -97,7 +97,7 @@ def test_the_gradients_of_vectors_are_summed_in_one_array():
     )  # fmt: skip
     runtime = pipeline._runtime
     for task in training_graph(runtime._layout).tasks:
-        assert sum(path[0] in ("sums", "packs") for path in task.writes) <= 1
+        assert sum(path[0] == "sums" for path in task.writes) <= 1
     (_, _), gradients = pipeline.value_and_grad(pipeline.init(jax.random.key(1)), batch)
     rows = batch.reshape(4, 2, 8)
     parts = [jax.grad(lambda vs, x: model.func(vs, x).mean())(scales, x) for x in rows]
@@ -445,7 +445,7 @@ def test_gradients_of_a_single_micro_batch_are_not_added_to_zeros(m):
     pipeline = stages_of("mlp", 2, m, None, schedule=one_f_one_b)
     zeros = [task for task in pipeline._runtime.graph.tasks if task.label.endswith("zeros")]
     groups = {path[0] for task in zeros for path in task.writes}
-    assert groups == ({"totals"} if m == 1 else {"totals", "sums", "packs"})
+    assert groups == ({"totals"} if m == 1 else {"totals", "sums"})
     case, state = case_of("mlp"), pipeline.init(jax.random.key(3))
     _, gradients = pipeline.value_and_grad(state, case.batch)
     keys = jnp.stack([pipeline.microbatch_key(state, j) for j in range(m)])

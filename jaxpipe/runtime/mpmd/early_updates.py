@@ -23,13 +23,13 @@ class EarlyUpdateWriter(StepEndWriter):
         super().__init__(layout)
         assert layout.schedule.versions is not None
         self._used, self._group = layout.schedule.versions, layout.schedule.group
-        self._versions = {s: [weights] for s, weights in self.weights.items()}
+        self._versions = {s: [whole["parameters"]] for s, whole in self.whole.items()}
         squares = {"squares": jax.ShapeDtypeStruct((), layout.norm_dtype)}
         for s in layout.stages:
             put(self.held[s], self.zeros(self.place(s), f"stage {s}: zero", squares))
 
-    def weights_for(self, s: StageNumber, j: int, kinds: Kinds) -> list[Arrays]:
-        """Return the version of a stage's parameters, by member, that work on a micro-batch uses."""
+    def weights_for(self, s: StageNumber, j: int, kinds: Kinds) -> Arrays:
+        """Return the version of a stage's parameters that work on a micro-batch uses."""
         if Kind.FORWARD not in kinds and not self.layout.schedule.keeps_versions:
             return self._versions[s][-1]
         return self._versions[s][min(self._used[s][j], len(self._versions[s]) - 1)]  # frozen stages have one version
@@ -40,9 +40,9 @@ class EarlyUpdateWriter(StepEndWriter):
             return
         work = functools.partial(_early_update, self.ends[s], self._group * self.devices.replicas)
         self.renew(s, f"early update of {self._group}", work)
-        self._versions[s].append(self.split(s, self.held[s]["parameters"]))
+        self._versions[s].append(self.held[s]["parameters"])
         for place in self.members_of(s):
-            self.members[place] |= {"sums": {}, "packs": {}}
+            self.members[place]["sums"] = {}
 
     def look(self, s: StageNumber) -> Arrays:
         """Return whether any gradient was not finite: the sum of their squares is not, either."""

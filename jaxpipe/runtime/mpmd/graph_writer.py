@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from jaxpipe.array_types import PyTree
+from jaxpipe.array_types import Device, PyTree
 from jaxpipe.runtime.mpmd.stage_layout import StageLayout
 from jaxpipe.runtime.mpmd.step_graph import (
     Arrays,
@@ -43,6 +43,8 @@ class GraphWriter:
         self.instructions: list[Instruction] = []
         self.inputs: dict[Port, int] = {}
         self.tasks: dict[Task, int] = {}
+        self._copies: dict[tuple[int, Place], int] = {}
+        self._shares: dict[int, tuple[int, ...]] = {}  # by array of a whole stage, each member's
         self._joined: dict[tuple[tuple[int, ...], bool], int] = {}
 
     def value(self, value: Value) -> int:
@@ -73,12 +75,12 @@ class GraphWriter:
         microbatch: int = -1,
         action: int = -1,
     ) -> Arrays:
-        """Run work of a stage at a place.
+        """Run work of a stage at a place, on values from anywhere.
 
         It is traced once for each ``key`` and what the stage stores, among all plans with the same cuts; left out, for
         each label and operands of other shapes, whatever the stage stores.
         """
-        traces, layout = self.layout.planned.traces, self.layout
+        traces, layout, operands = self.layout.planned.traces, self.layout, self.at(place, operands)
         named = layout.objective, place.stage, label, shapes_of(self.avals(operands))
         key = named if key is None else (layout.stage(place.stage), key)
         if key not in traces:
@@ -96,14 +98,36 @@ class GraphWriter:
             self.instructions.append(Call(number, place, reads, tuple(writes), microbatch, action))
         return traced.tree.unflatten([writes[k] if k >= 0 else leaves[~k] for k in traced.sources])
 
-    def send(self, source: Place, target: Place, tree: Tree) -> Tree:
-        """Copy values to another place; within a device nothing is copied."""
-        reads, structure = jax.tree.flatten(tree)
-        if not reads or self.devices.at(source) == self.devices.at(target):
-            return tree
-        writes = tuple(self.value(self.values[k]._replace(place=target)) for k in reads)
-        self.instructions.append(Send(source, target, tuple(reads), writes))
-        return structure.unflatten(writes)
+    def at(self, place: Place, tree: Tree) -> Tree:
+        """Return values as they are at a place: copies of those that are on other devices, each made once.
+
+        Of what a whole stage has, a member has its share: its part, or all of an array that is the same everywhere. A
+        whole stage gets the same from elsewhere on each of its members.
+        """
+        numbers, structure = jax.tree.flatten(tree)
+        elsewhere: dict[tuple[Device, ...], list[int]] = {}
+        for number in dict.fromkeys(numbers):
+            source = self.values[number].place
+            if source != place and (number, place) not in self._copies:
+                elsewhere.setdefault(self.devices.firsts(source), []).append(number)
+        for group in elsewhere.values():
+            copies = self._copied(self.values[group[0]].place, place, group)
+            self._copies |= {(number, place): copy for number, copy in zip(group, copies, strict=True)}
+        return structure.unflatten([self._copies.get((number, place), number) for number in numbers])
+
+    def _copied(self, source: Place, target: Place, numbers: Sequence[int]) -> Sequence[int]:
+        """Return values of a place as they are at another one."""
+        if self.devices.firsts(source) == self.devices.firsts(target):
+            return numbers
+        if target.replica < 0:
+            members = self.devices.members(target.stage)
+            return self.join(target.stage, [numbers for _ in members], own=False)
+        if source.replica < 0:
+            shares = [self._split(number) for number in numbers]
+            return self.at(target, [parts[target.replica % len(parts)] for parts in shares])
+        writes = tuple(self.value(self.values[k]._replace(place=target)) for k in numbers)
+        self.instructions.append(Send(source, target, tuple(numbers), writes))
+        return writes
 
     def spread(self, source: Place, replicas: Sequence[int], tree: Tree) -> Tree:
         """Copy values to the devices of all stages of some replicas, as arrays that these have in common."""
@@ -112,32 +136,31 @@ class GraphWriter:
         self.instructions.append(Spread(source, tuple(replicas), tuple(reads), writes))
         return structure.unflatten(writes)
 
-    def split(self, stage: StageNumber, tree: Tree) -> list[Tree]:
-        """Return each member's share of a stage's arrays: its part; all of an array that is the same everywhere."""
-        members = self.devices.members(stage)
-        if len(members) == 1:
-            return [tree]
-        leaves, structure = jax.tree.flatten(tree)
-        rows = [[self.value(self.values[k]._replace(place=place)) for place in members] for k in leaves]
-        place = Place(stage)
-        self.instructions += [Split(place, (k,), tuple(row)) for k, row in zip(leaves, rows, strict=True)]
-        return [structure.unflatten(row[r] for row in rows) for r in range(len(members))]
+    def _split(self, whole: int) -> tuple[int, ...]:
+        """Return each member's share of an array of a whole stage."""
+        if whole not in self._shares:
+            value = self.values[whole]
+            members = self.devices.members(value.place.stage)
+            self._shares[whole] = parts = tuple(self.value(value._replace(place=place)) for place in members)
+            self.instructions.append(Split(value.place, (whole,), parts))
+        return self._shares[whole]
 
-    def join(self, trees: Sequence[Tree], own: bool) -> Tree:
-        """Put the members' arrays together: side by side if each has its ``own``; else they are equal."""
+    def join(self, stage: StageNumber, trees: Sequence[Tree], own: bool) -> Tree:
+        """Put arrays of a stage's members together: side by side if each has its ``own``; else they are equal."""
+        trees = [self.at(place, tree) for place, tree in zip(self.devices.members(stage), trees, strict=True)]
         if len(trees) == 1:
             return trees[0]
         rows = [jax.tree.leaves(tree) for tree in trees]
-        return jax.tree.structure(trees[0]).unflatten([self._join(parts, own) for parts in zip(*rows, strict=True)])
+        joined = [self._join(Place(stage), parts, own) for parts in zip(*rows, strict=True)]
+        return jax.tree.structure(trees[0]).unflatten(joined)
 
-    def _join(self, parts: tuple[int, ...], own: bool) -> int:
+    def _join(self, place: Place, parts: tuple[int, ...], own: bool) -> int:
         if (parts, own) in self._joined:
             return self._joined[parts, own]
-        aval, place, form = self.values[parts[0]]
+        aval, _, form = self.values[parts[0]]
         if own:
             rows = (len(parts) * (aval.shape or (1,))[0], *aval.shape[1:])
             aval, form = jax.ShapeDtypeStruct(rows, aval.dtype), form._replace(spec=side_by_side(form.spec, DATA))
-        place = Place(place.stage)
         self._joined[parts, own] = whole = self.value(Value(aval, place, form))
         self.instructions.append(Join(place, parts, (whole,), own))
         return whole

@@ -39,7 +39,7 @@ def step_counters(updates: int, arrays: Arrays) -> Arrays:
     the next step takes the state's memory, and not that of the metrics.
     """
     counters: Arrays = {"gradient_norm": jnp.sqrt(_add_up(arrays["squares"]) / updates)}
-    if "had" in arrays:
+    if arrays["had"]:
         had, unsent = _add_up(arrays["had"]), _add_up(arrays["unsent"])
         counters |= {"sent_share": sent_share(had, unsent), "residual_norm": jnp.sqrt(unsent)}
     counters["overflows"] = sum(arrays["overflows"], start=jnp.int32(0))

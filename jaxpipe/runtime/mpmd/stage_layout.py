@@ -1,6 +1,6 @@
 """A plan's stages on their devices, and the arrays that the work of each has: shapes, purposes, shardings."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, cast
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.array_types import Array, DType, TensorNumber
+from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.gradients.squared_norm import norm_dtype
 from jaxpipe.residuals.codecs.keep import KEEP
 from jaxpipe.runtime.executable_plan import ExecutablePlan
@@ -30,7 +30,7 @@ _PURPOSE = {
     "shared": "optimizer",
     "residual": "residual",
     "batch": "batch",
-    **dict.fromkeys(("sums", "packs", "mean"), "gradients"),
+    **dict.fromkeys(("sums", "mean"), "gradients"),
     **dict.fromkeys(("stash", "saved"), "stash"),
     **dict.fromkeys(("leaving", "returning", "results", "exchanged", "averages", "messages"), "messages"),
 }
@@ -40,15 +40,25 @@ _OF_TENSORS = {"parameters", "state", "sums", "mean", "leaving", "returning", "s
 
 
 @dataclass(frozen=True, eq=False)
-class Pack:
-    """Small sums of gradients side by side in one array: a call takes 0.7 us for each array that it writes over."""
+class GradientSum:
+    """An array in which the gradients of a parameter are added up, or those of several vectors side by side.
+
+    A call takes 0.7 us for each array that it writes over.
+    """
 
     aval: jax.ShapeDtypeStruct
-    tensors: tuple[TensorNumber, ...]  # the parameters, in order
+    tensors: tuple[TensorNumber, ...]  # the parameters, in order; the first stands for all
     sizes: tuple[int, ...]  # elements of each
 
+    @property
+    def is_alone(self) -> bool:
+        """Return whether it is of one parameter."""
+        return len(self.tensors) == 1
+
     def part(self, array: Array, t: TensorNumber) -> Array:
-        """Return the sum of one parameter's gradients, flat."""
+        """Return the sum of one parameter's gradients; if others lie beside it, flat."""
+        if self.is_alone:
+            return array
         k = self.tensors.index(t)
         begin = sum(self.sizes[:k])
         return array[..., begin : begin + self.sizes[k]]
@@ -163,17 +173,9 @@ class StageLayout:
         )
 
     @cached_property
-    def packs(self) -> tuple[dict[TensorNumber, Pack], ...]:
-        """By stage and parameter, the array in which a small sum of gradients lies beside others."""
-        return tuple(_packs(self, s) for s in self.stages)
-
-    def sums(self, s: StageNumber, tensors: Sequence[TensorNumber]) -> Arrays:
-        """The arrays that hold the sums of some parameters' gradients in a stage, as shapes."""
-        packs = self.packs[s]
-        return {
-            "sums": {t: self.sum_aval(s, t) for t in tensors if t not in packs},
-            "packs": {packs[t].tensors[0]: packs[t].aval for t in tensors if t in packs},
-        }
+    def sums(self) -> tuple[dict[TensorNumber, GradientSum], ...]:
+        """By stage and parameter that receives a gradient there, the array in which this is added up."""
+        return tuple(_sums(self, s) for s in self.stages)
 
     def totals(self, s: StageNumber) -> Arrays:
         """The totals that a stage adds up, and the count of sparse tensors that did not fit, as shapes."""
@@ -278,22 +280,19 @@ class StageLayout:
 _PACKED_BYTES = 1 << 16
 
 
-def _packs(layout: StageLayout, s: StageNumber) -> dict[TensorNumber, Pack]:
-    """By parameter that no other stage uses and whose gradients add up, the array in which its small sum lies."""
-    built = layout.stage(s).vjp
-    if built is None:
-        return {}
+def _sums(layout: StageLayout, s: StageNumber) -> dict[TensorNumber, GradientSum]:
+    """By parameter of a stage, the array of its sum; vectors that no other stage uses and that add up share some."""
     apart = {t for stage in layout.planned.program.stages for t in stage.borrowed} | layout.objective.overwritten
-    groups: dict[tuple[DType, bool], list[TensorNumber]] = {}
+    groups: dict[Hashable, list[TensorNumber]] = {}
     for t in layout.trained(s):
         aval = layout.sum_aval(s, t)
         is_vector = len(layout.aval(t).shape) < 2 and layout.specs.of_tensor(t) == P()
-        if is_vector and t not in apart and 0 < aval.size * aval.dtype.itemsize <= _PACKED_BYTES:
-            groups.setdefault((aval.dtype, t in built.input_part), []).append(t)
-    packs: dict[TensorNumber, Pack] = {}
-    for (dtype, _), tensors in groups.items():
-        if len(tensors) > 1:
-            sizes = tuple(layout.aval(t).size for t in tensors)
-            aval = jax.ShapeDtypeStruct((*layout.lead(s), sum(sizes)), dtype)
-            packs |= dict.fromkeys(tensors, Pack(aval, tuple(tensors), sizes))
-    return packs
+        shares = is_vector and t not in apart and 0 < aval.size * aval.dtype.itemsize <= _PACKED_BYTES
+        groups.setdefault((aval.dtype, t in layout.stage(s).programs.input_part) if shares else t, []).append(t)
+    sums: dict[TensorNumber, GradientSum] = {}
+    for tensors in groups.values():
+        avals = [layout.sum_aval(s, t) for t in tensors]
+        packed = jax.ShapeDtypeStruct((*layout.lead(s), sum(a.size for a in avals)), avals[0].dtype)
+        total = GradientSum(avals[0] if len(tensors) == 1 else packed, tuple(tensors), tuple(a.size for a in avals))
+        sums |= dict.fromkeys(tensors, total)
+    return sums

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.array_types import Array, TensorNumber
+from jaxpipe.graph.graph import ordered
 from jaxpipe.runtime.gradient_precision import add_gradient, larger_gradient, widened
 from jaxpipe.runtime.mpmd.stage_layout import StageLayout
 from jaxpipe.runtime.mpmd.step_graph import Arrays
@@ -98,7 +99,7 @@ def _backward(layout: StageLayout, s: StageNumber, kind: Kind, arrays: Arrays) -
     sums = {
         t: functools.partial(_add_shaped, larger_gradient if t in overwritten else add_gradient, total)
         for t, total in arrays["sums"].items()
-        if t not in stage.returning
+        if t not in stage.returning and layout.sums[s][t].is_alone
     }
     received = arrays["saved" if kind is Kind.BACKWARD_WEIGHT else "cotangents"]
     gradients, saved = stage_backward(layout.objective, stage, kind, known, arrays["stash"], received, sums)
@@ -112,19 +113,17 @@ def _add_shaped(add: Callable[[Array, Array], Array], total: Array, gradient: Ar
 
 def _hand_out(layout: StageLayout, s: StageNumber, arrays: Arrays, gradients: Mapping[TensorNumber, Array]) -> Arrays:
     """Return sums of gradients, to which these have been added if there is any, and the cotangents that go back."""
-    packs = layout.packs[s]
-    results: Arrays = {"returning": {t: gradients[t] for t in layout.stage(s).returning if t in gradients}}
-    sums, packed = {}, {}
-    for t in layout.trained(s):
-        if t in gradients and t not in packs:
-            aval = layout.sum_aval(s, t)
-            is_sum = t in arrays["sums"]
-            sums[t] = gradients[t] if is_sum else widened(gradients[t], aval.dtype).reshape(aval.shape)
-    for pack in {pack.tensors[0]: pack for t, pack in packs.items() if t in gradients}.values():
-        parts = [widened(gradients[t], pack.aval.dtype).reshape(-1) for t in pack.tensors]
-        number, array = pack.tensors[0], jnp.concatenate(parts).reshape(pack.aval.shape)
-        packed[number] = arrays["packs"][number] + array if number in arrays["packs"] else array
-    return results | {"sums": sums, "packs": packed}
+    returning = {t: gradients[t] for t in layout.stage(s).returning if t in gradients}
+    sums: dict[TensorNumber, Array] = {}
+    for entry in ordered(layout.sums[s][t] for t in layout.trained(s) if t in gradients):
+        number, total = entry.tensors[0], arrays["sums"].get(entry.tensors[0])
+        if entry.is_alone and total is not None:
+            sums[number] = gradients[number]  # which has been added to the sum already
+            continue
+        parts = [widened(gradients[t], entry.aval.dtype).reshape(-1) for t in entry.tensors]
+        added = jnp.concatenate(parts).reshape(entry.aval.shape)
+        sums[number] = added if total is None else total + added
+    return {"returning": returning, "sums": sums}
 
 
 def first_sums(avals: Arrays, low: Collection[TensorNumber]) -> Arrays:

@@ -12,8 +12,6 @@ sums of gradients, parameters, optimizer state ──▶ the state after the ste
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
 
 import jax
 
@@ -29,7 +27,7 @@ from jaxpipe.schedules.table import KIND_NAMES, Kind, Kinds, StageNumber
 
 
 #: Groups of results that stand for what a member had before.
-_OF_MEMBERS = {"state", "sums", "packs", "totals", "overflows"}
+_OF_MEMBERS = {"state", "sums", "totals", "overflows"}
 
 
 class MicrobatchWriter(GraphWriter):
@@ -38,20 +36,18 @@ class MicrobatchWriter(GraphWriter):
     def __init__(self, layout: StageLayout):
         super().__init__(layout)
         self.place, self.members_of = layout.devices.place, layout.devices.members
-        self.every_member = [place for s in layout.stages for place in self.members_of(s)]
         self.kinds = layout.schedule.program_kinds
         self.reports: dict[Port, int] = {}
+        self._homes = layout.planned.program.placement.home(layout.objective)
         #: What each stage holds at the beginning, of all its members.
         self.whole = {s: self._given(s) for s in layout.stages}
-        #: By stage, its parameters as each member has them.
-        self.weights = {s: self.split(s, self.whole[s]["parameters"]) for s in layout.stages}
         #: What each member has now.
-        self.members = {place: self._member(place) for place in self.every_member}
+        self.members = {place: self._member(place) for s in layout.stages for place in self.members_of(s)}
         #: What has arrived for work on a micro-batch, or is kept for it: by stage, replica and micro-batch.
         self._kept: dict[tuple[StageNumber, int, int], Arrays] = defaultdict(dict)
-        self.results: dict[tuple[int, int, int], tuple[Place, int]] = {}  # by result, replica and micro-batch
-        self.statistics: dict[tuple[StageNumber, int], tuple[Place, Arrays]] = {}
-        self._sending: list[Callable[[], None]] = []
+        self.results: dict[tuple[int, int, int], int] = {}  # by result, replica and micro-batch
+        self.statistics: dict[tuple[StageNumber, int], Arrays] = {}
+        self._sending: list[tuple[Place, Arrays]] = []  # arrays, and where they are needed
         self._shapes: dict[tuple[StageNumber, Kinds], Arrays] = {}
 
     def finish(self, outputs: dict[Port, int]) -> StepGraph:
@@ -66,22 +62,15 @@ class MicrobatchWriter(GraphWriter):
         return {group: {t: self.given(place, field, t) for t in tensors} for group, (field, tensors) in groups.items()}
 
     def _member(self, place: Place) -> Arrays:
-        s, stage = place.stage, self.layout.stage(place.stage)
+        stage = self.layout.stage(place.stage)
         return {
             "key": self.given(place, "key"),
             "step": self.given(place, "step"),
             "batch": {k: self.given(place, "batch", k) for k in leaves_used(self.layout, stage)},
-            "state": self.split(s, self.whole[s]["state"])[max(place.replica, 0)],
-            "lent": {t: self._lent(place, t) for t in stage.borrowed},
-            **{group: {} for group in ("sums", "packs", "totals", "overflows")},
+            "state": self.whole[place.stage]["state"],
+            "lent": self.at(place, {t: self.whole[self._homes[t]]["parameters"][t] for t in stage.borrowed}),
+            **{group: {} for group in ("sums", "totals", "overflows")},
         }
-
-    def _lent(self, place: Place, t: TensorNumber) -> int:
-        """Send a parameter that several stages use to a member of one that does not have it."""
-        home = self.layout.planned.program.placement.home(self.layout.objective)[t]
-        sources = self.members_of(home)
-        r = place.replica % len(sources)
-        return self.send(sources[r], place, self.weights[home][r][t])
 
     def worker(self, s: StageNumber, r: int, j: int) -> Place:
         """The member of a stage that works on a micro-batch of a replica."""
@@ -103,19 +92,19 @@ class MicrobatchWriter(GraphWriter):
                         for j, r in itertools.product(self.layout.dealt(k), self.layout.replicas):
                             self._run_stage(s, r, j, kinds, position)
                         self.after_round(s, k, kinds)
-            for send in self._sending:
-                send()
+            for place, arrays in self._sending:
+                self.at(place, arrays)
             self._sending.clear()
-        for place in self.every_member:  # those that no micro-batch was left for
+        for place in self.members:  # those that no micro-batch was left for
             for kinds in self.kinds[place.stage]:
                 self.start(place, kinds, idle=True)
 
     def after_round(self, s: StageNumber, k: int, kinds: Kinds) -> None:
         """Do what follows the work on an entry of the table."""
 
-    def weights_for(self, s: StageNumber, j: int, kinds: Kinds) -> list[Arrays]:
-        """The parameters of a stage, by member, that work on a micro-batch uses."""
-        return self.weights[s]
+    def weights_for(self, s: StageNumber, j: int, kinds: Kinds) -> Arrays:
+        """The parameters of a stage that work on a micro-batch uses."""
+        return self.whole[s]["parameters"]
 
     def _run_stage(self, s: StageNumber, r: int, j: int, kinds: Kinds, action: int) -> None:
         layout, place = self.layout, self.worker(s, r, j)
@@ -125,7 +114,7 @@ class MicrobatchWriter(GraphWriter):
         operands |= {
             group: {k: member[group][k] for k in x if k in member[group]} for group, x in self._added(s, kinds).items()
         }
-        operands |= {"parameters": self.weights_for(s, j, kinds)[max(place.replica, 0)] | member["lent"]}
+        operands |= {"parameters": self.weights_for(s, j, kinds) | member["lent"]}
         operands |= {"index": self.given(place, "index", j), "arriving": {}, "cotangents": {}} | kept
         label = f"stage {s}: " + " and ".join(KIND_NAMES[kind] for kind in kinds)
         work = functools.partial(run_kinds, layout, s, kinds)
@@ -135,30 +124,19 @@ class MicrobatchWriter(GraphWriter):
         if Kind.BACKWARD in kinds or Kind.BACKWARD_WEIGHT in kinds:
             del self._kept[s, r, j]
         if "statistics" in results:
-            self.statistics[s, j] = place, results["statistics"]
-        self.results |= {(k, r, j): (place, number) for k, number in results.get("results", {}).items()}
-        if results.get("leaving"):
-            self._send_on(place, StageNumber(s + 1), r, j, "arriving", results["leaving"])
-        if results.get("returning"):
-            self._send_on(place, StageNumber(s - 1), r, j, "cotangents", results["returning"])
-
-    def _send_on(self, source: Place, s: StageNumber, r: int, j: int, group: str, arrays: Arrays) -> None:
-        """Send arrays at the end of the tick: a device that takes part in a message may wait for the other one."""
-        target = self.worker(s, r, j)
-
-        def send() -> None:
-            self._kept[s, r, j][group] = self.send(source, target, arrays)
-
-        if self.devices.at(source) == self.devices.at(target):
-            send()
-        else:
-            self._sending.append(send)
+            self.statistics[s, j] = results["statistics"]
+        self.results |= {(k, r, j): number for k, number in results.get("results", {}).items()}
+        for group, next_group, other in (("leaving", "arriving", s + 1), ("returning", "cotangents", s - 1)):
+            if results.get(group):
+                # Sent at the end of the tick: a device that takes part in a message may wait for the other one.
+                self._kept[StageNumber(other), r, j][next_group] = results[group]
+                self._sending.append((self.worker(StageNumber(other), r, j), results[group]))
 
     def start(self, place: Place, kinds: Kinds, idle: bool = False) -> None:
         """Make the zeros that the first micro-batch's work adds to; of an ``idle`` member, all sums."""
         held, avals = self.members[place], self._added(place.stage, kinds)
         if not idle and self.layout.num_microbatches == 1:  # the gradients of a single micro-batch are the sums
-            avals = {group: x for group, x in avals.items() if group not in ("sums", "packs")}
+            avals = {group: x for group, x in avals.items() if group != "sums"}
         missing = {group: {k: x for k, x in row.items() if k not in held[group]} for group, row in avals.items()}
         if jax.tree.leaves(missing):
             put(held, self.zeros(place, f"stage {place.stage}: zeros", missing))
@@ -172,14 +150,15 @@ class MicrobatchWriter(GraphWriter):
         """Shapes of the arrays that work of some kinds adds to: totals, and sums of the gradients that it computes."""
         if (s, kinds) not in self._shapes:
             given = {t for kind in kinds for t in self.layout.stage(s).differentiated(kind)}
-            sums = self.layout.sums(s, [t for t in self.layout.trained(s) if t in given])
-            self._shapes[s, kinds] = sums | (self.layout.totals(s) if Kind.FORWARD in kinds else {"totals": {}})
+            sums = {x.tensors[0]: x.aval for t, x in self.layout.sums[s].items() if t in given}
+            totals = self.layout.totals(s) if Kind.FORWARD in kinds else {"totals": {}}
+            self._shapes[s, kinds] = {"sums": sums, **totals}
         return self._shapes[s, kinds]
 
     def gather_totals(self, k: int) -> list[int]:
-        """Send a total of all members of the stage that makes it to the last stage."""
+        """Return a total of all members of the stage that makes it."""
         s = next(s for s in self.layout.stages if k in self.layout.stage(s).results)
-        return [self.send(x, self.layout.home, self.members[x]["totals"][k]) for x in self.members_of(s)]
+        return [self.members[place]["totals"][k] for place in self.members_of(s)]
 
     def report(self, **flags: list[int]) -> Arrays:
         """Make loss and metrics of the totals."""
@@ -190,10 +169,6 @@ class MicrobatchWriter(GraphWriter):
         self.reports |= {Port(home, "metrics", k): x for k, x in enumerate(results["metrics"])}
         return results
 
-    def to_everyone(self, source: Place, tree: Any) -> dict[Place, Any]:
-        """Send values to all members of all stages."""
-        return {place: self.send(source, place, tree) for place in self.every_member}
-
 
 class StepEndWriter(MicrobatchWriter):
     """A graph with the passes over the micro-batches, and what the optimizer does then."""
@@ -203,8 +178,8 @@ class StepEndWriter(MicrobatchWriter):
         self.ends = {s: StageUpdate(layout, s) for s in layout.stages}
         #: By stage, that which borrows a parameter and the parameter, sums of gradients that have come back.
         self._returned = {s: defaultdict[StageNumber, dict[TensorNumber, int]](dict) for s in layout.stages}
-        #: The weight of the batch and, under a guard, whether the step is stopped: by member.
-        self._everywhere: dict[str, dict[Place, int]] = {}
+        #: Of a weighted batch its weight; under a guard, whether the step is stopped.
+        self._everywhere: dict[str, int] = {}
         #: By stage, its parameters and its optimizer state now, of all its members.
         self.held = {s: self._given_state(s) for s in layout.stages}
 
@@ -229,11 +204,9 @@ class StepEndWriter(MicrobatchWriter):
 
     def arrays_of(self, s: StageNumber) -> Arrays:
         """The arrays that work at the end of a step may read: gradients, parameters, optimizer state."""
-        places = self.members_of(s)
-        groups = ({group: self.members[place][group] for group in ("sums", "packs", "state")} for place in places)
-        arrays = self.held[s] | self.join(list(groups), own=True) | {"returned": dict(self._returned[s])}
-        for name, values in self._everywhere.items():
-            arrays[name] = self.join([values[place] for place in places], own=False)
+        groups = [{group: self.members[place][group] for group in ("sums", "state")} for place in self.members_of(s)]
+        arrays: Arrays = {"weight": self.given(self.place(s), "weight"), "returned": dict(self._returned[s])}
+        arrays |= self.held[s] | self.join(s, groups, own=True) | self._everywhere
         if self.layout.is_guarded:
             arrays["old"] = self._given_state(s) | {"state": self.whole[s]["state"]}
         return arrays
@@ -246,49 +219,39 @@ class StepEndWriter(MicrobatchWriter):
                 continue
             rows = [self.statistics[s, j] for j in range(self.layout.num_microbatches)]
             for place in self.members_of(s):
-                state = self.members[place]["state"]
-                statistics = [self.send(source, place, arrays) for source, arrays in rows]
-                operands = {"state": {t: state[t] for t in fold.state}, "statistics": statistics}
+                before = {t: self.members[place]["state"][t] for t in fold.state}
                 work = functools.partial(folded_state, self.layout, s)
-                state |= self.run(place, f"stage {s}: state", work, operands)["state"]
+                operands = {"state": before, "statistics": rows}
+                put(self.members[place], self.run(place, f"stage {s}: state", work, operands))
 
     def return_gradients(self) -> None:
         """Weigh the batch, and send gradients of borrowed parameters to the stage that has the parameter."""
         home, layout = self.layout.home, self.layout
         if layout.objective.weighted:
             total = self.run(home, "the total weight", total_weight, {"totals": self.gather_totals(1)})
-            self._everywhere["weight"] = self.to_everyone(home, total["weight"])
-        else:
-            self._everywhere["weight"] = {place: self.given(place, "weight") for place in self.every_member}
-        for s in self.layout.stages:
+            self._everywhere["weight"] = total["weight"]
+        for s in layout.stages:
             for t in layout.held(s):
                 for k in layout.lenders(t):
                     self._returned[s][k][t] = self._return_gradient(s, k, t)
 
     def _return_gradient(self, s: StageNumber, k: StageNumber, t: TensorNumber) -> int:
-        """Send the sums of a parameter's gradients from stage ``k`` to ``s``, which has it."""
-        sources, targets = self.members_of(k), self.members_of(s)
-        sums = [self.members[place]["sums"][t] for place in sources]
-        as_sum = len(sources) != len(targets)
-        if as_sum:
-            joined = {"sums": {t: self.join(sums, own=True)}}
-            total = self.run_whole(k, "sum of gradients", self.ends[k].returned_sum, joined)["mean"][t]
-            sources, sums = sources[:1] * len(targets), self.split(k, total)[:1] * len(targets)
-        rows = zip(sources, targets, sums, strict=True)
-        return self.join([self.send(*row) for row in rows], own=not as_sum)
+        """Give the sums of a parameter's gradients in stage ``k`` to stage ``s``, which has it."""
+        sums = [self.members[place]["sums"][t] for place in self.members_of(k)]
+        if len(sums) == len(self.members_of(s)):
+            return self.join(s, sums, own=True)
+        joined = {"sums": {t: self.join(k, sums, own=True)}}
+        return self.run_whole(k, "sum of gradients", self.ends[k].returned_sum, joined)["mean"][t]
 
     def report_step(self) -> None:
         """Make loss and metrics, and under a guard say everywhere whether the step is stopped."""
-        home, flags = self.layout.home, []
         if not self.layout.is_guarded:
             self.report()
             return
-        for s in self.layout.stages:
-            flag = self.look(s)["nonfinite"]
-            flags.append(self.send(self.place(s, 0), home, self.split(s, flag)[0]))
-        results = self.report(nonfinite=flags)
-        self.reports |= {Port(home, "counters", name): results[name] for name in ("nonfinite_stages", "stopped")}
-        self._everywhere["stopped"] = self.to_everyone(home, results["stopped"])
+        results = self.report(nonfinite=[self.look(s)["nonfinite"] for s in self.layout.stages])
+        for name in ("nonfinite_stages", "stopped"):
+            self.reports[Port(self.layout.home, "counters", name)] = results[name]
+        self._everywhere["stopped"] = results["stopped"]
 
     def look(self, s: StageNumber) -> Arrays:
         """Search a stage for what is not finite."""
@@ -301,32 +264,22 @@ class StepEndWriter(MicrobatchWriter):
             for s in stages:
                 if any(by_stage.stage_of[t] == s for t in exchanged):
                     work = functools.partial(self.ends[s].share, number)
-                    self._tell(s, self.run_whole(s, f"optimizer, round {number}", work))
+                    told = self.run_whole(s, f"optimizer, round {number}", work)
+                    for other in stages:
+                        put(self.held[other], told)
         for s in stages:
             self.renew(s, "update", self.ends[s].update)
         self.count(1)
 
-    def _tell(self, s: StageNumber, told: Arrays) -> None:
-        """Give small values of a stage, which all its members have, to all stages."""
-        pairs = list(zip(self.members_of(s), self.split(s, told), strict=True))
-        for other in self.layout.stages:
-            rows = zip(self.members_of(other), itertools.cycle(pairs), strict=False)
-            received = [self.send(source, place, part) for place, (source, part) in rows]
-            put(self.held[other], told if other == s else self.join(received, own=False))
-
     def count(self, updates: int) -> None:
         """Make the step's counters, of so many updates."""
         home, learning_rate = self.layout.home, self.layout.update.by_stage.learning_rate
-        held, operands = self.held[home.stage], defaultdict[str, list[int]](list)
-        for s in self.layout.stages:
-            told = {name: self.held[s][name] for name in ("squares", "had", "unsent") if name in self.held[s]}
-            for name, x in self.send(self.place(s, 0), home, self.split(s, told)[0]).items():
-                operands[name].append(x)
-        overflows = ((place, x) for place, row in self.members.items() for x in row["overflows"].values())
-        arrived = {"overflows": [self.send(place, home, x) for place, x in overflows]}
+        held, rows = self.held[home.stage], list(self.held.values())
+        arrays = {name: [row[name] for row in rows if name in row] for name in ("squares", "had", "unsent")}
+        arrays |= {"overflows": [x for row in self.members.values() for x in row["overflows"].values()]}
         copied = {} if learning_rate is None else {"learning_rate": held["shared"][learning_rate]}
         copied |= {"skipped": held["skipped"]} if self.layout.update.on_nonfinite == "skip" else {}
-        arrays = dict(operands) | arrived | {"copied": self.split(home.stage, copied)[0]}
+        arrays |= {"copied": copied}
         work, key = functools.partial(step_counters, updates), ("counters", updates, shapes_of(self.avals(arrays)))
         counters = self.run(home, "counters", work, arrays, key)["counters"]
         self.reports |= {Port(home, "counters", name): x for name, x in counters.items()}
@@ -337,7 +290,7 @@ class StepEndWriter(MicrobatchWriter):
         for s in self.layout.stages:
             held, members = self.held[s], [self.members[place] for place in self.members_of(s)]
             renewed = self.layout.renewed_state(s)
-            after = {t: self.join([x["state"][t] for x in members], own=False) for t in renewed}
+            after = {t: self.join(s, [x["state"][t] for x in members], own=False) for t in renewed}
             fields = {field: held.get(field, {}) for field in ("parameters", "optimizer", "residual")}
             fields["variables"] = self.whole[s]["state"] | after | held.get("state", {})
             if self.devices.counts[s]:

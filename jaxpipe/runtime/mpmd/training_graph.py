@@ -55,10 +55,9 @@ def prediction_graph(layout: StageLayout) -> StepGraph:
     for r in layout.replicas:
         place = writer.worker(layout.home.stage, r, 0)
         microbatches = range(layout.num_microbatches)
-        rows = ([writer.results[k, r, j] for j in microbatches] for k in range(len(layout.objective.results)))
-        operands = {"results": [[writer.send(at, place, number) for at, number in row] for row in rows]}
+        rows = [[writer.results[k, r, j] for j in microbatches] for k in range(len(layout.objective.results))]
         work = functools.partial(stacked_predictions, layout.objective.joined)
-        predictions = writer.run(place, "predictions", work, operands)
+        predictions = writer.run(place, "predictions", work, {"results": rows})
         rows = predictions["predictions"]
         if layout.rows_cross:
             rows = writer.spread(place, [r], rows)

@@ -11,7 +11,7 @@ arrays, by group; tracing shows which of them it reads.
 
 import functools
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import jax.numpy as jnp
 from jax import lax
@@ -65,7 +65,7 @@ class StageUpdate:
     def look(self, arrays: Arrays) -> Arrays:
         """Search the gradients for what is not finite."""
         if self._layout.update.exchange is None:
-            gradients = self._gradients(arrays).values()
+            gradients = self._gradients(arrays, self._taken).values()
         else:
             gradients = [g / arrays["weight"].astype(g.dtype) for g in self.own_sums(arrays)]
         here = sum((jnp.sum(~jnp.isfinite(g), dtype=jnp.int32) for g in gradients), start=jnp.int32(0))
@@ -74,7 +74,7 @@ class StageUpdate:
     def share(self, number: int, arrays: Arrays) -> Arrays:
         """Return what the stage tells the others before a round of the optimizer."""
         told = [t for t in self._by_stage.exchanged[number] if self._by_stage.stage_of[t] == self._s]
-        env = self._environment(number, arrays, self._gradients(arrays))
+        env = self._environment(number, arrays, self._gradients(arrays, self._taken))
         compute(self._by_stage, self._s, told, env)
         return {"exchanged": {t: env[t] for t in told}}
 
@@ -85,18 +85,20 @@ class StageUpdate:
 
     def mean_gradient(self, arrays: Arrays) -> Arrays:
         """Return the mean gradients, in the types of the parameters."""
-        return {"mean": {t: g.astype(self._layout.aval(t).dtype) for t, g in self._mean(arrays).items()}}
+        return {"mean": {t: self._mean_of(arrays, t).astype(self._layout.aval(t).dtype) for t in self._held}}
 
     def own_sums(self, arrays: Arrays) -> list[Array]:
         """Sums of each member, with what members of stages that borrow a parameter have returned."""
         return [self._own_sum(arrays, t) for t in self._held]
 
     def _own_sum(self, arrays: Arrays, t: TensorNumber) -> Array:
-        aval, pack = self._layout.sum_aval(self._s, t), self._layout.packs[self._s].get(t)
+        aval, entry = self._layout.sum_aval(self._s, t), self._layout.sums[self._s].get(t)
         # A leading axis over the members stands in the place of the axis of length 1 that each has.
         shape = aval.shape if self._is_alone else (self._members, *aval.shape[1:])
-        total = arrays["sums"].get(t) if pack is None else pack.part(arrays["packs"][pack.tensors[0]], t)
-        total = jnp.zeros(shape, aval.dtype) if total is None else total
+        if entry is not None and entry.tensors[0] in arrays["sums"]:
+            total = entry.part(arrays["sums"][entry.tensors[0]], t)
+        else:
+            total = jnp.zeros(shape, aval.dtype)
         returned = self._returned(arrays, t, sums=False)
         return (total + functools.reduce(operator.add, returned) if returned else total).reshape(shape)
 
@@ -109,11 +111,8 @@ class StageUpdate:
         lenders = [k for k in layout.lenders(t) if (layout.members(k) != self._members) == sums]
         return [arrays["returned"][k][t] for k in lenders]
 
-    def _mean(self, arrays: Arrays) -> dict[TensorNumber, Array]:
-        """The gradients of the stage's parameters, by tensor number, in the types of their sums."""
-        return {t: self._mean_of(arrays, t) for t in self._held}
-
     def _mean_of(self, arrays: Arrays, t: TensorNumber) -> Array:
+        """The gradient of a parameter, in the type of its sum."""
         if t in self._layout.objective.overwritten:
             largest = self._own_sum(arrays, t)
             largest = largest if self._is_alone else jnp.max(largest, 0)
@@ -126,11 +125,12 @@ class StageUpdate:
         """The sum over the members of a stage, of their values side by side."""
         return value if self._is_alone else jnp.sum(value, 0, dtype=value.dtype)
 
-    def _gradients(self, arrays: Arrays) -> dict[TensorNumber, Array]:
-        """The gradients of the stage's parameters as the optimizer takes them, by tensor number in it."""
-        means = arrays["averages"] if "averages" in arrays else self._mean(arrays)
-        tensors = self._by_stage.graph.tensors
-        return {t: means[parameter].astype(tensors[t].dtype) for t, parameter in self._taken.items()}
+    def _gradients(self, arrays: Arrays, tensors: Iterable[TensorNumber]) -> dict[TensorNumber, Array]:
+        """Gradients of the stage's parameters as the optimizer takes them, by tensor number in it."""
+        taken = {t: self._taken[t] for t in tensors}
+        averages = arrays.get("averages") or {t: self._mean_of(arrays, t) for t in taken.values()}
+        dtypes = self._by_stage.graph.tensors
+        return {t: averages[parameter].astype(dtypes[t].dtype) for t, parameter in taken.items()}
 
     def state_after(self, arrays: Arrays) -> Arrays:
         """Return the new values of a stage besides the optimizer's: its state, the numbers of steps if it counts."""
@@ -156,60 +156,48 @@ class StageUpdate:
         return results | {"step": chosen(stopped, step, step + 1), "skipped": skipped}
 
     def new_values(self, arrays: Arrays, stopped: Array | None, counts: bool) -> tuple[Arrays, Array]:
-        """Run the optimizer: parameters and state, shared if it counts, and the squared norm of the gradient."""
-        by_stage, gradients = self._by_stage, self._gradients(arrays)
-        paths = {t: path for t, path in self.renewed.items() if counts or path[0] != "shared"}
-        written, squares = self._overwrite(arrays, gradients, stopped)
-        env = self._environment(len(by_stage.exchanged), arrays, gradients)
-        compute(by_stage, self._s, [by_stage.new_of[t] for t in paths if t not in written], env)
-        results = {
-            path: written[t] if t in written else chosen(stopped, value_at(arrays, path), env[by_stage.new_of[t]])
-            for t, path in paths.items()
-        }
-        counted = [t for t in gradients if self._taken[t] not in self._layout.objective.overwritten]
-        return in_groups(results), sum((squares[t] for t in counted), start=jnp.zeros((), self._layout.norm_dtype))
+        """Run the optimizer: parameters and state, shared if it counts, and the squared norm of the gradient.
 
-    def _overwrite(
-        self, arrays: Arrays, gradients: dict[TensorNumber, Array], stopped: Array | None
-    ) -> tuple[dict[TensorNumber, Array], dict[TensorNumber, Array]]:
-        """Write parameters and state one after the other, each over the old one (``optimizer_by_stage.renewals``).
-
-        Returns new values by tensor number of the old one in the optimizer, and the squared norm of each gradient.
+        New values are written one after the other, each over the old one (``optimizer_by_stage.renewals``).
         """
         by_stage, taken, dtype = self._by_stage, self._taken, self._layout.norm_dtype
-        # One by one, just before each is read, but where members make them together.
-        lazy = "averages" not in arrays and self._is_alone
+        gradients = self._gradients(arrays, taken)
         env = self._environment(len(by_stage.exchanged), arrays, gradients)
         common = [t for op in by_stage.graph.operators for t in op.outputs if t not in by_stage.stage_of]
-        compute(self._by_stage, self._s, common, env)
+        compute(by_stage, self._s, common, env)
         steps = renewals(by_stage, self._s, [t for t in env if t not in taken])
-        waiting = set(taken) if lazy else set()
+        # Gradients that are made one by one, just before each is read; members make theirs together.
+        waiting = set(taken) if "averages" not in arrays and self._is_alone else set()
+        squares = {t: squared_norm([g], dtype) for t, g in gradients.items()}
         before: list[Array] = []
-        written: dict[TensorNumber, Array] = {}
-        squares = {} if lazy else {t: squared_norm([g], dtype) for t, g in gradients.items()}
         for step in steps:
             fresh = [t for t in step.reads if t in waiting]
             waiting.difference_update(fresh)
             sums = self._sums_of(arrays, [taken[t] for t in fresh])
             others = {t: env[t] for t in (step.old, *step.reads) if t not in fresh and t not in waiting}
             _, sums, others = _compat.barrier((before, sums, others))
-            env |= others
-            means = {t: self._mean_of(arrays | sums, taken[t]) for t in fresh}
-            env |= {t: g.astype(by_stage.graph.tensors[t].dtype) for t, g in means.items()}
+            env |= others | self._gradients(arrays | sums, fresh)
             squares |= {t: squared_norm([env[t]], dtype) for t in fresh}
             run(step.operators, env)
-            env[step.new] = written[step.old] = chosen(stopped, env[step.old], env[step.new])
+            env[step.new] = chosen(stopped, env[step.old], env[step.new])
             before = [env[step.new], *(squares[t] for t in fresh)]
-        return written, {t: squares[t] if t in squares else squared_norm([g], dtype) for t, g in gradients.items()}
+        paths = {t: path for t, path in self.renewed.items() if counts or path[0] != "shared"}
+        renewed = {step.old for step in steps}
+        results = {
+            path: env[by_stage.new_of[t]]
+            if t in renewed
+            else chosen(stopped, value_at(arrays, path), env[by_stage.new_of[t]])
+            for t, path in paths.items()
+        }
+        counted = [t for t in gradients if taken[t] not in self._layout.objective.overwritten]
+        return in_groups(results), sum((squares[t] for t in counted), start=jnp.zeros((), dtype))
 
     def _sums_of(self, arrays: Arrays, tensors: Collection[TensorNumber]) -> Arrays:
         """The arrays that the gradients of some parameters are made of."""
-        packs = self._layout.packs[self._s]
-        packed = {packs[t].tensors[0] for t in tensors if t in packs}
-        groups = {"sums": set(tensors), "packs": packed}
-        sums = {name: {t: x for t, x in arrays[name].items() if t in wanted} for name, wanted in groups.items()}
+        entries = self._layout.sums[self._s]
+        wanted = {entries[t].tensors[0] for t in tensors if t in entries}
         returned = {k: {t: x for t, x in row.items() if t in tensors} for k, row in arrays["returned"].items()}
-        return sums | {"returned": returned}
+        return {"sums": {t: x for t, x in arrays["sums"].items() if t in wanted}, "returned": returned}
 
     def _environment(
         self, rounds: int, arrays: Arrays, gradients: Mapping[TensorNumber, Array]

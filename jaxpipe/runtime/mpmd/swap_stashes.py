@@ -12,7 +12,7 @@ So the host waits for a copy before it asks for the action after the one that it
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -38,7 +38,7 @@ class Piece:
     end: int = 0
 
 
-#: By array that is cut, its pieces.
+#: By array, its pieces; one of an array that is not cut.
 Cut: TypeAlias = Sequence[Sequence[Piece]]
 
 
@@ -124,7 +124,7 @@ class _Mover(GraphWriter):
 
     def _send_away(
         self,
-        pieces: Sequence[Sequence[Piece]],
+        pieces: Cut,
         swap: StashSwap,
         kept: Sequence[int],
         place: Place,
@@ -136,17 +136,12 @@ class _Mover(GraphWriter):
           when: the instructions after which it leaves, before which it has left, begins to return and has returned.
         """
         first, gone, back, read = when
-        parts = [(number, piece) for number, row in zip(kept, pieces, strict=True) for piece in row]
-        cut = {number: row for number, row in zip(kept, pieces, strict=True) if len(row) > 1}
-        leaving = [number for number, _ in parts]
-        if cut:
-            forms = [Form("stash", is_free=self.layout.specs.submesh.size > 1)] * sum(map(len, cut.values()))
-            arrays = {"arrays": [*cut]}
-            slices = iter(self._write(self._after[first], place, "slices of a stash", _slices, cut, arrays, forms))
-            leaving = [next(slices) if number in cut else number for number, _ in parts]
+        parts = [piece for row in pieces for piece in row]
+        forms = [Form("stash", is_free=self.layout.specs.submesh.size > 1)] * len(parts)
+        leaving = self._write(self._after[first], place, "slices of a stash", _slices, pieces, kept, forms)
         home: dict[int, int] = {}
         for k, target in enumerate(swap.targets):
-            reads = tuple(number for number, (_, piece) in zip(leaving, parts, strict=True) if piece.target == k)
+            reads = tuple(number for number, piece in zip(leaving, parts, strict=True) if piece.target == k)
             if not reads:
                 continue
             to_host = target.stage == HOST
@@ -158,12 +153,9 @@ class _Mover(GraphWriter):
             self._before[back].append(Send(holder, place, away, writes))
             self._waits[read].append(Wait(holder, (*away, *writes)))
             home |= zip(reads, writes, strict=True)
-        if cut:
-            forms = [self.values[number].form for number in cut]
-            arrays = {"pieces": [home[x] for x, (number, _) in zip(leaving, parts, strict=True) if number in cut]}
-            whole = self._write(self._before[back], place, "stash of its slices", _joined, cut, arrays, forms)
-            home |= zip(cut, whole, strict=True)
-        return home
+        arrays, forms = [home[number] for number in leaving], [self.values[number].form for number in kept]
+        whole = self._write(self._before[back], place, "stash of its slices", _joined, pieces, arrays, forms)
+        return dict(zip(kept, whole, strict=True))
 
     def _write(
         self,
@@ -171,19 +163,20 @@ class _Mover(GraphWriter):
         place: Place,
         what: str,
         work: Callable[[Cut, Arrays], Arrays],
-        cut: Mapping[int, Sequence[Piece]],
-        arrays: Arrays,
+        pieces: Cut,
+        arrays: Sequence[int],
         forms: Sequence[Form],
     ) -> list[int]:
-        """Write a call that cuts or joins arrays; return the numbers of its results, which are of some forms."""
-        rows = [*cut.values()]
-        key = what, tuple(map(tuple, rows)), shapes_of(self.avals(arrays))
-        results = self.run(place, f"stage {place.stage}: {what}", functools.partial(work, rows), arrays, key)
-        to.append(self.instructions.pop())
-        (writes,) = results.values()
-        for number, form in zip(writes, forms, strict=True):
-            self.values[number] = self.values[number]._replace(form=form)
-        return writes
+        """Write a call that cuts or joins those arrays that are in pieces; return its results, of some forms."""
+        operands = {"stash": list(arrays)}
+        key = what, tuple(map(tuple, pieces)), shapes_of(self.avals(operands))
+        results = self.run(place, f"stage {place.stage}: {what}", functools.partial(work, pieces), operands, key)
+        to += self.instructions
+        self.instructions.clear()
+        for number, form in zip(results["arrays"], forms, strict=True):
+            if number not in arrays:
+                self.values[number] = self.values[number]._replace(form=form)
+        return results["arrays"]
 
     def _moved(self, number: int, place: Place, purpose: str) -> int:
         aval, _, form = self.values[number]
@@ -192,11 +185,12 @@ class _Mover(GraphWriter):
 
 def _slices(cut: Cut, arrays: Arrays) -> Arrays:
     """Cut arrays into pieces."""
-    pairs = ((x, piece) for x, parts in zip(arrays["arrays"], cut, strict=True) for piece in parts)
-    return {"pieces": [lax.slice_in_dim(x, piece.begin, piece.end) for x, piece in pairs]}
+    pairs = ((x, piece, parts) for x, parts in zip(arrays["stash"], cut, strict=True) for piece in parts)
+    return {"arrays": [x if len(parts) == 1 else lax.slice_in_dim(x, p.begin, p.end) for x, p, parts in pairs]}
 
 
 def _joined(cut: Cut, arrays: Arrays) -> Arrays:
     """Put pieces together again."""
-    remaining = iter(arrays["pieces"])
-    return {"arrays": [jnp.concatenate([next(remaining) for _ in parts]) for parts in cut]}
+    remaining = iter(arrays["stash"])
+    rows = ([next(remaining) for _ in parts] for parts in cut)
+    return {"arrays": [row[0] if len(row) == 1 else jnp.concatenate(row) for row in rows]}

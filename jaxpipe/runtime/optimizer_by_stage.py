@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.graph import Graph, Operator, operator_ends, ordered, run
-from jaxpipe.graph.reverse_walk import needed
+from jaxpipe.graph.reverse_walk import closure, needed
 from jaxpipe.graph.stacked_layers import Stacks
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.traced_update import TracedUpdate, transformation_of
@@ -195,20 +195,24 @@ class Renewal:
 def renewals(update: PartitionedUpdate, s: int, everywhere: Collection[TensorNumber]) -> list[Renewal]:
     """Return the writes of a stage in order: the state that a new parameter is computed from, then that parameter."""
     parameters, _, state = held_by(update, s)
-    new = update.new_of
-    makers = (op for op in update.graph.operators if any(update.stage_of.get(t) == s for t in op.outputs))
-    maker = {t: op for op in makers for t in op.outputs}
-    known = set(everywhere)
-    left = dict.fromkeys(state)
-    renewed = []
+    graph, new, known = update.graph, update.new_of, set(everywhere)
+    left, renewed = dict.fromkeys(state), list[Renewal]()
+    #: By tensor that the stage makes, and that is not known yet, its operator.
+    maker = {t: op for op in graph.operators for t in op.outputs if update.stage_of.get(t) == s and t not in known}
+
+    def renewal(t: TensorNumber) -> Renewal:
+        behind = closure([new[t]], lambda u: maker[u].inputs if u in maker else ())
+        operators = {maker[u] for u in behind if u in maker}
+        return Renewal(t, new[t], tuple(sorted(operators, key=graph.places.__getitem__)))
 
     def renew(t: TensorNumber) -> None:
-        operators = _behind(new[t], maker, known)
-        renewed.append(Renewal(t, new[t], tuple(operators)))
-        known.update(u for op in operators for u in op.outputs)
+        renewed.append(renewal(t))
+        for op in renewed[-1].operators:
+            for u in op.outputs:
+                maker.pop(u, None)
 
     for t in parameters:
-        for u in Renewal(t, new[t], tuple(_behind(new[t], maker, known))).reads:
+        for u in renewal(t).reads:
             if u in left:
                 left.pop(u)
                 renew(u)
@@ -216,24 +220,6 @@ def renewals(update: PartitionedUpdate, s: int, everywhere: Collection[TensorNum
     for t in left:
         renew(t)
     return [x for x in renewed if x.new != x.old]
-
-
-def _behind(
-    wanted: TensorNumber, maker: dict[TensorNumber, Operator], known: Collection[TensorNumber]
-) -> list[Operator]:
-    """The operators that make a tensor from what is known, in an order in which they can run."""
-    chain: dict[TensorNumber, Operator] = {}
-    waiting = [(wanted, False)]
-    while waiting:
-        t, ready = waiting.pop()
-        op = maker.get(t)
-        if op is None or t in known or op.outputs[0] in chain:
-            continue
-        if ready:
-            chain[op.outputs[0]] = op
-        else:
-            waiting += [(t, True), *((u, False) for u in reversed(op.inputs))]
-    return list(chain.values())
 
 
 def check_asynchronous(program: Program, by_stage: PartitionedUpdate, exchanged: bool, zero: int = 0) -> None:

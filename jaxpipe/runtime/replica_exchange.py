@@ -26,6 +26,7 @@ from jaxpipe.gradients.block_sparse import BlockSparse, Settings
 from jaxpipe.gradients.blocks import Blocks
 from jaxpipe.gradients.outer_loop import OuterLoop, OuterSettings, wide_dtype
 from jaxpipe.graph.graph import Operator
+from jaxpipe.graph.reverse_walk import closure
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate
 from jaxpipe.runtime.stages import Placement
@@ -217,12 +218,9 @@ def stage_outer_loop(
 def sites_of(mesh: Mesh) -> list[list[int]] | None:
     """Return the replicas of each site, which processes connect; None if there is one site, or if sizes differ."""
     rows = mesh.devices.swapaxes(0, mesh.axis_names.index(DATA)).reshape(mesh.shape[DATA], -1)
-    sites: list[tuple[set[int], list[int]]] = []
-    for r, row in enumerate(rows):
-        processes, members = {device.process_index for device in row}, [r]
-        for site in [site for site in sites if site[0] & processes]:
-            sites.remove(site)
-            processes, members = processes | site[0], sorted([*site[1], *members])
-        sites.append((processes, members))
-    groups: Sequence[list[int]] = sorted(members for _, members in sites)
-    return list(groups) if len(groups) > 1 and len(set(map(len, groups))) == 1 else None
+    processes = [{device.process_index for device in row} for row in rows]
+    sites: list[list[int]] = []
+    for r in range(len(rows)):
+        if not any(r in site for site in sites):
+            sites.append(sorted(closure([r], lambda r: (k for k, p in enumerate(processes) if p & processes[r]))))
+    return sites if len(sites) > 1 and len(set(map(len, sites))) == 1 else None

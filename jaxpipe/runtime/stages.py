@@ -11,7 +11,7 @@ import jax
 from jaxpipe.array_types import AbstractArray, DType, Shaped, TensorNumber
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.allowed_codecs import FAST, Policy
-from jaxpipe.graph.graph import Graph, is_differentiable, live, ordered
+from jaxpipe.graph.graph import Graph, dependents, is_differentiable, live, ordered
 from jaxpipe.graph.operator_order import allowed_cuts, spans, uses_apart
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.microbatch_program import MicrobatchProgram
@@ -368,30 +368,25 @@ def separate(objective: MicrobatchProgram, stage: Stage, width: int, names: Mapp
     if not changing:
         return stage
     old, new = zip(*changing, strict=True)
-    graph, source = stage.graph, {t: t for t in old}
-    behind = []
-    for op in graph.operators:
-        read = [source[t] for t in op.inputs if t in source]
-        if read:
-            behind.append(op)
-            source.update(dict.fromkeys(op.outputs, read[0]))
+    graph = stage.graph
+    changed = dependents(graph.operators, old)
     kept = [*stage.leaving, *(objective.results[k] for k in stage.results)]
     for t in kept:
-        if t in source:
-            op = next((op for op in behind if t in op.outputs), None)
+        if t in changed:
+            op, source = graph.producers.get(t), next(v for v in old if t in dependents(graph.operators, [v]))
             where = f" in {op.path}" if op is not None and op.path else ""
             what = "what the loss returns" if op is None else f"the output of {op.label}{where}"
             raise PartitionError(
                 f"A stage on {width} devices would share its micro-batches among them, but {what} depends on "
-                f"{names[source[t]]}, which every micro-batch changes: it would need what "
+                f"{names[source]}, which every micro-batch changes: it would need what "
                 "the micro-batch before it has left on another device. Only the new state may depend on the old one, "
                 "as with running statistics. Give this stage one device (devices_per_stage=)."
             )
-    behind = live(behind, new)
+    behind = live([op for op in graph.operators if not changed.isdisjoint(op.outputs)], new)
     written = {t for op in behind for t in op.outputs}
     read = [*(t for op in behind for t in op.inputs), *new]
     statistics = tuple(t for t in ordered(read) if t not in written and t not in old and t not in graph.constants)
     fold = Fold(replace(graph, operators=behind, inputs=(*old, *statistics), outputs=new), old, statistics)
-    rest = tuple(op for op in graph.operators if source.keys().isdisjoint(op.outputs))
+    rest = tuple(op for op in graph.operators if changed.isdisjoint(op.outputs))
     outputs = tuple(ordered((*kept, *stage.state, *statistics)))
     return replace(stage, graph=replace(graph, operators=rest, outputs=outputs), new_state=stage.state, fold=fold)

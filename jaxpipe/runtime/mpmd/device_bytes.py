@@ -6,8 +6,9 @@ from the instruction that writes it to the last that reads it, a program's tempo
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from jax.sharding import PartitionSpec as P
 
@@ -18,7 +19,7 @@ from jaxpipe.graph.sharding_propagation import of_one_device, propagate
 from jaxpipe.runtime.mpmd.compile_tasks import Needs
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
-from jaxpipe.runtime.mpmd.step_graph import Call, Join, Place, Send, StepGraph, TaskAt
+from jaxpipe.runtime.mpmd.step_graph import Call, Join, Place, Send, StepGraph, TaskAt, Value
 from jaxpipe.sharding.mesh_axes import count_parts
 
 
@@ -30,6 +31,10 @@ PEER_PURPOSE = "peers"
 
 #: What is in the host's memory, which takes nothing of the device's.
 HOST_PURPOSE = "host"
+
+
+#: An array by number, and the component in which it is counted.
+Life: TypeAlias = tuple[int, str]
 
 
 @dataclass(frozen=True)
@@ -61,13 +66,13 @@ class Peak:
 
 def device_peaks(dispatch: Dispatch, devices: StageDevices) -> dict[Device, Peak]:
     """Return the most bytes that each device holds at once while it follows a compiled graph."""
-    return _walk(dispatch.graph, devices, dispatch.needs)
+    return _peaks(dispatch.graph, devices, dispatch.needs)
 
 
 def predicted_bytes(graph: StepGraph, devices: StageDevices) -> dict[Device, Peak]:
     """Return the most bytes that each device is predicted to hold at once while a graph is followed.
 
-    It is the same walk, with estimated temporaries, before anything is compiled.
+    It is the same count, with estimated temporaries, before anything is compiled.
     """
     needs: dict[TaskAt, Needs] = {}
     for call in graph.instructions:
@@ -76,7 +81,7 @@ def predicted_bytes(graph: StepGraph, devices: StageDevices) -> dict[Device, Pea
             reused = _reusable_bytes(graph, call.task, [count_parts(spec, shape) for spec in specs])
             temporary = _working_bytes(graph, call.task, specs, shape)
             needs[call.task, call.place] = Needs(graph.tasks[call.task].label, temporary, reused)
-    return _walk(graph, devices, needs)
+    return _peaks(graph, devices, needs)
 
 
 def _working_bytes(graph: StepGraph, number: int, specs: Sequence[P], shape: Mapping[str, int]) -> int:
@@ -114,102 +119,83 @@ def _reusable_bytes(graph: StepGraph, number: int, parts: Sequence[int]) -> int:
     return sum(count * sizes[form] // split[form] for form, count in (given & written).items())
 
 
-def _walk(graph: StepGraph, devices: StageDevices, needs: Mapping[TaskAt, Needs]) -> dict[Device, Peak]:
+def _peaks(graph: StepGraph, devices: StageDevices, needs: Mapping[TaskAt, Needs]) -> dict[Device, Peak]:
     """Return the most bytes that each device holds at once.
 
     Args:
       needs: of each task at each place.
     """
-    memory = _Memory(graph, devices)
-    seen: set[tuple[Device, str, Hashable]] = set()
-    for port, number in graph.inputs.items():
-        # What every stage has is there once on a device with several stages.
-        array = devices.at(port.place), port.field, port.number
-        if array not in seen:
-            seen.add(array)
-            memory.add(number, port.place)
-    for instruction, left in zip(graph.instructions, graph.drops, strict=True):
-        if isinstance(instruction, Join):
-            memory.join(instruction)
-        elif isinstance(instruction, Send):
-            memory.send(instruction)
-        elif isinstance(instruction, Call):
-            memory.call(instruction, needs[instruction.task, instruction.place])
-        for number in left:
-            memory.drop(number)
-    return {d: replace(peak, host=memory.hosted[d]) for d, peak in memory.peaks.items()}
+    components, sizes = _components(graph), [_size(value, devices) for value in graph.values]
+    begins, ends = defaultdict[int, list[Life]](list), defaultdict[int, list[Life]](list)
+    for life, begin, end in _lives(graph, devices, components):
+        begins[begin].append(life)
+        ends[end].append(life)
+    peaks = {d: Peak(0, 0, "") for d in devices.every}
+    held = {d: Counter[str]() for d in devices.every}
+
+    def count(lives: Sequence[Life], sign: int) -> None:
+        for number, component in lives:
+            for device in devices.of(graph.values[number].place):
+                held[device][component] += sign * sizes[number]
+
+    for k, x in enumerate(graph.instructions):
+        count(begins[k], 1)
+        if isinstance(x, Call):
+            needed, written = needs[x.task, x.place], [(sizes[number], components[number]) for number in x.writes]
+            reused = _reused(graph, x, needed, written)
+            for device in devices.of(x.place):
+                peaks[device] = _higher(peaks[device], held[device], needed, reused)
+        elif isinstance(x, Send):
+            for device in {d for place in x.targets for d in devices.of(place)}:
+                peaks[device] = _higher(peaks[device], held[device], Needs("a message"), {})
+        count(ends[k], -1)
+    return peaks
 
 
-class _Memory:
-    """The arrays on each device while a graph is followed, and the most bytes so far."""
+def _higher(peak: Peak, held: Counter[str], needed: Needs, reused: Mapping[str, int]) -> Peak:
+    """Return the peak of a device after an instruction during which it holds some bytes, by component."""
+    host = max(peak.host, held[HOST_PURPOSE])
+    total = held.total() - held[HOST_PURPOSE] + needed.temporary_bytes - needed.alias_bytes
+    if total <= peak.total:
+        return replace(peak, host=host)
+    parts = {name: held[name] - reused.get(name, 0) for name in COMPONENTS}
+    return Peak(total, needed.temporary_bytes, needed.label, parts, host)
 
-    def __init__(self, graph: StepGraph, devices: StageDevices):
-        self.peaks: dict[Device, Peak] = {d: Peak(0, 0, "") for d in devices.every}
-        self.hosted: dict[Device, int] = defaultdict(int)  # the most bytes in the host's memory
-        self._graph, self._devices = graph, devices
-        self._held: dict[Device, dict[str, int]] = {d: defaultdict(int) for d in devices.every}  # by component
-        self._components = _components(graph)
-        self._alive: dict[int, dict[Device, int]] = {}
-        self._waiting: set[int] = set()
 
-    def _size(self, register: int, place: Place) -> int:
-        """Return the bytes of an array on each device of a place."""
-        groups = len(self._devices.firsts(place))
-        shards = self._devices.submesh.shards(self._graph.specs[register], groups)
-        return -(-array_bytes(self._graph.avals[register]) // shards)
+def _lives(graph: StepGraph, devices: StageDevices, components: Sequence[str]) -> Iterator[tuple[Life, int, int]]:
+    """Give the arrays, with the first and the last instruction during which each exists.
 
-    def add(self, register: int, place: Place) -> None:
-        """Reserve an array."""
-        self._alive[register] = dict.fromkeys(self._devices.of(place), self._size(register, place))
-        self._count(register)
+    What is kept for the backward pass and comes in a message is a message until its stage reads it. Arrays that are put
+    together stay where they are, as do those that are split.
+    """
+    # What every stage has is there once on a device with several stages.
+    given = {(devices.at(p.place), p.field, p.number): number for p, number in reversed(graph.inputs.items())}
+    begins, read, joined, sent = dict.fromkeys(given.values(), 0), dict[int, int](), dict[int, int](), set[int]()
+    for k, x in enumerate(graph.instructions):
+        if isinstance(x, Call | Send):
+            begins |= dict.fromkeys(x.writes, k)
+        if isinstance(x, Send):
+            sent.update(x.writes)
+        elif isinstance(x, Call):
+            for number in x.reads:
+                read.setdefault(number, k)
+        elif isinstance(x, Join):
+            joined |= dict.fromkeys(x.reads, x.writes[0])
+    ends = {number: k for k, dropped in enumerate(graph.drops) for number in dropped}
+    for number, begin in begins.items():
+        component, end = components[number], ends.get(joined.get(number, number), len(graph.instructions))
+        if component == "stash" and number in sent:
+            first = read.get(number, end + 1)
+            yield (number, "messages"), begin, first - 1
+            begin = first
+        if begin <= end:
+            yield (number, component), begin, end
 
-    def drop(self, register: int) -> None:
-        """Free an array."""
-        self._count(register, -1)
-        self._alive.pop(register, None)
 
-    def _count(self, register: int, sign: int = 1) -> None:
-        """Count an array in its component, or not any more."""
-        component = "messages" if register in self._waiting else self._components[register]
-        for device, size in self._alive.get(register, {}).items():
-            held = self._held[device]
-            held[component] += sign * size
-            self.hosted[device] = max(self.hosted[device], held[HOST_PURPOSE])
-
-    def send(self, send: Send) -> None:
-        """Receive a message. One that is kept for the backward pass is a message until its stage reads it."""
-        for register, place in zip(send.writes, send.targets, strict=True):
-            if self._components[register] == "stash":
-                self._waiting.add(register)
-            self.add(register, place)
-        for place in () if send.to_host else set(send.targets):
-            self._note(place, Needs("a message"), {})
-
-    def call(self, call: Call, needed: Needs) -> None:
-        """Run a program, which needs some bytes besides its operands and results."""
-        for register in self._waiting.intersection(call.reads):
-            self._count(register, -1)
-            self._waiting.remove(register)
-            self._count(register)
-        for register in call.writes:
-            self.add(register, call.place)
-        written = [(self._size(register, call.place), self._components[register]) for register in call.writes]
-        self._note(call.place, needed, _reused(self._graph, call, needed, written))
-
-    def join(self, instruction: Join) -> None:
-        """Give arrays that are put together a new register; they stay where they are, as do those that are split."""
-        together: Counter[Device] = Counter()
-        for register in instruction.reads:
-            together.update(self._alive.pop(register, {}))
-        self._alive[instruction.writes[0]] = together
-
-    def _note(self, place: Place, needed: Needs, reused: dict[str, int]) -> None:
-        for device in self._devices.of(place):
-            held = self._held[device]
-            total = sum(held.values()) - held[HOST_PURPOSE] + needed.temporary_bytes - needed.alias_bytes
-            if total > self.peaks[device].total:
-                here = {name: n - reused.get(name, 0) for name, n in held.items() if name != HOST_PURPOSE}
-                self.peaks[device] = Peak(total, needed.temporary_bytes, needed.label, here)
+def _size(value: Value, devices: StageDevices) -> int:
+    """Return the bytes of an array on each device of its place."""
+    shards = devices.submesh.shards(value.form.spec, len(devices.firsts(value.place)))
+    return -(-array_bytes(value.aval) // shards)
 
 
 def _reused(graph: StepGraph, call: Call, needed: Needs, written: Sequence[tuple[int, str]]) -> dict[str, int]:

@@ -10,7 +10,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import numpy as np
@@ -29,57 +29,59 @@ from jaxpipe.runtime.train_state import TrainState, check_key, of_replicas
 from jaxpipe.sharding.mesh_axes import DATA
 
 
+#: A function of a state, and of the leaves of a batch as functions of the replica.
+Source: TypeAlias = Callable[[TrainState, Sequence[Callable[[int], ArrayLike]]], Array]
+
+
 class LoadedGraph:
     """A compiled graph, and the arrays of a training state, of a batch, and constants that it begins with."""
 
     def __init__(self, layout: StageLayout, dispatch: Dispatch):
         """Find out what goes where."""
         self.layout, self.dispatch, self._mesh = layout, dispatch, layout.planned.all_devices
-        inputs, devices = dispatch.graph.inputs, layout.devices
-        leaves = ((field, n, x.port) for field, arrays in layout.state_arrays.items() for n, x in enumerate(arrays))
-        self._leaves = [(field, n, inputs[port]) for field, n, port in leaves if port in inputs]
         self._shared = layout.update.by_stage.leaves_of(None)
-        self._common: list[tuple[str, int, Mesh, int]] = []
-        self._keys: dict[int, Mesh] = {}
-        self._batch: list[tuple[int, int, NamedSharding, int]] = []
-        self._constants: dict[int, Array] = {}
-        for port, number in inputs.items():
-            mesh, leaf = devices.mesh(port.place), cast(int, port.number)
-            sharding = NamedSharding(mesh, P())
-            if not multihost.mine(list(mesh.devices.flat)):
-                continue
-            if port.field in ("shared", "step", "skipped"):
-                position = self._shared.index(leaf) if port.field == "shared" else 0
-                self._common.append((port.field, position, mesh, number))
-            elif port.field == "key":
-                self._keys[number] = mesh
-            elif port.field == "batch":
-                self._batch.append((leaf, devices.replica(port.place), sharding, number))
-            elif port.field == "weight":
-                weight = np.array(layout.num_microbatches * devices.replicas, np.float32)
-                self._constants[number] = multihost.place(weight, sharding)
-            elif port.field == "index":  # in its replica, and in all of them
-                index = [leaf, devices.replica(port.place) * layout.num_microbatches + leaf]
-                self._constants[number] = multihost.place(np.array(index, np.int32), sharding)
-        self._key: tuple[Array | None, dict[int, Array]] = None, {}
+        self._key_data: tuple[Array, Array] | None = None
+        self._positions = {x.port: n for arrays in layout.state_arrays.values() for n, x in enumerate(arrays)}
+        sources = {number: self._source(port) for port, number in dispatch.graph.inputs.items()}
+        self._sources = {number: source for number, source in sources.items() if source is not None}
+
+    def _source(self, port: Port) -> Source | None:
+        """Return the source of an array that the graph begins with; None if no device of this process has it."""
+        layout, field, mesh = self.layout, port.field, self.layout.devices.mesh(port.place)
+        leaf, sharding = cast(int, port.number), NamedSharding(mesh, P())
+        if not multihost.mine(list(mesh.devices.flat)):
+            return None
+        if port in self._positions:
+            n = self._positions[port]
+            return lambda state, _: getattr(state, field)[n]
+        if field == "shared":
+            n = self._shared.index(leaf)
+            return lambda state, _: _at(state.shared[n], mesh)
+        if field == "key":
+            return lambda state, _: _at(self._data_of(state.key), mesh)
+        if field in ("step", "skipped"):
+            return lambda state, _: _at(getattr(state, field), mesh)
+        replica = layout.devices.replica(port.place)
+        if field == "batch":
+            return lambda _, batch: multihost.place(batch[leaf](replica), sharding)
+        if field == "weight":
+            value = np.array(layout.num_microbatches * layout.devices.replicas, np.float32)
+        else:  # the index of a micro-batch in its replica, and in all of them
+            value = np.array([leaf, replica * layout.num_microbatches + leaf], np.int32)
+        constant = multihost.place(value, sharding)
+        return lambda *_: constant
+
+    def _data_of(self, key: Array) -> Array:
+        """Return the words of a random key, which is that of the step before as a rule."""
+        if self._key_data is None or self._key_data[0] is not key:
+            self._key_data = key, jax.random.key_data(key)
+        return self._key_data[1]
 
     def given(self, state: TrainState, batch: PyTree) -> dict[int, Array]:
         """Return the arrays of a state, and of a batch on the devices that read them, by number of their value."""
-        given = self._constants | self._placed(jax.tree.leaves(batch))
-        for field, k, number in self._leaves:
-            given[number] = getattr(state, field)[k]
-        for field, k, mesh, number in self._common:
-            given[number] = _at(state.shared[k] if field == "shared" else getattr(state, field), mesh)
-        if state.key is not self._key[0]:
-            data = jax.random.key_data(state.key)
-            self._key = state.key, {number: _at(data, mesh) for number, mesh in self._keys.items()}
-        return given | self._key[1]
-
-    def _placed(self, leaves: Sequence[ArrayLike]) -> dict[int, Array]:
-        """Return a batch's leaves, global or of this process's replicas, by number."""
-        pairs = zip(leaves, self.layout.planned.batching.shared, strict=True)
+        pairs = zip(jax.tree.leaves(batch), self.layout.planned.batching.shared, strict=True)
         parts = [_parts(x, shared, self._mesh) for x, shared in pairs]
-        return {number: multihost.place(parts[k](replica), sharding) for k, replica, sharding, number in self._batch}
+        return {number: source(state, parts) for number, source in self._sources.items()}
 
     def run(self, state: TrainState, batch: PyTree) -> tuple[dict[Port, Array | None], Array, list[Array]]:
         """Return the outputs of a graph with a loss, that, and the leaves of the metrics."""

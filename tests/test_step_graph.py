@@ -17,6 +17,8 @@ import optax
 import pytest
 
 import jaxpipe
+from jaxpipe.runtime.mpmd.device_bytes import predicted_bytes
+from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.step_graph import Call, Form, Join, Place, Port, Send, Split, StepGraph, Value, trace_task
 from jaxpipe.runtime.mpmd.value_liveness import drop_values, infer_donation, remove_unread
 from tests.support.meshes import mesh_of
@@ -116,6 +118,17 @@ def test_a_value_is_dropped_after_the_last_instruction_that_reads_it():
     instructions = [Call(0, HERE, (0,), (1, 2)), Send(HERE, THERE, (1,), (3,)), Call(0, THERE, (3,), (4, 5))]
     drops = drop_values(graph([add], instructions, [0], [4]), layout()).drops
     assert [set(x) for x in drops] == [{0, 2}, {1}, {3, 5}]
+
+
+def test_an_array_takes_memory_until_nobody_reads_a_part_of_it():
+    double, other = task(lambda x: {"double": x["a"] * 2}, "a"), Place(0, 1)
+    values = tuple(Value(SHAPE, place, Form("state")) for place in (WHOLE, HERE, other, HERE))
+    instructions = (Split(WHOLE, (0,), (1, 2)), Call(0, HERE, (1,), (3,)))
+    step = StepGraph(values, (double,), instructions, {Port(WHOLE, "state", 0): 0}, {Port(HERE, "state", 3): 3})
+    step = drop_values(infer_donation(step, layout()), layout())
+    first, *more = jax.devices()[:2]
+    peaks = predicted_bytes(step, StageDevices(((first, *more),), 2))
+    assert peaks[first].components["state"] == 2 * 16  # the part that the call reads, and its result
 
 
 def link_bytes(graph: StepGraph) -> Counter:

@@ -19,7 +19,7 @@ from jaxpipe.graph.sharding_propagation import of_one_device, propagate
 from jaxpipe.runtime.mpmd.compile_tasks import Needs
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
-from jaxpipe.runtime.mpmd.step_graph import Call, Join, Place, Send, StepGraph, TaskAt, Value
+from jaxpipe.runtime.mpmd.step_graph import Call, Join, Place, Send, Split, StepGraph, TaskAt, Value
 from jaxpipe.sharding.mesh_axes import count_parts
 
 
@@ -166,11 +166,11 @@ def _lives(graph: StepGraph, devices: StageDevices, components: Sequence[str]) -
     """Give the arrays, with the first and the last instruction during which each exists.
 
     What is kept for the backward pass and comes in a message is a message until its stage reads it. Arrays that are put
-    together stay where they are, as do those that are split.
+    together, or are parts of another one, share its memory.
     """
     # What every stage has is there once on a device with several stages.
     given = {(devices.at(p.place), p.field, p.number): number for p, number in reversed(graph.inputs.items())}
-    begins, read, joined, sent = dict.fromkeys(given.values(), 0), dict[int, int](), dict[int, int](), set[int]()
+    begins, read, sent = dict.fromkeys(given.values(), 0), dict[int, int](), set[int]()
     for k, x in enumerate(graph.instructions):
         if isinstance(x, Call | Send):
             begins |= dict.fromkeys(x.writes, k)
@@ -179,11 +179,13 @@ def _lives(graph: StepGraph, devices: StageDevices, components: Sequence[str]) -
         elif isinstance(x, Call):
             for number in x.reads:
                 read.setdefault(number, k)
-        elif isinstance(x, Join):
-            joined |= dict.fromkeys(x.reads, x.writes[0])
-    ends = {number: k for k, dropped in enumerate(graph.drops) for number in dropped}
+    ends = dict.fromkeys(range(len(graph.values)), len(graph.instructions))
+    ends |= {number: k for k, dropped in enumerate(graph.drops) for number in dropped}
+    for x in reversed(graph.instructions):
+        if isinstance(x, Join | Split):
+            ends |= {number: max(ends[other] for other in (number, *x.writes)) for number in x.reads}
     for number, begin in begins.items():
-        component, end = components[number], ends.get(joined.get(number, number), len(graph.instructions))
+        component, end = components[number], ends[number]
         if component == "stash" and number in sent:
             first = read.get(number, end + 1)
             yield (number, "messages"), begin, first - 1

@@ -91,7 +91,7 @@ def _parts(graph: StepGraph) -> dict[str, Part]:
 def _compile_tasks(
     graph: StepGraph, devices: StageDevices
 ) -> tuple[dict[TaskAt, Action], dict[TaskAt, Needs], dict[int, P]]:
-    """Compile the tasks of a graph: those of this process, what all need, and by register how its array is split.
+    """Compile the tasks of a graph: those of this process, what all need, and by number how a value is split.
 
     Where XLA chooses how results are split, programs that read them wait for it.
     """
@@ -111,8 +111,8 @@ def _compile_tasks(
                 graph.tasks[number],
                 graph.donated[number],
                 devices.mesh(place),
-                tuple(specs[register] for register in call.reads),
-                tuple(None if graph.values[register].form.is_free else specs[register] for register in call.writes),
+                tuple(specs[k] for k in call.reads),
+                tuple(None if graph.values[k].form.is_free else specs[k] for k in call.writes),
             )
             for (number, place), call in ready.items()
         }
@@ -132,8 +132,8 @@ def _follow_specs(graph: StepGraph, specs: dict[int, P], needs: dict[TaskAt, Nee
             pairs = () if known is None else zip(x.writes, known.writes, strict=True)
         else:  # of parts and of what is put together, specs are known
             pairs = ((write, specs[k]) for k, write in zip(x.reads, x.writes, strict=False) if k in specs)
-        for register, spec in pairs:
-            specs.setdefault(register, spec)
+        for number, spec in pairs:
+            specs.setdefault(number, spec)
 
 
 class _Steps:

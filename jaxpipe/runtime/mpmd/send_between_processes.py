@@ -31,7 +31,7 @@ from jaxpipe.sharding.mesh_axes import side_by_side
 #: The mesh axis of the devices that take part.
 AXIS = "pair"
 
-#: Arrays of one shape that two devices exchange: by side that sends (0 or 1), the register there and that of the other.
+#: Arrays of one shape that two devices exchange: by side that sends (0 or 1), the number there and that of the other.
 Slot: TypeAlias = dict[int, tuple[int, int]]
 
 #: Shape and element type of an array.
@@ -75,8 +75,8 @@ class Transfers:
     def between(self, message: Send, devices: StageDevices) -> Transfer:
         """Return this process's part in a message between two places."""
         slots = pair_slots(message, self._avals, self._specs)
-        registers = [next(iter(slot.values()))[0] for slot in slots]
-        avals, specs = [self._avals[k] for k in registers], [self._specs[k] for k in registers]
+        numbers = [next(iter(slot.values()))[0] for slot in slots]
+        avals, specs = [self._avals[k] for k in numbers], [self._specs[k] for k in numbers]
         routes = tuple(map(tuple, slots))
         meshes = [devices.mesh(place) for place in message.ends]  # each of one member
         pair = Mesh(np.array([mesh.devices[0] for mesh in meshes]), (AXIS, *meshes[0].axis_names[1:]))

@@ -166,6 +166,12 @@ class StageUpdate:
         common = [t for op in by_stage.graph.operators for t in op.outputs if t not in by_stage.stage_of]
         compute(by_stage, self._s, common, env)
         steps = renewals(by_stage, self._s, [t for t in env if t not in taken])
+        written = {step.old for step in steps}
+        results = {
+            path: chosen(stopped, env[t], env[by_stage.new_of[t]])
+            for t, path in self.renewed.items()
+            if t not in written and (counts or path[0] != "shared")
+        }
         # Gradients that are made one by one, just before each is read; members make theirs together.
         waiting = set(taken) if "averages" not in arrays and self._is_alone else set()
         squares = {t: squared_norm([g], dtype) for t, g in gradients.items()}
@@ -174,21 +180,13 @@ class StageUpdate:
             fresh = [t for t in step.reads if t in waiting]
             waiting.difference_update(fresh)
             sums = self._sums_of(arrays, [taken[t] for t in fresh])
-            others = {t: env[t] for t in (step.old, *step.reads) if t not in fresh and t not in waiting}
-            _, sums, others = _compat.barrier((before, sums, others))
-            env |= others | self._gradients(arrays | sums, fresh)
+            read = {t: env[t] for t in (step.old, *step.reads) if t not in fresh and t not in waiting}
+            _, sums, read = _compat.barrier((before, sums, read))
+            env |= read | self._gradients(arrays | sums, fresh)
             squares |= {t: squared_norm([env[t]], dtype) for t in fresh}
             run(step.operators, env)
-            env[step.new] = chosen(stopped, env[step.old], env[step.new])
+            env[step.new] = results[self.renewed[step.old]] = chosen(stopped, env[step.old], env[step.new])
             before = [env[step.new], *(squares[t] for t in fresh)]
-        paths = {t: path for t, path in self.renewed.items() if counts or path[0] != "shared"}
-        renewed = {step.old for step in steps}
-        results = {
-            path: env[by_stage.new_of[t]]
-            if t in renewed
-            else chosen(stopped, value_at(arrays, path), env[by_stage.new_of[t]])
-            for t, path in paths.items()
-        }
         counted = [t for t in gradients if taken[t] not in self._layout.objective.overwritten]
         return in_groups(results), sum((squares[t] for t in counted), start=jnp.zeros((), dtype))
 

@@ -27,8 +27,6 @@ def exchange_gradients(writer: StepEndWriter, plan: StageExchange) -> None:
     """
     layout = writer.layout
     for s in layout.stages:
-        writer.held[s]["residual"] = {t: writer.given(writer.place(s), "residual", t) for t in layout.held(s)}
-    for s in layout.stages:
         writer.renew(s, "exchange", functools.partial(_exchange, layout, writer.ends[s], plan, s))
         put(writer.held[s], writer.run_whole(s, "averages", functools.partial(_averages, layout, plan, s)))
 

@@ -12,6 +12,7 @@ sums of gradients, parameters, optimizer state ──▶ the state after the ste
 import functools
 import itertools
 from collections import defaultdict
+from typing import cast
 
 import jax
 
@@ -39,7 +40,7 @@ class MicrobatchWriter(GraphWriter):
         self.kinds = layout.schedule.program_kinds
         self.reports: dict[Port, int] = {}
         self._homes = layout.planned.program.placement.home(layout.objective)
-        #: What each stage holds at the beginning, of all its members.
+        #: What each stage has of the training state at the beginning, by field.
         self.whole = {s: self._given(s) for s in layout.stages}
         #: What each member has now.
         self.members = {place: self._member(place) for s in layout.stages for place in self.members_of(s)}
@@ -57,9 +58,11 @@ class MicrobatchWriter(GraphWriter):
         return apply_passes(super().finish(outputs | self.reports), self.layout)
 
     def _given(self, s: StageNumber) -> Arrays:
-        stage, place = self.layout.stage(s), self.place(s)
-        groups = {"parameters": ("parameters", stage.parameters), "state": ("variables", stage.state)}
-        return {group: {t: self.given(place, field, t) for t in tensors} for group, (field, tensors) in groups.items()}
+        ports = [x.port for arrays in self.layout.state_arrays.values() for x in arrays if x.port.place.stage == s]
+        arrays: Arrays = {field: {} for field in self.layout.state_arrays}
+        for port in ports:
+            arrays[port.field][port.number] = self.given(port.place, port.field, cast(int, port.number))
+        return arrays
 
     def _member(self, place: Place) -> Arrays:
         stage = self.layout.stage(place.stage)
@@ -67,7 +70,7 @@ class MicrobatchWriter(GraphWriter):
             "key": self.given(place, "key"),
             "step": self.given(place, "step"),
             "batch": {k: self.given(place, "batch", k) for k in leaves_used(self.layout, stage)},
-            "state": self.whole[place.stage]["state"],
+            "state": self.whole[place.stage]["variables"],
             "lent": self.at(place, {t: self.whole[self._homes[t]]["parameters"][t] for t in stage.borrowed}),
             **{group: {} for group in ("sums", "totals", "overflows")},
         }
@@ -184,12 +187,10 @@ class StepEndWriter(MicrobatchWriter):
         self.held = {s: self._given_state(s) for s in layout.stages}
 
     def _given_state(self, s: StageNumber) -> Arrays:
-        place = self.place(s)
-        arrays: Arrays = {"parameters": self.whole[s]["parameters"], "optimizer": {}, "shared": {}}
-        for group, k in self.layout.state_paths(s).values():
-            arrays[group][k] = self.given(place, group, k)
+        place, shared = self.place(s), self.layout.update.by_stage.leaves_of(None)
         names = ("step", "skipped") if self.devices.counts[s] else ("step",)
-        return arrays | {name: self.given(place, name) for name in names}
+        everywhere = {"shared": {k: self.given(place, "shared", k) for k in shared}}
+        return self.whole[s] | everywhere | {name: self.given(place, name) for name in names}
 
     def run_whole(
         self, s: StageNumber, what: str, work: Work, arrays: Arrays | None = None, consumes: bool = False
@@ -208,7 +209,7 @@ class StepEndWriter(MicrobatchWriter):
         arrays: Arrays = {"weight": self.given(self.place(s), "weight"), "returned": dict(self._returned[s])}
         arrays |= self.held[s] | self.join(s, groups, own=True) | self._everywhere
         if self.layout.is_guarded:
-            arrays["old"] = self._given_state(s) | {"state": self.whole[s]["state"]}
+            arrays["old"] = self._given_state(s) | {"state": self.whole[s]["variables"]}
         return arrays
 
     def fold_state(self) -> None:
@@ -291,8 +292,8 @@ class StepEndWriter(MicrobatchWriter):
             held, members = self.held[s], [self.members[place] for place in self.members_of(s)]
             renewed = self.layout.renewed_state(s)
             after = {t: self.join(s, [x["state"][t] for x in members], own=False) for t in renewed}
-            fields = {field: held.get(field, {}) for field in ("parameters", "optimizer", "residual")}
-            fields["variables"] = self.whole[s]["state"] | after | held.get("state", {})
+            fields = {field: held[field] for field in self.layout.state_arrays}
+            fields["variables"] = held["variables"] | after | held.get("state", {})
             if self.devices.counts[s]:
                 fields |= {"shared": held["shared"]} | {name: {0: held[name]} for name in ("step", "skipped")}
             outputs |= {Port(self.place(s), field, k): x for field, arrays in fields.items() for k, x in arrays.items()}

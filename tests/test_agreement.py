@@ -64,7 +64,6 @@ SAYS = {
 }
 
 
-@pytest.mark.core
 def test_processes_that_differ_all_raise_an_error_that_names_the_difference(tmp_path):
     launch(2, "differ", tmp_path, run=RUN)
     errors = [json.loads((tmp_path / f"{k}.json").read_text()) for k in range(2)]

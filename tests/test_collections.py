@@ -248,7 +248,7 @@ def plain_fp8(variables, optimizer, batch, m, steps):
     ("stages", "replicas", "m"),
     [
         pytest.param(1, None, 4, marks=pytest.mark.slow),
-        pytest.param(2, None, 4, marks=pytest.mark.core),
+        (2, None, 4),
         pytest.param(4, None, 4, marks=pytest.mark.slow),
         (2, 2, 2),
         (2, None, 1),

@@ -110,7 +110,7 @@ def _timed(dispatch, given, spent):
         if isinstance(instruction, Call):
             label = dispatch.graph.tasks[instruction.task].label
             spent.setdefault(label.split(": ")[-1], []).append(seconds)
-    return {port: given.get(number) for port, number in dispatch.graph.outputs.items()}
+    return {port: given[number] for port, number in dispatch.graph.outputs.items()}
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ The host waits for nothing but stashes on their way (``Wait``) and, between proc
 others (``jaxpipe.runtime.waiting_thread``).
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -28,17 +28,18 @@ from jaxpipe.text.stable_text import writer
 #: Arrays in, arrays out.
 Action = Callable[..., Results]
 
-#: Arrays by number of their value; None on other processes' devices. Actions that have not ended, by their part.
-Values = dict[Any, Any]
+#: Arrays by number of their value; None on other processes' devices, and where nobody reads them any more. Behind
+#: them, actions that have not ended.
+Values = list[Any]
 
 
 class Step(NamedTuple):
     """Part of this process in an instruction."""
 
     action: Action | Callable[..., tuple[Future[Results]]]  # or one that is begun, and waited for later
-    reads: Sequence[Hashable]
-    writes: Sequence[Hashable]
-    drops: Sequence[Hashable]  # what nobody reads any more
+    reads: Sequence[int]
+    writes: Sequence[int]
+    drops: Sequence[int]  # what nobody reads any more
     label: str  # in traces
 
 
@@ -49,21 +50,23 @@ class Dispatch:
     graph: StepGraph  # with the specs that XLA has chosen
     needs: dict[TaskAt, Needs]  # by task and place, in all processes
     steps: tuple[Step, ...]  # this process's
+    size: int  # how many values there are, and actions that have not ended
 
-    def run(self, given: dict[int, Array]) -> dict[Port, Array | None]:
-        """Follow the graph from its inputs by number, which it drops; outputs on other processes' devices are None."""
-        follow(given, self.steps)
-        return {port: given.get(number) for port, number in self.graph.outputs.items()}
+    def run(self, values: Values) -> dict[Port, Array | None]:
+        """Follow the graph from its inputs, which it drops; outputs on other processes' devices are None."""
+        follow(values, self.steps)
+        return {port: values[number] for port, number in self.graph.outputs.items()}
 
 
 def follow(values: Values, steps: Sequence[Step]) -> None:
     """Follow steps; changes the values."""
     for action, reads, writes, drops, label in steps:
         with TraceAnnotation(label):
-            results = action(*map(values.get, reads))
-        values.update(zip(writes, results, strict=True))
-        for key in drops:
-            values.pop(key, None)
+            results = action(*[values[number] for number in reads])
+        for number, x in zip(writes, results, strict=True):
+            values[number] = x
+        for number in drops:
+            values[number] = None
 
 
 def compile_graph(graph: StepGraph, devices: StageDevices, call: str) -> Dispatch:
@@ -78,7 +81,7 @@ def compile_graph(graph: StepGraph, devices: StageDevices, call: str) -> Dispatc
     for instruction, left in zip(graph.instructions, graph.drops, strict=True):
         steps.add(instruction, left)
     steps.end_all()
-    return Dispatch(graph, needs, tuple(steps.steps))
+    return Dispatch(graph, needs, tuple(steps.steps), steps.size)
 
 
 def _parts(graph: StepGraph) -> dict[str, Part]:
@@ -141,9 +144,10 @@ class _Steps:
 
     def __init__(self, graph: StepGraph, devices: StageDevices, calls: dict[TaskAt, Action], call: str):
         self.steps: list[Step] = []
+        self.size = len(graph.values)
         self._graph, self._devices, self._calls, self._call = graph, devices, calls, call
         self._transfers = Transfers(graph.avals, graph.specs)
-        self._running: dict[Transfer, tuple[int, ...]] = {}  # with what nobody reads behind it
+        self._running: dict[int, tuple[Transfer, tuple[int, ...]]] = {}  # with what nobody reads behind it
 
     def add(self, instruction: Instruction, left: tuple[int, ...]) -> None:
         """Add what this process does for an instruction, if that is anything."""
@@ -153,26 +157,28 @@ class _Steps:
         part = self._part(instruction)
         positions = self._graph.donated[instruction.task] if isinstance(instruction, Call) else ()
         donated = {instruction.reads[k] for k in positions}
-        for running in list(self._running):
+        for number, (running, _) in list(self._running.items()):
             if not (donated.isdisjoint(running.reads) and set(part.reads).isdisjoint(running.writes)):
-                self._end(running)
+                self._end(number)
         others, label = {d.process_index for d in every} - {jax.process_index()}, _label(instruction, self._graph)
         what = self._awaited(instruction) if others and self._devices.target.is_host else None
         if what is None:
             self.steps.append(Step(part.run, part.reads, part.writes, left, label))
             return
         action = started(part.run, Awaited(self._call, what, frozenset(others)))
-        self.steps.append(Step(action, part.reads, (part,), left, label))
-        self._running[part] = left
+        self.steps.append(Step(action, part.reads, (self.size,), left, label))
+        self._running[self.size] = part, left
+        self.size += 1
 
     def end_all(self) -> None:
         """Wait for all that has been started."""
-        for running in list(self._running):
-            self._end(running)
+        for number in list(self._running):
+            self._end(number)
 
-    def _end(self, running: Transfer) -> None:
-        unread = set(self._running.pop(running)).intersection(running.writes)
-        self.steps.append(Step(ended, (running,), running.writes, (running, *unread), "wait"))
+    def _end(self, number: int) -> None:
+        running, left = self._running.pop(number)
+        unread = set(left).intersection(running.writes)
+        self.steps.append(Step(ended, (number,), running.writes, (number, *unread), "wait"))
 
     def _part(self, x: Instruction) -> Transfer:
         """Return the part of this process in an instruction."""

@@ -21,7 +21,7 @@ from jaxpipe import _compat, multihost
 from jaxpipe.array_types import Array, ArrayLike, PyTree, Shaped
 from jaxpipe.errors import ModelError
 from jaxpipe.runtime import check_state, shard_batch
-from jaxpipe.runtime.mpmd.dispatch import Dispatch
+from jaxpipe.runtime.mpmd.dispatch import Dispatch, Values
 from jaxpipe.runtime.mpmd.send_between_processes import of_member
 from jaxpipe.runtime.mpmd.stage_layout import StageLayout
 from jaxpipe.runtime.mpmd.step_graph import Port
@@ -77,11 +77,14 @@ class LoadedGraph:
             self._key_data = key, jax.random.key_data(key)
         return self._key_data[1]
 
-    def given(self, state: TrainState, batch: PyTree) -> dict[int, Array]:
-        """Return the arrays of a state, and of a batch on the devices that read them, by number of their value."""
+    def given(self, state: TrainState, batch: PyTree) -> Values:
+        """Return the values with which the graph begins: a state, and a batch on the devices that read it."""
         pairs = zip(jax.tree.leaves(batch), self.layout.planned.batching.shared, strict=True)
         parts = [_parts(x, shared, self._mesh) for x, shared in pairs]
-        return {number: source(state, parts) for number, source in self._sources.items()}
+        values: Values = [None] * self.dispatch.size
+        for number, source in self._sources.items():
+            values[number] = source(state, parts)
+        return values
 
     def run(self, state: TrainState, batch: PyTree) -> tuple[dict[Port, Array | None], Array, list[Array]]:
         """Return the outputs of a graph with a loss, that, and the leaves of the metrics."""

@@ -139,9 +139,11 @@ class MpmdRuntime:
         for s in self.places:
             held = [k for k, x in enumerate(every) if x.port.place.stage == s]
             devices = self.devices_of(s)
-            copies = [_on_host(x) for k in held if (x := arrays[k]) is not None and x.addressable_shards]
-            if {device.process_index for device in devices} != self.devices.processes:
-                copies = _from_owner(devices[0], copies, [every[k].aval for k in held])
+            local = [x for k in held if (x := arrays[k]) is not None]
+            if {device.process_index for device in devices} == self.devices.processes:
+                copies = [_on_host(x) for x in local]
+            else:
+                copies = _from_owner(devices[0], local, [every[k].aval for k in held])
             results |= zip(held, copies, strict=True)
         return [results[k] for k in range(len(arrays))]
 
@@ -256,8 +258,9 @@ def _whole(x: Array) -> Array:
     return jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, P()))(x)
 
 
-def _from_owner(device: Device, arrays: Sequence[ArrayLike], avals: Sequence[Shaped]) -> list[ArrayLike]:
-    """Copy host arrays of a stage, of which one device is, to the host of every process; of random keys, the keys."""
+def _from_owner(device: Device, arrays: Sequence[Array], avals: Sequence[Shaped]) -> list[ArrayLike]:
+    """Copy arrays of a stage, of which one device is, to the host of every process; of random keys, the keys."""
     data = [jax.eval_shape(jax.random.key_data, aval) if is_key(aval) else aval for aval in avals]
-    copies = multihost.from_owner(device, [jax.random.key_data(x) if is_key(x) else x for x in arrays], data)
+    local = [_on_host(x) for x in arrays if x.addressable_shards]
+    copies = multihost.from_owner(device, [jax.random.key_data(x) if is_key(x) else x for x in local], data)
     return [typed(x, aval.dtype) for x, aval in zip(copies, avals, strict=True)]

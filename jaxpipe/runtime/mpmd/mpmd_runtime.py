@@ -127,18 +127,31 @@ class MpmdRuntime:
     def to_host(self, state: TrainState, apart: bool = False) -> StageArrays:
         """Copy a state to the host of every process; replicas have nothing else ``apart``."""
         del apart
-        layout = self._layout
-        copies = {field: self._on_hosts(held, getattr(state, field)) for field, held in layout.state_arrays.items()}
+        layout, fields = self._layout, ("parameters", "variables", "optimizer")
+        copies = {field: self._on_hosts(layout.state_arrays[field], getattr(state, field)) for field in fields}
+        rows = [self._residual_rows(state, r) for r in range(self.devices.replicas)]
+        residuals = [np.concatenate(parts) for parts in zip(*rows, strict=True)]
         owned, shared = iter(copies["optimizer"]), map(_on_host, state.shared)
         slots = [next(shared if owner is None else owned) for owner in layout.update.by_stage.state_stage]
-        return StageArrays(copies["parameters"], copies["variables"], slots, copies["residual"])
+        return StageArrays(copies["parameters"], copies["variables"], slots, residuals)
 
-    def _on_hosts(self, every: Sequence[StateArray], arrays: Sequence[Array | None]) -> list[ArrayLike]:
-        """Copy arrays to the host of every process, stage by stage."""
+    def _residual_rows(self, state: TrainState, r: int) -> list[ArrayLike]:
+        """Copy the residuals of a replica to the host of every process."""
+        rows, held = [], []
+        for x, residual in zip(self._layout.state_arrays["residual"], state.residual, strict=True):
+            shards = {shard.device: shard.data for shard in residual.addressable_shards}
+            rows.append(shards.get(self.devices.rows[x.port.place.stage][r]))
+            held.append(x._replace(aval=jax.ShapeDtypeStruct((1, *residual.shape[1:]), residual.dtype)))
+        return self._on_hosts(held, rows, r)
+
+    def _on_hosts(
+        self, every: Sequence[StateArray], arrays: Sequence[Array | None], r: int | None = None
+    ) -> list[ArrayLike]:
+        """Copy arrays, of all replicas or of one, to the host of every process, stage by stage."""
         results: dict[int, ArrayLike] = {}
         for s in self.places:
             held = [k for k, x in enumerate(every) if x.port.place.stage == s]
-            devices = self.devices_of(s)
+            devices = self.devices_of(s) if r is None else self.devices_of(s)[r : r + 1]
             local = [x for k in held if (x := arrays[k]) is not None]
             if {device.process_index for device in devices} == self.devices.processes:
                 copies = [_on_host(x) for x in local]
@@ -261,6 +274,6 @@ def _whole(x: Array) -> Array:
 def _from_owner(device: Device, arrays: Sequence[Array], avals: Sequence[Shaped]) -> list[ArrayLike]:
     """Copy arrays of a stage, of which one device is, to the host of every process; of random keys, the keys."""
     data = [jax.eval_shape(jax.random.key_data, aval) if is_key(aval) else aval for aval in avals]
-    local = [_on_host(x) for x in arrays if x.addressable_shards]
+    local = [_whole(x).addressable_data(0) for x in arrays if x.addressable_shards]
     copies = multihost.from_owner(device, [jax.random.key_data(x) if is_key(x) else x for x in local], data)
     return [typed(x, aval.dtype) for x, aval in zip(copies, avals, strict=True)]

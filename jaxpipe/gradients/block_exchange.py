@@ -12,11 +12,10 @@ computed for all stages under ``by_stage``, a conditional, with arrays as long a
 collectives stand between the conditionals.
 """
 
-import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ from jax import lax
 from jaxpipe import _compat
 from jaxpipe.array_types import Array
 from jaxpipe.gradients import block_numbers
-from jaxpipe.gradients.blocks import NUMBERS, Blocks, Wire, reduced_itemsize
+from jaxpipe.gradients.blocks import Blocks, reduced_itemsize
 from jaxpipe.gradients.squared_norm import squared_norm, squares_of
 
 
@@ -99,7 +98,7 @@ def traffic(plan: Sequence[Blocks], mode: str) -> Traffic:
         blocks=sum(b.indices for b in plan),
         indices=sum(b.indices for b in plan) if own_blocks else 0,
         number_bytes=sum(b.number_bytes for b in plan) if own_blocks else 0,
-        norms=0 if own_blocks else sum(b.norms for b in plan),
+        norms=0 if own_blocks else sum(b.layers * b.count for b in plan if not b.is_whole),
         value_bytes=sum(b.wire_bytes(mode) for b in plan),
         dense_bytes=sum(int(np.prod(b.shape, dtype=np.int64)) * b.dtype.itemsize for b in plan),
     )
@@ -114,9 +113,12 @@ class Averaged(NamedTuple):
     unsent: Array  # the same of its residuals
 
 
-#: By wire, arrays of one replica, or what has arrived from all: sums of what is sent whole, else a row for each sender;
-#: by consensus one row.
-Messages = dict[Wire, Array]
+class Messages(NamedTuple):
+    """The arrays that have arrived from all replicas."""
+
+    whole: dict[str, Array]  # by type, sums of gradients that are sent whole
+    picks: Array  # codes of the numbers of blocks, a row for each sender; by consensus one
+    values: dict[str, Array]  # by type, these blocks, in rows likewise
 
 
 def exchange(
@@ -153,7 +155,7 @@ def send(
     read: Callable[[int], Sequence[Array]],
 ) -> tuple[Array, Messages]:
     """Return the numbers of the blocks that this replica has sent, and what has arrived; arguments as ``exchange``."""
-    consensus = rule.mode == "consensus"
+    wire = _Wire(plans, rule.mode)
 
     def total(x: Array) -> Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -168,43 +170,39 @@ def send(
 
     def scores(s: int) -> Array:
         block_scores = [_scores(b, x, rule.norm) for b, x in zip(plans[s], read(s), strict=True) if not b.is_whole]
-        return _pad(block_scores, _longest(plans, lambda b: b.norms), jnp.float32)
+        return _pad(block_scores, wire.norms, jnp.float32)
 
-    common = total(by_stage(scores)) if consensus else None
+    def message(s: int, scores: Array) -> tuple[Array, Array, dict[str, Array], dict[str, Array]]:
+        chosen = _choose(plans[s], scores)
+        sparse = (b for b in plans[s] if not b.is_whole)
+        codes = [block_numbers.encode(numbers, b.count) for b, numbers in zip(sparse, chosen, strict=True)]
+        numbers = _pad(chosen, wire.indices, jnp.int32), _pad(codes, wire.number_bytes, jnp.uint8)
+        return *numbers, *wire.pack(s, read(s), chosen)
 
-    def message(s: int) -> tuple[Array, Messages]:
-        chosen = _choose(plans[s], scores(s) if common is None else common)
-        lengths, rows = _lengths(plans), iter(chosen)
-        parts: dict[Wire, list[Array]] = {wire: [] for wire in lengths}
-        for b, x in zip(plans[s], read(s), strict=True):
-            if b.is_whole:
-                parts[b.wire].append(x)
-            else:
-                numbers = next(rows)
-                parts[NUMBERS].append(block_numbers.encode(numbers, b.count))
-                parts[b.wire].append(_take(b, x, numbers))
-        messages = {wire: _pad(parts[wire], length, wire.dtype) for wire, length in lengths.items()}
-        return _pad(chosen, _longest(plans, lambda b: b.indices), jnp.int32), messages
-
-    def arrived(wire: Wire, x: Array) -> Array:
-        if wire.kind == "whole":
-            return total(x)
-        if consensus:
-            return x[None] if wire == NUMBERS else total(x)[None]
-        return gathered(x)
-
-    chosen, messages = by_stage(message)
-    return chosen, {wire: arrived(wire, x) for wire, x in messages.items()}
+    if rule.mode == "consensus":
+        common = total(by_stage(scores))
+        chosen, codes, whole, values = by_stage(lambda s: message(s, common))
+        picks, arrived = codes[None], jax.tree.map(lambda v: total(v)[None], values)
+    else:
+        chosen, codes, whole, values = by_stage(lambda s: message(s, scores(s)))
+        picks, arrived = gathered(codes), jax.tree.map(gathered, values)
+    return chosen, Messages(jax.tree.map(total, whole), picks, arrived)
 
 
 def averages(plan: Sequence[Blocks], messages: Messages, replicas: int) -> list[Array]:
     """Return the averages of a stage's gradients over the replicas; messages may be longer than the plan says."""
-    parts = {wire: _cut(x, [_length(b, wire) for b in plan]) for wire, x in messages.items()}
+    codes = _cut(messages.picks, [b.number_bytes for b in plan])
+    whole = {d: _cut(x, [b.values * _is(b, d, True) for b in plan]) for d, x in messages.whole.items()}
+    values = {d: _cut(x, [b.wire_size * _is(b, d, False) for b in plan]) for d, x in messages.values.items()}
     sums = [
-        parts[b.wire][k].reshape(b.shape) if b.is_whole else _add_up(b, parts[NUMBERS][k], parts[b.wire][k])
+        whole[str(b.dtype)][k].reshape(b.shape) if b.is_whole else _add_up(b, codes[k], values[str(b.wire_dtype)][k])
         for k, b in enumerate(plan)
     ]
     return [(x / replicas).astype(b.dtype) for b, x in zip(plan, sums, strict=True)]
+
+
+def _is(b: Blocks, dtype: str, whole: bool) -> bool:
+    return (str(b.wire_dtype), b.is_whole) == (dtype, whole)
 
 
 def leave(
@@ -216,6 +214,19 @@ def leave(
     return [x * decay for x in left] if decay < 1 else left, squared_norm(gradients), squared_norm(left)
 
 
+def message_shapes(plans: Sequence[Sequence[Blocks]], rule: Rule, replicas: int) -> Messages:
+    """Return the shapes of what arrives where any of some plans may be followed."""
+    wire, own_blocks = _Wire(plans, rule.mode), rule.mode == "own"
+    rows = replicas if own_blocks else 1
+
+    def by_type(lengths: Mapping[str, int], is_sum: bool, *rows: int) -> dict[str, Any]:
+        types = {d: jnp.promote_types(d, jnp.float32) if is_sum else d for d in lengths}
+        return {d: jax.ShapeDtypeStruct((*rows, n), types[d]) for d, n in lengths.items()}
+
+    picks: Any = jax.ShapeDtypeStruct((rows, wire.number_bytes), jnp.uint8)
+    return Messages(by_type(wire.whole, True), picks, by_type(wire.values, not own_blocks, rows))
+
+
 def sent_share(squares: Array, unsent: Array) -> Array:
     """The part of a squared norm that was sent; all of nothing."""
     return 1 - unsent / jnp.where(squares == 0, 1, squares)
@@ -223,30 +234,45 @@ def sent_share(squares: Array, unsent: Array) -> Array:
 
 def wire_bytes(plans: Sequence[Sequence[Blocks]], mode: str) -> tuple[int, int]:
     """Bytes that every device hands to gathers and to reductions: as many as the stage needs that needs most."""
-    consensus = mode == "consensus"
-    gathered, reduced = 0, 4 * _longest(plans, lambda b: b.norms) if consensus else 0
-    for wire, length in _lengths(plans).items():
-        if wire.kind == "whole" or (consensus and wire != NUMBERS):
-            reduced += length * reduced_itemsize(wire.dtype)
-        elif not consensus:
-            gathered += length * np.dtype(wire.dtype).itemsize
-    return gathered, reduced
+    wire = _Wire(plans, mode)
+    if mode == "own":
+        return wire.number_bytes + wire.value_bytes, wire.whole_bytes
+    return 0, 4 * wire.norms + wire.value_bytes + wire.whole_bytes
 
 
-def _longest(plans: Sequence[Sequence[Blocks]], length: Callable[[Blocks], int]) -> int:
-    """Return the length of an array that travels: as long as the longest plan needs."""
-    return max(sum(map(length, plan)) for plan in plans)
+class _Wire:
+    """The arrays that travel: as long as the longest stage needs, for each type one whole and one of blocks."""
 
+    def __init__(self, plans: Sequence[Sequence[Blocks]], mode: str):
+        self._plans = plans
+        dtypes = sorted({str(b.wire_dtype) for plan in plans for b in plan})
 
-def _lengths(plans: Sequence[Sequence[Blocks]]) -> dict[Wire, int]:
-    """Return the lengths of the arrays that travel, by wire."""
-    wires = sorted({NUMBERS, *(b.wire for plan in plans for b in plan)})
-    return {wire: _longest(plans, functools.partial(_length, wire=wire)) for wire in wires}
+        def longest(length: Callable[[Blocks], int]) -> int:
+            return max(sum(map(length, plan)) for plan in plans)
 
+        self.indices = longest(lambda b: b.indices)
+        self.number_bytes = longest(lambda b: b.number_bytes)
+        self.norms = longest(lambda b: 0 if b.is_whole else b.layers * b.count)
+        self.whole = {d: longest(lambda b, d=d: b.values * _is(b, d, True)) for d in dtypes}
+        self.values = {d: longest(lambda b, d=d: b.wire_size * _is(b, d, False)) for d in dtypes}
+        #: Bytes of what is sent whole, and of the blocks.
+        self.whole_bytes = sum(reduced_itemsize(d) * n for d, n in self.whole.items())
+        width = reduced_itemsize if mode == "consensus" else lambda dtype: np.dtype(dtype).itemsize
+        self.value_bytes = sum(width(d) * n for d, n in self.values.items())
 
-def _length(b: Blocks, wire: Wire) -> int:
-    """Return how many elements a gradient has on a wire."""
-    return b.number_bytes if wire == NUMBERS else b.wire_size * (b.wire == wire)
+    def pack(
+        self, s: int, gradients: Sequence[Array], chosen: Sequence[Array]
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Whole gradients and chosen blocks, by type."""
+        numbers = iter(chosen)
+        parts = [
+            (b, x if b.is_whole else _take(b, x, next(numbers))) for b, x in zip(self._plans[s], gradients, strict=True)
+        ]
+
+        def packed(lengths: Mapping[str, int], is_whole: bool) -> dict[str, Array]:
+            return {d: _pad([x for b, x in parts if _is(b, d, is_whole)], n, d) for d, n in lengths.items()}
+
+        return packed(self.whole, True), packed(self.values, False)
 
 
 def _scores(b: Blocks, x: Array, norm: str) -> Array:

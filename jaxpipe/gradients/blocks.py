@@ -12,7 +12,7 @@ every layer has a choice of its own.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,17 +30,6 @@ Count = int | float | Mapping[str, int | float]
 
 #: The axis that numbers blocks, axes of stacked layers before it, or "whole"; by pattern of paths.
 BlockRules = Mapping[str, int | Sequence[int] | str]
-
-
-class Wire(NamedTuple):
-    """An array in which what is alike of all gradients travels."""
-
-    dtype: str
-    kind: Literal["whole", "blocks", "numbers"]
-
-
-#: Codes of the numbers of blocks.
-NUMBERS = Wire("uint8", "numbers")
 
 
 @dataclass(frozen=True)
@@ -86,11 +75,6 @@ class Blocks:
         return 0 if self.is_whole else self.layers * number_bytes(self.count, self.k)
 
     @property
-    def norms(self) -> int:
-        """Blocks that are compared by their norms."""
-        return 0 if self.is_whole else self.layers * self.count
-
-    @property
     def values(self) -> int:
         """Elements that are sent."""
         return math.prod(self.shape) if self.is_whole else self.indices * self.size
@@ -104,11 +88,6 @@ class Blocks:
     def wire_dtype(self) -> DType:
         """The type of what is sent."""
         return self.dtype if self.code is None else np.dtype(np.uint8)
-
-    @property
-    def wire(self) -> Wire:
-        """The array in which it travels."""
-        return Wire(str(self.wire_dtype), "whole" if self.is_whole else "blocks")
 
     @property
     def wire_size(self) -> int:
@@ -192,7 +171,7 @@ def _blocks(
     *stacked, axis = _axes(path, shape, -1 if rule is None else rule)
     wanted = k if not isinstance(k, Mapping) else next((k[p] for p in k if fits(path, p)), 1)
     blocks = Blocks(path, shape, dtype, tuple(stacked), axis, _number(path, wanted, shape[axis]), bits)
-    told = blocks.number_bytes if mode == "own" else 4 * blocks.norms
+    told = blocks.number_bytes if mode == "own" else 4 * blocks.layers * blocks.count
     return blocks if told + blocks.wire_bytes(mode) < whole.wire_bytes(mode) else whole
 
 

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, ArrayLike, Shaped
 from jaxpipe.errors import PartitionError
-from jaxpipe.gradients.block_exchange import Messages, Rule, averages, leave, send, wire_bytes
+from jaxpipe.gradients.block_exchange import Messages, Rule, averages, leave, message_shapes, send, wire_bytes
 from jaxpipe.gradients.block_sparse import BlockSparse, Settings
 from jaxpipe.gradients.blocks import Blocks
 from jaxpipe.gradients.outer_loop import OuterLoop, OuterSettings, wide_dtype
@@ -62,27 +62,28 @@ class StageExchange(StageBlocks):
         """Return the bytes that a device passes to the collectives in a step after the warm-up."""
         return sum(self.traffic[-1])
 
+    def messages(self, s: int) -> Messages:
+        """Return the shapes of what arrives in a stage: as long as the longest phase of the warm-up needs."""
+        return message_shapes([phases[s] for phases in self.plans], self.rule, self.replicas)
+
     def send(
         self, s: int, step: Array, gradients: Sequence[Array]
     ) -> tuple[Messages, tuple[list[Array], Array, Array]]:
-        """Send the best blocks of a stage's gradients, residuals added; returns what arrives and what is left.
+        """Send the best blocks of a stage's gradients, residuals added; returns what arrives and what is left."""
+        shapes = self.messages(s)
 
-        What arrives is as long as the longest phase of the warm-up needs.
-        """
-        plans = [phases[s] for phases in self.plans]
+        def phase(plan: Sequence[Blocks]) -> tuple[Messages, tuple[list[Array], Array, Array]]:
+            chosen, arrived = send([plan], self.rule, DATA, lambda f: f(0), lambda _: gradients)
+            return jax.tree.map(_fill, arrived, shapes), leave(plan, gradients, chosen, self.rule.decay)
 
-        def phase(k: int) -> tuple[Messages, tuple[list[Array], Array, Array]]:
-            chosen, arrived = send(plans, self.rule, DATA, lambda f: f(k), lambda _: gradients)
-            return arrived, leave(plans[k], gradients, chosen, self.rule.decay)
-
-        return self._by_phase(step, phase)
+        return self._by_phase(s, step, phase)
 
     def averages(self, s: int, step: Array, messages: Messages) -> list[Array]:
         """Return the averages of a stage's gradients over the replicas, of the messages of ``send``."""
-        return self._by_phase(step, lambda k: averages(self.plans[k][s], messages, self.replicas))
+        return self._by_phase(s, step, lambda plan: averages(plan, messages, self.replicas))
 
-    def _by_phase(self, step: Array, function: Callable[[int], T]) -> T:
-        branches = [functools.partial(function, k) for k in range(len(self.plans))]
+    def _by_phase(self, s: int, step: Array, function: Callable[[Sequence[Blocks]], T]) -> T:
+        branches = [functools.partial(function, phases[s]) for phases in self.plans]
         return lax.switch(self.settings.phase(step), branches)
 
 
@@ -95,6 +96,11 @@ def sums_in_order(
     """
     rows = lax.all_gather(pack_words(values), axes, axis_index_groups=groups)
     return functools.reduce(functools.partial(jax.tree.map, operator.add), [unpack_words(row, values) for row in rows])
+
+
+def _fill(x: Array, shape: Shaped) -> Array:
+    """Return an array with zeros after its last axis."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, shape.shape[-1] - x.shape[-1])])
 
 
 def stage_exchange(

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.array_types import Array
-from jaxpipe.gradients.block_exchange import Messages
 from jaxpipe.runtime.mpmd.stage_layout import StageLayout
 from jaxpipe.runtime.mpmd.step_graph import Arrays
 from jaxpipe.runtime.mpmd.step_writer import StepEndWriter, put
@@ -34,18 +33,16 @@ def exchange_gradients(writer: StepEndWriter, plan: StageExchange) -> None:
 def _exchange(layout: StageLayout, end: StageUpdate, plan: StageExchange, s: StageNumber, arrays: Arrays) -> Arrays:
     """Make messages and new residuals of residuals and gradients."""
     held, members = layout.held(s), layout.members(s)
-    avals = [layout.aval(t) for t in held]
+    avals, arriving = [layout.aval(t) for t in held], jax.tree.leaves(plan.messages(s))
 
-    def of_member(
-        shares: list[Array], before: list[Array], step: Array, stopped: Array | bool
-    ) -> tuple[Messages, list[Array], list[Array]]:
+    def of_member(shares: list[Array], before: list[Array], step: Array, stopped: Array | bool) -> list[Array]:
         own_shares, left = ([x.reshape(a.shape) for x, a in zip(xs, avals, strict=True)] for xs in (shares, before))
         gradients = [g.astype(x.dtype) + x for g, x in zip(own_shares, left, strict=True)]
         arrived, (rest, squares, unsent) = plan.send(s, step, gradients)
         new = [x.reshape(old.shape) for x, old in zip(rest, before, strict=True)]
         if layout.is_guarded:
             new = [jnp.where(stopped, old, x) for old, x in zip(before, new, strict=True)]
-        return arrived, new, sums_in_order([squares, unsent], DATA)
+        return [*jax.tree.leaves(arrived), *new, *sums_in_order([squares, unsent], DATA)]
 
     share = arrays["weight"] / members
     shares = [g / share.astype(g.dtype) for g in end.own_sums(arrays)]
@@ -53,16 +50,16 @@ def _exchange(layout: StageLayout, end: StageUpdate, plan: StageExchange, s: Sta
         of_member,
         mesh=layout.specs.submesh.abstract(members),
         in_specs=(P(DATA), P(DATA), P(), P()),
-        out_specs=(P(), P(DATA), P()),
+        out_specs=[*(P() for _ in arriving), *(P(DATA) for _ in avals), P(), P()],
         check_vma=False,
     )
     before = [arrays["residual"][t] for t in held]
-    messages, residuals, (had, unsent) = mapped(shares, before, arrays["step"], arrays.get("stopped", False))
-    residual = dict(zip(held, residuals, strict=True))
-    return {"messages": messages, "residual": residual, "had": had, "unsent": unsent}
+    *results, had, unsent = mapped(shares, before, arrays["step"], arrays.get("stopped", False))
+    residual = dict(zip(held, results[len(arriving) :], strict=True))
+    return {"messages": results[: len(arriving)], "residual": residual, "had": had, "unsent": unsent}
 
 
 def _averages(layout: StageLayout, plan: StageExchange, s: StageNumber, arrays: Arrays) -> Arrays:
     """Return the averages of the gradients, of the messages of their exchange."""
-    averages = plan.averages(s, arrays["step"], arrays["messages"])
-    return {"averages": dict(zip(layout.held(s), averages, strict=True))}
+    messages = jax.tree.unflatten(jax.tree.structure(plan.messages(s)), arrays["messages"])
+    return {"averages": dict(zip(layout.held(s), plan.averages(s, arrays["step"], messages), strict=True))}

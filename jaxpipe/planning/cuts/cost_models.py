@@ -145,13 +145,20 @@ class Timelines(NamedTuple):
         """Return a lower bound of the seconds of a step, for each plan.
 
         A stage waits for its first message, does all its work, and what it sends back last goes on to the first stage.
+        And it keeps no more micro-batches than there are stages from it on, each for the round trip behind it.
         """
-        none = np.zeros((len(self.forward), 1))
+        m, (plans, stages) = self.num_microbatches, self.forward.shape
+        none = np.zeros((plans, 1))
         backward = np.where(self.trained, self.backward, 0.0)
         back = np.where(self.trained[:, :-1], self.ways, 0.0)
         begins = np.hstack([none, np.cumsum(self.forward[:, :-1] + self.ways, axis=1)])
         follows = np.hstack([none, np.cumsum(backward[:, :-1] + back, axis=1)])
-        return (begins + self.num_microbatches * (self.forward + backward) + follows).max(1) + self.besides
+        busy = begins + m * (self.forward + backward) + follows
+        trips = np.hstack([self.ways + back, none]) + self.forward + backward
+        trips = np.cumsum(trips[:, ::-1], axis=1)[:, ::-1]
+        kept = stages - np.arange(stages)
+        waits = begins + ((m - 1) // kept + 1) * trips + (m - 1) % kept * self.forward + follows
+        return np.maximum(busy, np.where(self.trained, waits, 0.0)).max(1) + self.besides
 
 
 def shortest(timelines: Sequence[Timelines], within: float) -> list[np.ndarray]:

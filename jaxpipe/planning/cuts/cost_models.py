@@ -220,6 +220,12 @@ class Synchronous(CostModel):
     def prices(self, space: CutSpace, plans: Sequence[Plans], within: float = math.inf) -> list[np.ndarray]:
         return shortest([self._timelines(space, *plan) for plan in plans], within)
 
+    def likely(self, space: CutSpace, cuts: np.ndarray, layout: Layout, most: int) -> np.ndarray:
+        """Return the rows of cuts with the least bounds, so many at most."""
+        if len(cuts) <= most:
+            return cuts
+        return cuts[self._timelines(space, cuts, layout).bounds().argsort(kind="stable")[:most]]
+
     def _timelines(self, space: CutSpace, cuts: np.ndarray, layout: Layout) -> Timelines:
         sizes = np.array([len(devices) for devices in layout])
         together = math.lcm(*sizes.tolist())  # micro-batches of a round

@@ -31,8 +31,8 @@ MOST_ORDERED = 32
 STARTS, SHIFTS, SLOWEST = 2, (1, 2, 4), 12
 #: Up to so many stages two cuts are shifted at once.
 MOST_PAIRS = 8
-#: By what share a step must get shorter for cuts to be shifted once more.
-SHORTER = 1e-4
+#: How many shifted cuts are priced, those with the least bounds, and by what share a step must get shorter to go on.
+MOST_SHIFTED, SHORTER = 100, 1e-4
 
 
 def shortest_step(
@@ -129,7 +129,7 @@ def shifted(space: CutSpace, model: Synchronous, cuts: np.ndarray, layout: Layou
     """Shift a cut, or some that follow each other, while that makes the step shorter."""
     seconds = float(model.prices(space, [(cuts, layout)])[0][0])
     while len(layout) > 1:
-        others = _shifts(space, model, cuts[0], layout)
+        others = model.likely(space, _shifts(space, model, cuts[0], layout), layout, MOST_SHIFTED)
         prices = model.prices(space, [(others, layout)], within=1)[0]
         if not prices.min(initial=math.inf) < (1 - SHORTER) * seconds:
             break

@@ -206,7 +206,7 @@ def static_arguments(
     function: Callable[..., PyTree], places: int | Sequence[int] | None, names: str | Iterable[str] | None
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return the places and names of a function's static arguments, each of which ``jax.jit`` infers from the other."""
-    signature = None if places is None and names is None else fun_signature(function)
+    signature = fun_signature(function) if (places is None) != (names is None) else None
     return resolve_argnums(function, signature, None, None, places, names)[2:]
 
 

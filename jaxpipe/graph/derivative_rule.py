@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.extend.core import Primitive
 
 from jaxpipe import _compat
-from jaxpipe.array_types import Array, Equation
+from jaxpipe.array_types import AbstractArray, Array, Equation
 from jaxpipe.errors import ModelError
 from jaxpipe.graph.graph import Operator, all_operands, is_differentiable, without_literals
-from jaxpipe.graph.operator_vjp import Run
+from jaxpipe.graph.operator_vjp import Halves, Wanted, from_rule
 
 
 @dataclass(frozen=True)
@@ -116,27 +115,20 @@ def rule_of(op: Operator) -> DerivativeRule | None:
     return rule if rule is not None and rule.applies(op) else None
 
 
-def with_rule(op: Operator, rule: DerivativeRule) -> Run:
-    """Return a function that runs an operator, and whose derivative is that of a rule."""
+def by_rule(rule: DerivativeRule, op: Operator, avals: Sequence[AbstractArray], wanted: Wanted) -> Halves:
+    """Return the halves of an operator's VJP by a rule; arguments as ``differentiate`` has them."""
     equation = _compat.without_scope(op.equation)
 
-    @jax.custom_vjp
-    def run(*operands: Array) -> list[Array]:
-        return _compat.evaluate_equation(equation, operands)
+    def forward(*operands: Array) -> tuple[Sequence[Array], Sequence[Array]]:
+        values, results = all_operands(equation, operands), _compat.evaluate_equation(equation, operands)
+        return results, _list(equation, "keep", rule.keep(equation, values, results))
 
-    def forward(*primals: CustomVJPPrimal) -> tuple[list[Array], list[Array]]:
-        operands = [primal.value for primal in primals]
-        results = _compat.evaluate_equation(equation, operands)
-        return results, _list(equation, "keep", rule.keep(equation, all_operands(equation, operands), results))
-
-    def backward(kept: Sequence[Array], cotangents: Sequence[Array | SymbolicZero]) -> tuple[Array | None, ...]:
-        given = [None if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
-        gradients = _list(equation, "backward", rule.backward(equation, kept, given))
+    def backward(kept: Sequence[Array], cotangents: Sequence[Array | None]) -> list[Array | None]:
+        gradients = _list(equation, "backward", rule.backward(equation, kept, cotangents))
         _check(equation, gradients)
-        return tuple(without_literals(equation, gradients))
+        return without_literals(equation, gradients)
 
-    run.defvjp(forward, backward, symbolic_zeros=True)
-    return run
+    return from_rule(forward, backward, avals, wanted)
 
 
 def _list(equation: Equation, function: str, values: Any) -> list[Any]:

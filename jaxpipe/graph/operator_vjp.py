@@ -13,16 +13,12 @@ from jax import core
 from jax.extend.core import ClosedJaxpr
 
 from jaxpipe import _compat
-from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Equation, PyTreeDef, TensorNumber
+from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, PyTreeDef, TensorNumber
 from jaxpipe.graph import sharding_annotations, target_products
 from jaxpipe.graph.axis_names import NO_AXES, TracedIn
 from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, dependents, is_differentiable, live, ordered, replaced
 from jaxpipe.graph.primitives import CHECKPOINTS, CONTROL, SHARDS
 from jaxpipe.graph.save_policy import SavePolicy
-
-
-#: Runs an operator on its operands, but literals, and returns its results.
-Run = Callable[..., list[Array]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,30 +63,29 @@ class Wanted:
         return sharding_annotations.without_mesh(aval) if self.traced_in.explicit else aval
 
 
-def differentiate(
-    op: Operator, avals: Sequence[AbstractArray], wanted: Wanted, ruled: Run | None = None, bits: int | None = None
-) -> Halves:
+def differentiate(op: Operator, avals: Sequence[AbstractArray], wanted: Wanted) -> Halves:
     """Trace the VJP that JAX has for ``op``, and cut it.
 
     The cut lies where ``jax.vjp`` returns: what a derivative rule computes in its backward pass stays backward work,
     whether or not it depends on a cotangent, and reads what the rule's forward pass returned.
-
-    Args:
-      avals: of the operands.
-      ruled: computes what ``op`` does, and has a derivative of its own (``jax.custom_vjp``), which takes its place.
-      bits: bits that an element of a residual of integers needs; left out: those of its type.
     """
     equation, varied = _compat.without_scope(op.equation), wanted.varied
-    has_rules = ruled is None and bool(_compat.inner_programs(equation))  # others have none of a user's
-    shape = wanted.shape if has_rules else None
-    run = ruled or _as_function(op, equation, shape)
-    tangents = _tangents(op, wanted)
+    shape = wanted.shape if _compat.inner_programs(equation) else None  # others have no rule of a user's
+    carried = [k for k in wanted.useful if is_differentiable(equation.outvars[k].aval)]
+    tangents = {k: equation.outvars[k].aval.to_tangent_aval() for k in carried}
+    count = len(equation.outvars)
+    evaluate = _compat.evaluate_equation
+    if shape is not None:
+        evaluate = functools.partial(sharding_annotations.evaluate, shape=shape)
+    run = functools.partial(evaluate, equation)
+    if (saves := policy_within(op)) is not None:
+        run = jax.checkpoint(run, policy=saves)
     pullback: PyTreeDef | None = None
 
     def forward(*inputs: Array) -> list[Array]:
         def primal(*operands: Array) -> tuple[list[Array], list[Array]]:
-            outputs = run(*replaced(inputs, varied, operands))
-            return [outputs[k] for k in tangents], outputs
+            outputs = run(replaced(inputs, varied, operands))
+            return [outputs[k] for k in carried], outputs
 
         nonlocal pullback
         _, saved, outputs = jax.vjp(primal, *(inputs[k] for k in varied), has_aux=True)
@@ -102,33 +97,21 @@ def differentiate(
 
     def both() -> tuple[ClosedJaxpr, ClosedJaxpr]:
         first = _compat.trace_without_scope(forward, *map(wanted.plain, avals))
-        kept = [atom.aval for atom in _compat.open_jaxpr(first)[0].outvars[len(equation.outvars) :]]
-        return first, _compat.trace_without_scope(backward, kept, list(map(wanted.plain, tangents.values())))
+        kept, received = _residuals(first, count), list(map(wanted.plain, tangents.values()))
+        return first, _compat.trace_without_scope(backward, kept, received)
 
     within_stage = functools.partial(sharding_annotations.rule_within_stage, op.label, both)
     traced = both() if shape is None else within_stage(shape, wanted.traced_in)
     first = target_products.for_target(traced[0], may_cut=False)
     second = target_products.for_target(traced[1], may_cut=not wanted.shape)
-    by_terms = ruled is None and op.name != "custom_vjp_call"  # what a rule adds up stays one cotangent
-    return _halves(op, avals, wanted, first, second, bits, by_terms)
+    if op.name == "custom_vjp_call":  # what the user's own rule adds up stays one cotangent
+        return _halves(first, second, avals, count, tangents, varied, in_order=True, ruled=wanted.ruled)
+    return _halves(first, second, avals, count, tangents, varied, by_terms=True)
 
 
-def _tangents(op: Operator, wanted: Wanted) -> dict[int, AbstractArray]:
-    """Return the types of the cotangents of an operator's results, by position."""
-    avals = {k: op.equation.outvars[k].aval for k in wanted.useful}
-    return {k: aval.to_tangent_aval() for k, aval in avals.items() if is_differentiable(aval)}
-
-
-def _as_function(op: Operator, equation: Equation, shape: Mapping[str, int] | None) -> Run:
-    """Return a function of an operator's operands, which stores what the save policy around it says."""
-
-    def run(*operands: Array) -> list[Array]:
-        if shape is None:
-            return _compat.evaluate_equation(equation, operands)
-        return sharding_annotations.evaluate(equation, operands, shape)
-
-    saves = policy_within(op)
-    return run if saves is None else jax.checkpoint(run, policy=saves)
+def _residuals(first: AnyJaxpr, count: int) -> list[AbstractArray]:
+    """Return the types of what a forward program returns behind so many results."""
+    return [atom.aval for atom in _compat.open_jaxpr(first)[0].outvars[count:]]
 
 
 def policy_within(op: Operator) -> SavePolicy | None:
@@ -138,35 +121,77 @@ def policy_within(op: Operator) -> SavePolicy | None:
     return op.policy.saves if op.saved else None
 
 
-def _halves(
-    op: Operator,
+def from_rule(
+    forward: Callable[..., tuple[Sequence[Array], Sequence[Array]]],
+    backward: Callable[[Sequence[Array], Sequence[Array | None]], Sequence[Array | None]],
     avals: Sequence[AbstractArray],
-    wanted: Wanted,
+    wanted: Wanted = Wanted(),
+    bits: Sequence[int] = (),
+) -> Halves:
+    """The halves made of a hand-written pair; arguments as ``differentiate`` has them.
+
+    Args:
+      forward: ``operands -> (results, residuals)``.
+      backward: ``(residuals, cotangents of results) -> cotangents of operands``; None for one that is zero.
+      bits: bits that an element of each residual needs; left out: those of its type.
+    """
+    count, given = 0, list[int]()
+
+    def both(*values: Array) -> list[Array]:
+        nonlocal count
+        results, kept = forward(*values)
+        count = len(results)
+        return [*results, *kept]
+
+    def gradients_of(kept: Sequence[Array], received: Sequence[Array]) -> list[Array]:
+        cotangents = dict(zip(tangents, received, strict=True))
+        gradients = backward(kept, [cotangents.get(k) for k in range(count)])
+        given.extend(k for k in wanted.varied if gradients[k] is not None)
+        return [g for k in given if (g := gradients[k]) is not None]
+
+    first = _compat.trace_without_scope(both, *map(wanted.plain, avals))
+    results = _compat.open_jaxpr(first)[0].outvars
+    tangents = {k: results[k].aval.to_tangent_aval() for k in wanted.useful if is_differentiable(results[k].aval)}
+    received = list(map(wanted.plain, tangents.values()))
+    second = _compat.trace_without_scope(gradients_of, _residuals(first, count), received)
+    return _halves(first, second, avals, count, tangents, given, bits)
+
+
+def _halves(
     first: AnyJaxpr,
     second: AnyJaxpr,
-    bits: int | None,
-    by_terms: bool,
+    avals: Sequence[AbstractArray],
+    count: int,
+    tangents: Mapping[int, AbstractArray],
+    given: Sequence[int],
+    bits: Sequence[int] = (),
+    *,
+    by_terms: bool = False,
+    in_order: bool = False,
+    ruled: Sequence[int] = (),
 ) -> Halves:
     """Sort the operators of a traced VJP by whether they depend on a cotangent, or run in the backward program.
 
     JAX adds up cotangents in the order in which it makes them; those of a ``custom_vjp`` in the order of its operands.
 
     Args:
-      op, avals, wanted, bits: as ``differentiate`` has them.
-      first: ``operands -> (*results, *residuals)``.
+      first: ``operands -> (*results, *residuals)``, of which so many (``count``) are results.
       second: ``(*residuals, *cotangents) -> gradients``.
+      avals: of the operands.
+      tangents: by position, types of the results that have a cotangent.
+      given: positions of the operands that the gradients are of.
+      bits: as ``from_rule`` has them.
       by_terms: whether a gradient that is a sum is several cotangents, which JAX adds to others one by one.
+      in_order, ruled: as ``_nonzero_gradients`` has them.
     """
     builder = GraphBuilder(inline_rules=True)
     operands = [builder.tensor(aval) for aval in avals]
-    outputs, count = builder.read(first, operands), len(op.outputs)
-    results, residuals = outputs[:count], outputs[count:]
-    for t in residuals:
-        if bits is not None and np.issubdtype(builder.tensors[t].dtype, np.integer):
-            builder.tensors[t] = replace(builder.tensors[t], bits=bits)
+    results = builder.read(first, operands)
+    for t, width in zip(results[count:], bits, strict=False):
+        builder.tensors[t] = replace(builder.tensors[t], bits=width)
     start = len(builder.operators)
-    cotangents = {k: builder.tensor(aval) for k, aval in _tangents(op, wanted).items()}
-    gradients = list(zip(wanted.varied, builder.read(second, [*residuals, *cotangents.values()]), strict=True))
+    cotangents = {k: builder.tensor(aval) for k, aval in tangents.items()}
+    gradients = list(zip(given, builder.read(second, [*results[count:], *cotangents.values()]), strict=True))
     if by_terms:
         sums = {id(eqn) for eqn in _compat.open_jaxpr(second)[0].eqns if eqn.primitive.name == "add_any"}
         terms = {t: op for op in builder.operators if id(op.equation) in sums for t in op.outputs}
@@ -174,18 +199,17 @@ def _halves(
     # What a rule does in its backward pass is meant to be done there, with or without the cotangent; but constants.
     late = [t for op in builder.operators[start:] if op.inputs for t in op.outputs]
     dependent = dependents(builder.operators, (*cotangents.values(), *late))
-    ruled = wanted.ruled if op.name == "custom_vjp_call" else None
-    summands = _nonzero_gradients(builder, gradients, ruled)
-    produced = [g for _, g in summands]
-    backward = tuple(op for op in live(builder.operators, produced) if not dependent.isdisjoint(op.outputs))
-    read = ordered((*(t for op in backward for t in op.inputs), *produced))
+    summands = _nonzero_gradients(builder, gradients, in_order, ruled)
+    wanted = [g for _, g in summands]
+    backward = tuple(op for op in live(builder.operators, wanted) if not dependent.isdisjoint(op.outputs))
+    read = ordered((*(t for op in backward for t in op.inputs), *wanted))
     written = dependent.union(*(op.outputs for op in backward))
     needs = [t for t in read if t not in written and t not in builder.constants]
     used = [(k, c) for k, c in cotangents.items() if c in read]
     if summands and not used:  # a derivative of the user's own that does not look at its cotangent
         used = list(cotangents.items())
     builder.operators = [op for op in builder.operators if dependent.isdisjoint(op.outputs)]
-    primal = builder.build(operands, [*results, *needs])
+    primal = builder.build(operands, [*results[:count], *needs])
     return Halves(
         primal=primal,
         cotangents_in=tuple(k for k, _ in used),
@@ -194,7 +218,7 @@ def _halves(
             primal,
             operators=backward,
             inputs=(*needs, *(c for _, c in used)),
-            outputs=tuple(produced),
+            outputs=tuple(wanted),
             constants={t: builder.constants[t] for t in read if t in builder.constants},
         ),
     )
@@ -209,20 +233,18 @@ def _summands(gradient: TensorNumber, sums: Mapping[TensorNumber, Operator]) -> 
 
 
 def _nonzero_gradients(
-    builder: GraphBuilder, gradients: Sequence[tuple[int, TensorNumber]], ruled: Sequence[int] | None
+    builder: GraphBuilder, gradients: Sequence[tuple[int, TensorNumber]], in_order: bool, ruled: Sequence[int]
 ) -> list[tuple[int, TensorNumber]]:
-    """Return the gradients that are not known to be zero, in the order in which they are made.
+    """Return the gradients that are not known to be zero, ``in_order`` or in the order in which they are made.
 
-    Args:
-      ruled: operands of a ``custom_vjp`` that have a gradient in any case; all are then in the order of the operands.
+    Those of ``ruled`` operands are among them.
     """
     zeros = {t for op in builder.operators if writes_zeros(op) for t in op.outputs}
     known = {g: builder.constants[g] for _, g in gradients if g in builder.constants}
     zeros |= {g for g, value in known.items() if not isinstance(value, core.Tracer) and not np.any(value)}
-    if ruled is not None:
-        return [(k, g) for k, g in gradients if g not in zeros or k in ruled]
+    nonzero = [(k, g) for k, g in gradients if g not in zeros or k in ruled]
     made_at = {t: position for position, op in enumerate(builder.operators) for t in op.outputs}
-    return sorted(((k, g) for k, g in gradients if g not in zeros), key=lambda item: made_at.get(item[1], -1))
+    return nonzero if in_order else sorted(nonzero, key=lambda item: made_at.get(item[1], -1))
 
 
 def writes_zeros(op: Operator) -> bool:

@@ -18,10 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe import _compat
 from jaxpipe.array_types import Array, TensorNumber
-from jaxpipe.graph.derivative_rule import with_rule
-from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, dependents, live
+from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, all_operands, live
 from jaxpipe.graph.kept_dimensions import LENGTHS, Kept, kept_dimensions
 from jaxpipe.graph.primitives import POINTWISE, REARRANGES, REDUCTIONS
 from jaxpipe.graph.rules import pick
@@ -227,11 +225,15 @@ def _with_loop(graph: Graph, steps: Mapping[Operator, _Step], count: int) -> Gra
     added = [
         replace(op, inputs=_named(op.inputs, names), outputs=_named(op.outputs, names)) for op in builder.operators
     ]
-    behind = max(k for k, op in enumerate(graph.operators) if op in steps) + 1
-    others = [op for op in graph.operators[:behind] if op not in steps]
-    after = dependents(others, results)
-    early, late = ([op for op in others if after.isdisjoint(op.inputs) is first] for first in (True, False))
-    operators = live((*early, *added, *late, *graph.operators[behind:]), graph.outputs)
+    after: set[TensorNumber] = set(results)
+    early: list[Operator] = []
+    late: list[Operator] = []
+    last = max(k for k, op in enumerate(graph.operators) if op in steps)
+    for op in graph.operators[: last + 1]:
+        if op not in steps:
+            (early if after.isdisjoint(op.inputs) else late).append(op)
+            after.update(() if after.isdisjoint(op.inputs) else op.outputs)
+    operators = live((*early, *added, *late, *graph.operators[last + 1 :]), graph.outputs)
     return replace(graph, tensors=tuple(builder.tensors), constants=builder.constants, operators=operators)
 
 
@@ -241,14 +243,14 @@ def _named(tensors: Sequence[TensorNumber], names: Mapping[TensorNumber, TensorN
 
 def _run(op: Operator, step: _Step, values: Sequence[Array], count: int) -> Sequence[Array]:
     if pick.applies(op):
-        rows = op.equation.replace(invars=[_compat.variable(jax.typeof(x)) for x in values])
-        return with_rule(replace(op, equation=rows), pick.RULE)(*values)
+        return [pick.run(op, *values)]
     if step.length is None:
         return op.evaluate(*values)
-    name, place = step.length
+    (name, place), equation = step.length, op.equation
     lengths = list(op.params[name])
     lengths[place] //= count
-    return _compat.evaluate_equation(op.equation.replace(params={**op.params, name: tuple(lengths)}), values)
+    result = equation.primitive.bind(*all_operands(equation, values), **{**op.params, name: tuple(lengths)})
+    return result if equation.primitive.multiple_results else [result]
 
 
 def _cut(value: Array, axis: int, count: int) -> Array:

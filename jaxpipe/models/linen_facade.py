@@ -17,11 +17,14 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from enum import Enum
+from types import FunctionType, MethodType
 from typing import Any, NoReturn
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.core import unfreeze
 from flax.errors import ApplyScopeInvalidVariablesTypeError, InvalidRngError, ScopeCollectionNotFound
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
@@ -171,13 +174,18 @@ class LinenModel:
     __contains__ = __getitem__ = __iter__ = _refuse
 
 
+#: Arguments of calls that are compared by value, NumPy's scalars among the numbers: methods, types, modes.
+_COMPARED = (numbers.Number, np.generic, str, Enum, type, np.dtype, FunctionType, MethodType)
+
+
 def _described(arguments: PyTree) -> Arguments:
     """Return all of some arguments that the variables of a call may depend on."""
 
     def described(x: Any) -> object:
-        if hasattr(x, "shape"):
-            return x.shape, x.dtype, getattr(x, "weak_type", False)
-        return x if isinstance(x, numbers.Number | str) else type(x)
+        if isinstance(x, _COMPARED):
+            return type(x), x
+        is_array = hasattr(x, "shape") and hasattr(x, "dtype")
+        return (x.shape, x.dtype, getattr(x, "weak_type", False)) if is_array else type(x)
 
     leaves, tree = jax.tree.flatten(arguments)
     return tree, tuple(map(described, leaves))

@@ -80,7 +80,7 @@ class Walk:
 
     def awaited_by(self, step: BackwardOp) -> Array | None:
         """Return what a step's values wait for: the first of the cotangents that it reads; None if they do not."""
-        return next(self.received[t] for t in step.cotangents_in if t in self.received) if self.waits else None
+        return next((self.received[t] for t in step.cotangents_in if t in self.received), None) if self.waits else None
 
     def take(self, step: BackwardOp) -> list[Array]:
         """Return the cotangents that a step reads, zeros for missing ones; remove those that are not kept."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from jax.extend.core.primitives import custom_jvp_call_p, gather_p
 
 from jaxpipe.array_types import AbstractArray
-from jaxpipe.graph.derivative_rule import register_rule, rule_of, with_rule
+from jaxpipe.graph.derivative_rule import by_rule, register_rule, rule_of
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.operator_vjp import Halves, Wanted, differentiate
 from jaxpipe.graph.rules import max_pool, pick, relu
@@ -56,9 +56,11 @@ def derive(op: Operator, avals: Sequence[AbstractArray], wanted: Wanted) -> Halv
     """The halves of an operator's VJP: by its rule, or else JAX's."""
     if isinstance(op, Match):
         *before, pool = op.covers
-        return differentiate(pool, avals, wanted, *max_pool.by_positions(pool, before[0] if before else None))
+        return max_pool.derive(pool, before[0] if before else None, avals[0])
     rule = rule_of(op)
-    return differentiate(op, avals, wanted, None if rule is None else with_rule(op, rule))
+    if rule is not None:
+        return by_rule(rule, op, avals, wanted)
+    return differentiate(op, avals, wanted)
 
 
 def differs_from_jax(op: Operator) -> bool:

@@ -14,16 +14,16 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jaxpipe import _compat
-from jaxpipe.array_types import Array
+from jaxpipe.array_types import AbstractArray, Array
 from jaxpipe.graph.graph import Operator, is_differentiable
-from jaxpipe.graph.operator_vjp import Run
+from jaxpipe.graph.operator_vjp import Halves, from_rule
 from jaxpipe.targets.building import current
 
 
@@ -67,25 +67,17 @@ def position_bits(window: Sequence[int]) -> int:
     return next(bits for bits in (1, 2, 4, 8, 16) if math.prod(window) <= 2**bits)
 
 
-def by_positions(pool: Operator, relu: Operator | None) -> tuple[Run, int]:
-    """Return a max-pool as a function whose derivative needs positions alone, and the bits of a position.
-
-    With a ReLU, which it alone reads, it is the function of both.
-    """
+def derive(pool: Operator, relu: Operator | None, aval: AbstractArray) -> Halves:
+    """The halves of the VJP of a max-pool, or of a ReLU and the max-pool that alone reads it."""
     names = ("window_dimensions", "window_strides", "padding", "window_dilation", "base_dilation")
     windows = Windows(*(tuple(pool.params[name]) for name in names))
-    shape = pool.equation.invars[0].aval.shape
-
-    @jax.custom_vjp
-    def pooled(operand: Array) -> list[Array]:
-        return forward(operand)[0]
 
     def forward(operand: Array) -> tuple[list[Array], list[Array]]:
         (values,) = (operand,) if relu is None else relu.evaluate(operand)
         result, position, selected = find_maxima(values, windows)
         return [result], [position] if relu is None else [position, selected > 0]
 
-    def backward(residuals: Sequence[Array], cotangents: Sequence[Array]) -> tuple[Array]:
+    def backward(residuals: Sequence[Array], cotangents: Sequence[Any]) -> list[Array]:
         position, *positive = residuals
         (cotangent,) = cotangents
         size = math.prod(windows.shape)
@@ -95,10 +87,10 @@ def by_positions(pool: Operator, relu: Operator | None) -> tuple[Run, int]:
         # Each position is read by every element of its window: decode it once.
         position = _compat.materialize(position, cotangent)
         # XLA would add a bias's cotangents up along the dimensions inside, and so in another order than JAX's.
-        return (lax.optimization_barrier(scatter_to_maxima(cotangent, position, shape, windows)),)
+        return [lax.optimization_barrier(scatter_to_maxima(cotangent, position, aval.shape, windows))]
 
-    pooled.defvjp(forward, backward)
-    return pooled, position_bits(windows.shape)
+    bits = [position_bits(windows.shape)] + ([] if relu is None else [1])
+    return from_rule(forward, backward, [aval], bits=bits)
 
 
 def find_maxima(values: Array, windows: Windows) -> tuple[Array, Array, Array]:

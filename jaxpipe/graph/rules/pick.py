@@ -5,8 +5,10 @@ that nothing can be fused with. Comparing every position of a row with the row's
 fuses with whatever reads it: the gradient of a cross entropy is then written over the logits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -36,9 +38,24 @@ def applies(op: Operator) -> bool:
     )
 
 
-def _backward(equation: Equation, kept: Sequence[Array], cotangents: Sequence[Array]) -> list[Array | None]:
-    (index,), (cotangent,) = kept, cotangents
-    shape, numbers = equation.invars[0].aval.shape, equation.params["dimension_numbers"]
+def run(op: Operator, operand: Array, indices: Array) -> Array:
+    """Run a pick on some of its rows; its VJP compares positions."""
+
+    @jax.custom_vjp
+    def picked(operand: Array, indices: Array) -> Array:
+        return op.evaluate(operand, indices)[0]
+
+    shape = operand.shape
+    picked.defvjp(
+        lambda operand, indices: (picked(operand, indices), indices),
+        lambda indices, cotangent: (_comparison(op.equation, shape)(indices, cotangent), None),
+    )
+    return picked(operand, indices)
+
+
+def _comparison(equation: Equation, shape: tuple[int, ...]) -> Callable[[Array, Array], Array]:
+    """Return the backward program of a pick from an operand of some shape, given indices and a cotangent."""
+    numbers = equation.params["dimension_numbers"]
     (axis,) = numbers.start_index_map
     # Dimensions of the indices and of the result that stand for the operand's rows, in the operand's order.
     pairs = sorted(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
@@ -50,12 +67,19 @@ def _backward(equation: Equation, kept: Sequence[Array], cotangents: Sequence[Ar
         x = lax.reshape(x, [shape[d] for d in rows])
         return lax.broadcast_in_dim(x, shape, rows)
 
-    # Positions of a long axis need more than the 8 or 16 bits in which indices may come.
-    index = lax.convert_element_type(index, index.dtype if index.dtype.itemsize >= 4 else jnp.int32)
-    position = lax.broadcasted_iota(index.dtype, shape, axis)
-    # Scattering adds to a zero, which never gives -0.0.
-    cotangents_of_rows = spread(lax.squeeze(cotangent, numbers.offset_dims)) + jnp.zeros((), cotangent.dtype)
-    return [lax.select(position == spread(index), cotangents_of_rows, jnp.zeros(shape, cotangent.dtype)), None]
+    def backward(index: Array, cotangent: Array) -> Array:
+        # Positions of a long axis need more than the 8 or 16 bits in which indices may come.
+        index = lax.convert_element_type(index, index.dtype if index.dtype.itemsize >= 4 else jnp.int32)
+        position = lax.broadcasted_iota(index.dtype, shape, axis)
+        # Scattering adds to a zero, which never gives -0.0.
+        cotangents = spread(lax.squeeze(cotangent, numbers.offset_dims)) + jnp.zeros((), cotangent.dtype)
+        return lax.select(position == spread(index), cotangents, jnp.zeros(shape, cotangent.dtype))
+
+    return backward
+
+
+def _backward(equation: Equation, kept: Sequence[Array], cotangents: Sequence[Any]) -> list[Array | None]:
+    return [_comparison(equation, equation.invars[0].aval.shape)(*kept, *cotangents), None]
 
 
 #: On GPUs the indices. XLA:CPU adds up the rows of what is fused with a comparison in another order.

@@ -95,13 +95,14 @@ def best_mapping(partition: Partition, schedule: Schedule, stash_bytes: Sequence
     wanted = demand(schedule, stash_bytes, period)
     if not wanted.excess.any():
         return partition
-    model, network = model_of(partition), partition.network
+    within = model_of(partition)  # infinite seconds where the memory is too small, as it may be for the partition itself
+    model, network = replace(within, memory=()), partition.network
     stops = np.array([0, *(stage.operators.stop for stage in partition.stages)])
     space = space_of(partition.profile, np.argsort(partition.order) < stops[:, None])  # the cuts of the partition alone
     cuts = np.arange(len(stops))
 
     def seconds(mapping: np.ndarray) -> float:
-        return model.objective(space, cuts, _layout(mapping))
+        return within.objective(space, cuts, _layout(mapping))
 
     def better(best: np.ndarray, others: np.ndarray) -> np.ndarray:
         """Return the best of a mapping and of others that are about no slower."""
@@ -110,10 +111,10 @@ def best_mapping(partition: Partition, schedule: Schedule, stash_bytes: Sequence
         return _best_scored(wanted, network, np.array([best, *(x for x in others if seconds(x) <= limit < math.inf)]))
 
     best = np.array([stage.devices for stage in partition.stages])
-    limit = (1 + SLOWER) * seconds(best)
+    limit = (1 + SLOWER) * model.objective(space, cuts, _layout(best))
     if best.size <= MOST_DEVICES:
         how = "all mappings for swaps"
-        best = better(best, np.array(list(_mappings(partition, model.memory))))
+        best = better(best, np.array(list(_mappings(partition, within.memory))))
     else:
         how, last = "exchanges of two devices for swaps", np.zeros(0)
         while not np.array_equal(best, last):

@@ -49,6 +49,7 @@ class Dispatch:
 
     graph: StepGraph  # with the specs that XLA has chosen
     needs: dict[TaskAt, Needs]  # by task and place, in all processes
+    calls: dict[TaskAt, Action]  # this process's
     steps: tuple[Step, ...]  # this process's
     size: int  # how many values there are, and actions that have not ended
 
@@ -81,7 +82,7 @@ def compile_graph(graph: StepGraph, devices: StageDevices, call: str) -> Dispatc
     for instruction, left in zip(graph.instructions, graph.drops, strict=True):
         steps.add(instruction, left)
     steps.end_all()
-    return Dispatch(graph, needs, tuple(steps.steps), steps.size)
+    return Dispatch(graph, needs, calls, tuple(steps.steps), steps.size)
 
 
 def _parts(graph: StepGraph) -> dict[str, Part]:

@@ -207,14 +207,16 @@ class Candidate:
         links = request.network or slowest_used(placed.network, request.mesh)
         return arrange(request.mesh, [placed.stages[row[0]].devices for row in self.schedule.stage_of], links)
 
+    @property
+    def placement(self) -> Placement[int]:
+        """The stage of each variable, or its device where one program has several stages on each."""
+        return self.program.placement if self.traced.request.runtime == "mpmd" else self.program.on_devices
+
     @cached_property
     def update(self) -> Update:
         """The optimizer, stage by stage."""
-        traced, program = self.traced, self.program
+        traced, program, placement = self.traced, self.program, self.placement
         request, update = traced.request, traced.update
-        by_device = request.runtime == "spmd"  # which may have several stages
-        placement = program.on_devices if by_device else program.placement
-        num_places = program.num_devices if by_device else len(program.stages)
         if update.per_stage:
             whole = trace_update(request.optimizer, traced.model, placement.parameters)
             update = without_frozen(whole, update.trained)
@@ -222,6 +224,7 @@ class Candidate:
         exchange = request.exchange if request.replicas > 1 else None
         check_asynchronous(program, by_stage, exchange is not None, request.options.zero)
         sent = outer = None
+        num_places = len(program.stages) if request.runtime == "mpmd" else program.num_devices
         if isinstance(exchange, OuterLoop):
             outer = stage_outer_loop(exchange, traced.model, placement, num_places, request.replicas, by_stage)
         elif exchange is not None:

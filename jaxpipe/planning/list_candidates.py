@@ -151,21 +151,22 @@ def _candidates(traced: Traced, replicate: bool | tuple[int, ...]) -> list[Candi
         ways = cuts(schedule.num_chunks)
         return ways[best_placed(schedule, [way.partition for way in ways])]
 
+    tried: list[Schedule] = []
     if not replicate:
-        schedules = list(schedule_makers.make_schedules(request.schedules, request.num_devices, m))
+        schedules = schedule_makers.make_schedules(request.schedules, request.num_devices, m)
     elif cuts(1)[0].replicas.is_single:
         return []
     else:
         schedules = schedule_makers.make_replicated_schedules(request.schedules, cuts(1)[0].replicas, m)
-    candidates = _of_schedules(traced, schedules, cut)
+    candidates = _of_schedules(traced, schedules, cut, tried)
     if request.schedules is not schedule_makers.AUTO or request.num_devices == 1 or replicate:
         return candidates
     sources = list(candidates)
     # A table of several stages on each device may lose where an order of the seconds of its stages does not.
     maps = {candidate.schedule.stage_of for candidate in candidates}
-    more = [x for x in schedules if x.stage_of not in maps and not _is_longer(traced, x, candidates)]
+    more = [schedule for schedule in tried if schedule.stage_of not in maps]
     with contextlib.suppress(PartitionError):  # too few operators for so many stages
-        sources += _of_schedules(traced, more, cut)
+        sources += _of_schedules(traced, [x for x in more if not _is_longer(traced, x, candidates)], cut, [])
     return candidates + searched_candidates(candidates, sources)
 
 
@@ -185,11 +186,14 @@ def _host_seconds(mesh: Mesh, schedule: Schedule, stage_replicas: StageReplicas)
     return host_seconds(schedule, [(0,)] * schedule.num_devices, stage_replicas)
 
 
-def _of_schedules(traced: Traced, schedules: Iterable[Schedule], cut: Callable[[Schedule], Cut]) -> list[Candidate]:
-    """Return a program for each schedule that may be faster than those before it."""
+def _of_schedules(
+    traced: Traced, schedules: Iterable[Schedule], cut: Callable[[Schedule], Cut], tried: list[Schedule]
+) -> list[Candidate]:
+    """Return a program for each schedule that may be faster than those before it; ``tried`` gets what it looks at."""
     candidates: list[Candidate] = []
     errors: list[PartitionError] = []
     for schedule in schedules:
+        tried.append(schedule)
         if _is_longer(traced, schedule, candidates):
             continue
         least = 0.0
@@ -204,6 +208,9 @@ def _of_schedules(traced: Traced, schedules: Iterable[Schedule], cut: Callable[[
         if not candidates or least < min(earlier.seconds for earlier in candidates):
             tell(f"{schedule.name}: {schedule.total_stages} stages with default storage")
             candidates.append(build_candidate(chosen, schedule))
+        first = candidates[0].schedule
+        if first.num_chunks == 1 and not first.splits_backward and _is_longer(traced, first, candidates):
+            break  # no table has fewer calls
     if errors and not candidates:
         raise errors[0]
     return candidates

@@ -200,3 +200,38 @@ def test_a_module_that_returns_an_array_of_numpy_beside_its_result():
     (_, _), gradients = pipeline.value_and_grad(state, X)
     expected = jax.jit(jax.grad(lambda v: loss(lambda x: Net().apply(v, x), X)))(variables)
     assert relative_l2(gradients, expected["params"]) < FUSION
+
+
+class ByMethods(nn.Module):
+    """A method that returns something else while it is initialized, on which the next call depends."""
+
+    def setup(self):
+        self.first, self.second, self.third = nn.Dense(4), nn.Dense(4), nn.Dense(4)
+
+    def encode(self, x, dtype):
+        y = self.first(x.astype(dtype))
+        return y if self.is_initializing() else (y, jnp.tanh(y))
+
+    def plainly(self, y):
+        return self.second(y)
+
+    def both(self, ys):
+        return self.third(sum(ys))
+
+
+def test_methods_and_types_are_arguments_of_calls():
+    def loss(model, x):
+        y = model(x, dtype=x.dtype, method=ByMethods.encode)
+        return model(y, method=ByMethods.both if isinstance(y, tuple) else ByMethods.plainly).mean()
+
+    def initial(module, x):
+        y = module.encode(x, x.dtype)
+        return module.both(y if isinstance(y, tuple) else (y, y))
+
+    settings = {"optimizer": optax.sgd(0.1), "num_microbatches": 1, "profile": "analytic"}
+    pipeline = jaxpipe.partition(ByMethods(), mesh_of(1), X, loss=loss, **settings)
+    state = pipeline.init(KEY)
+    variables = pipeline.parameters(state)
+    assert variables["params"].keys() == ByMethods().init(KEY, X, method=initial)["params"].keys()
+    (value, _), _ = pipeline.value_and_grad(state, X)
+    assert_same_bits(value, jax.jit(lambda v: loss(lambda x, **k: ByMethods().apply(v, x, **k), X))(variables))

@@ -218,7 +218,20 @@ class Synchronous(CostModel):
         return self.num_microbatches or 1
 
     def prices(self, space: CutSpace, plans: Sequence[Plans], within: float = math.inf) -> list[np.ndarray]:
-        return shortest([self._timelines(space, *plan) for plan in plans], within)
+        alike: dict[tuple[int, int], list[int]] = {}  # simulated together: as many stages, as many rounds
+        every = [self._timelines(space, *plan) for plan in plans]
+        for k, x in enumerate(every):
+            alike.setdefault((x.forward.shape[1], x.num_microbatches), []).append(k)
+        joined = []
+        for (_, rounds), numbers in alike.items():
+            parts = zip(*(every[k][:-1] for k in numbers), strict=True)
+            joined.append(Timelines._make([*map(np.concatenate, parts), rounds]))
+        prices: list[np.ndarray] = [np.zeros(0)] * len(plans)
+        for numbers, seconds in zip(alike.values(), shortest(joined, within), strict=True):
+            ends = np.cumsum([len(every[k].forward) for k in numbers])[:-1]
+            for k, part in zip(numbers, np.split(seconds, ends), strict=True):
+                prices[k] = part
+        return prices
 
     def likely(self, space: CutSpace, cuts: np.ndarray, layout: Layout, most: int) -> np.ndarray:
         """Return the rows of cuts with the least bounds, so many at most."""

@@ -95,7 +95,7 @@ def best_mapping(partition: Partition, schedule: Schedule, stash_bytes: Sequence
     wanted = demand(schedule, stash_bytes, period)
     if not wanted.excess.any():
         return partition
-    within = model_of(partition)  # infinite seconds where the memory is too small, as it may be for the partition itself
+    within = model_of(partition)  # seconds are infinite where memory is too small, as for the partition perhaps
     model, network = replace(within, memory=()), partition.network
     stops = np.array([0, *(stage.operators.stop for stage in partition.stages)])
     space = space_of(partition.profile, np.argsort(partition.order) < stops[:, None])  # the cuts of the partition alone

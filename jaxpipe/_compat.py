@@ -49,6 +49,15 @@ from jaxpipe.targets.building import current
 
 T = TypeVar("T")
 
+#: ``jex.Jaxpr`` of operands that are arrays.
+_new_jaxpr = cast(Callable[..., jex.Jaxpr], jex.Jaxpr)
+
+#: The name that JAX's messages give to a program of one equation.
+_ONE_EQUATION = jex.DebugInfo("jaxpipe", "operator", None, None)
+
+#: By bytes of an element, the type of its bits.
+_WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 
 
@@ -117,13 +126,6 @@ def isolate(equation: Equation) -> jex.Jaxpr:
     alone = equation.replace(invars=invars)
     arguments = [v for v in invars if not is_literal(v)]
     return _new_jaxpr([], arguments, alone.outvars, [alone], effects=equation.effects, debug_info=_ONE_EQUATION)
-
-
-#: ``jex.Jaxpr`` of operands that are arrays.
-_new_jaxpr = cast(Callable[..., jex.Jaxpr], jex.Jaxpr)
-
-#: The name that JAX's messages give to a program of one equation.
-_ONE_EQUATION = jex.DebugInfo("jaxpipe", "operator", None, None)
 
 
 def evaluate_equation(equation: Equation, operands: Sequence[Array]) -> list[Array]:
@@ -266,11 +268,6 @@ def explicit_axes(sizes: Mapping[str, int]) -> Iterator[None]:
         yield
 
 
-def mapped_axes(equation: Equation) -> frozenset[str]:
-    """The mesh axes over which a ``shard_map`` equation maps."""
-    return equation.params["newly_manual_axes"]
-
-
 def trace_without_scope(function: Callable[..., PyTree], *avals: PyTree) -> jex.ClosedJaxpr:
     """``jax.make_jaxpr`` whose equations do not carry the caller's ``jax.named_scope``."""
     with outside_scope():
@@ -296,8 +293,8 @@ def named_scope_of(equation: Equation) -> str:
 
 def zeros(aval: AbstractArray) -> Array:
     """Zeros of an abstract value: its shape, dtype, sharding, and the manual mesh axes it varies over."""
-    split = any(axis is not None for axis in aval.sharding.spec)
-    value = jax.lax.full(aval.shape, 0, aval.dtype, sharding=aval.sharding if split else None)
+    sharding = aval.sharding if any(split_dimensions(aval)) else None
+    value = jax.lax.full(aval.shape, 0, aval.dtype, sharding=sharding)
     return _vary(value, manual_axes(aval))
 
 
@@ -418,9 +415,6 @@ def materialize(value: Array, after: Array) -> Array:
     return value if zero is None else jax.lax.cond(zero == 0, lambda x: x, lambda x: ~x, value)
 
 
-_WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
-
-
 def _is_number(value: Array) -> bool:
     return jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
 
@@ -515,8 +509,7 @@ def functions_behind(equation: Equation) -> list[str]:
 
 def kept_arguments(compiled: jax.stages.Compiled, count: int) -> list[int]:
     """Return the positions of those of so many arguments that a program has: JAX drops those that it does not use."""
-    executable: Any = compiled._executable
-    kept = getattr(executable, "_kept_var_idx", None)
+    kept = getattr(compiled._executable, "_kept_var_idx", None)
     return list(range(count)) if kept is None else sorted(kept)
 
 
@@ -560,9 +553,8 @@ def loaded_on(compiled: jax.stages.Compiled, devices: Sequence[Device]) -> list[
 
 def _without_effects(compiled: jax.stages.Compiled) -> Any:
     """Return the function that runs a program, if nothing besides is to be done to run it; else None."""
-    executable: Any = compiled._executable
     config: Any = jax.config
-    unsafe = executable.unsafe_call
+    unsafe = cast(Any, compiled._executable).unsafe_call
     effects = unsafe.ordered_effects or unsafe.has_unordered_effects or unsafe.has_host_callbacks
     avals = jax.tree.leaves(compiled.in_avals)
     drops = len(unsafe.kept_var_idx) < len(avals)
@@ -574,11 +566,7 @@ def _without_effects(compiled: jax.stages.Compiled) -> Any:
 
 def _call(executable: Any, handlers: Sequence[Any]) -> Callable[..., Sequence[Array]]:
     execute = executable.execute_sharded
-
-    def run(*operands: Array) -> Sequence[Array]:
-        return execute(operands).consume_with_handlers(handlers)
-
-    return run
+    return lambda *operands: execute(operands).consume_with_handlers(handlers)
 
 
 def _moved(sharding: Any, device: Device) -> jax.sharding.Sharding:

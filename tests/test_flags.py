@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jaxpipe
-from tests.support.compare import assert_same_bits
+from tests.support.compare import FUSION, assert_same_bits, relative_l2
 from tests.support.meshes import mesh_of
 
 
@@ -72,3 +72,36 @@ def test_a_pipeline_runs_while_jax_looks_for_leaks(runtime):
     expected = trained(runtime, layers=1)
     with jax.checking_leaks():
         assert_same_bits(trained(runtime, layers=1), expected)
+
+
+@pytest.fixture
+def arrays_as_literals():
+    jax.config.update("jax_use_simplified_jaxpr_constants", True)
+    yield
+    jax.config.update("jax_use_simplified_jaxpr_constants", False)
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+def test_scans_run_over_arrays_that_programs_have_as_literals(unroll, arrays_as_literals):
+    rows = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
+
+    def run(layers, x):
+        return jax.lax.scan(lambda h, layer: (jnp.tanh(h @ layer[0] + layer[1]), None), x, (layers, rows))[0]
+
+    def summed(layers, x):
+        return run(layers, x).sum()
+
+    layers, x = (jax.random.normal(jax.random.key(k), (4, 3, 3)[k:]) for k in (0, 1))
+    expected = jax.jit(jax.grad(summed))(layers, x)
+    assert_same_bits(jax.jit(jax.grad(jaxpipe.memory_encoded(summed)))(layers, x), expected)
+    settings = {"optimizer": optax.sgd(0.1), "num_microbatches": 1, "profile": "analytic"}
+    pipeline = jaxpipe.partition(
+        jax.tree_util.Partial(run, layers),
+        mesh_of(2 if unroll else 1),
+        x,
+        loss=lambda model, x: model(x).sum(),
+        options=jaxpipe.PlanOptions(unroll_scans=unroll),
+        **settings,
+    )
+    _, gradients = pipeline.value_and_grad(pipeline.init(jax.random.key(0)), x)
+    assert relative_l2(jax.tree.leaves(gradients), [expected]) < FUSION

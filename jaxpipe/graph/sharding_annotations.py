@@ -475,7 +475,7 @@ def _whole(x: Array, spec: jax.sharding.PartitionSpec, sizes: Mapping[str, int])
 
 def _manual_axes(eqn: Equation) -> list[str]:
     """The axes over which a ``shard_map`` maps, in the order of its mesh."""
-    return [axis for axis in eqn.params["mesh"].axis_names if axis in _compat.mapped_axes(eqn)]
+    return [axis for axis in eqn.params["mesh"].axis_names if axis in eqn.params["newly_manual_axes"]]
 
 
 def _mentioned(spec: jax.sharding.PartitionSpec) -> set[str]:

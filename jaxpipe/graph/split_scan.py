@@ -41,7 +41,7 @@ class ScanOperands(NamedTuple):
 
     constants: list[TensorNumber | None]
     carried: list[TensorNumber | None]
-    scanned: list[TensorNumber]  # of which the body sees one axis less
+    scanned: list[TensorNumber | None]  # of which the body sees one axis less
 
 
 def scan_operands(op: Operator) -> ScanOperands:
@@ -51,8 +51,7 @@ def scan_operands(op: Operator) -> ScanOperands:
     fixed = sum(a == b for a, b in zip(outside, inside, strict=True))
     results = zip(op.equation.outvars, body.outvars, strict=True)
     count = sum(len(v.aval.shape) == len(inner.aval.shape) for v, inner in results)
-    scanned = [t for t in op.operands[fixed:] if t is not None]  # arrays all of them
-    return ScanOperands(op.operands[: fixed - count], op.operands[fixed - count : fixed], scanned)
+    return ScanOperands(op.operands[: fixed - count], op.operands[fixed - count : fixed], op.operands[fixed:])
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ def stacked_scans(graph: Graph, inputs: Collection[TensorNumber]) -> list[Stacke
     scans: list[StackedScan] = []
     for k, op in enumerate(graph.operators):
         if op.name == "scan":
-            over = frozenset(origin[t] for t in scan_operands(op).scanned if t in origin)
+            over = frozenset(origin[t] for t in scan_operands(op).scanned if t is not None and t in origin)
             scans += [StackedScan(k, op.params["length"], over)] if over else []
         elif op.equation is None:
             origin.update((new, origin[old]) for old, new in zip(op.inputs, op.outputs, strict=True) if old in origin)
@@ -222,18 +221,21 @@ class _Rows:
     def _scan(self, op: Operator) -> None:
         """The iterations that share a piece, as a scan of their own; or the body itself, if that is one iteration."""
         constants, carried, scanned = scan_operands(op)
-        split = [self.pieces[t] for t in scanned if t in self.pieces]
+        split = [self.pieces[t] for t in scanned if t is not None and t in self.pieces]
         if not split:
             self._copy(op)
             return
-        atoms = zip(op.equation.invars, (*constants, *carried), strict=False)
-        held = [self.builder.constant(atom.val) if t is None else self._joined(t, op) for atom, t in atoms]
+        atoms = op.equation.invars
+        literals = {n: self.builder.constant(atoms[n].val) for n, t in enumerate(op.operands) if t is None}
+        held = [literals[n] if t is None else self._joined(t, op) for n, t in enumerate((*constants, *carried))]
         fixed, carry, stacked = held[: len(constants)], held[len(constants) :], list[Sequence[TensorNumber]]()
+        over = list(enumerate(scanned, len(held)))
         in_order = slice(None, None, -1 if op.params["reverse"] else 1)
         for k, rows in list(enumerate(split[0].rows()))[in_order]:
             start, stop = rows
             part = replace(op, path=f"{op.path or op.name}[{start}:{stop}]")
-            operands = [*fixed, *carry, *(self._piece(t, k, rows, op) for t in scanned)]
+            pieces = (self._cut(literals[n], rows, op) if t is None else self._piece(t, k, rows, op) for n, t in over)
+            operands = [*fixed, *carry, *pieces]
             if stop - start == 1:
                 results = self._iteration(op, part, operands)
             else:
@@ -287,8 +289,12 @@ class _Rows:
             return self.pieces[t].numbers[k]
         if not self.graph.tensors[t].shape:
             return self.whole[t]
-        sliced = None if op is None else replace(op, policy=None)  # to cut is no part of a decorated program
-        return self._call(lambda x: lax.slice_in_dim(x, *rows), [self.whole[t]], sliced)[0]
+        return self._cut(self.whole[t], rows, op)
+
+    def _cut(self, number: TensorNumber, rows: tuple[int, int], op: Operator | None) -> TensorNumber:
+        """Some rows of a new tensor, at the place of an operator; to cut is no part of a decorated program."""
+        place = None if op is None else replace(op, policy=None)
+        return self._call(lambda x: lax.slice_in_dim(x, *rows), [number], place)[0]
 
     def _again(self, op: Operator, operands: Sequence[TensorNumber], params: dict[str, Any]) -> list[TensorNumber]:
         """The operator over operands of other shapes."""

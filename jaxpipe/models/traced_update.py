@@ -41,7 +41,7 @@ from jaxpipe.models.bound_model import BoundModel
 
 T = TypeVar("T")
 
-#: Stands for the number of a parameter where there is none.
+#: The number of no parameter, in trees with a number at each leaf.
 _NO_PARAMETER = -1
 
 
@@ -301,9 +301,9 @@ def _owners(
 ) -> tuple[int | None, ...]:
     """The parameter that each leaf of the optimizer state belongs to; None for one that belongs to none.
 
-    Optax tells which parts of it are like the tree of parameters. It calls ``init`` with something else than such a
-    tree, which functions that choose parameters (labels, masks) may not take. A leaf then belongs to the parameter
-    whose path ends its own.
+    ``optax.tree_map_params`` finds the parts that are like the tree of parameters. It calls ``init`` with something
+    else than such a tree, which functions that choose parameters (labels, masks) may not take. A leaf then belongs to
+    the parameter whose path ends its own.
     """
     numbers = model.parameter_tree(list(range(len(model.parameters))))
     number_at = dict(jax.tree_util.tree_flatten_with_path(numbers)[0])
@@ -322,7 +322,7 @@ def _owners(
             optimizer, numbered, shape, transform_non_params=without_number, is_leaf=lambda _: True
         )
         return tuple(None if k == _NO_PARAMETER else k for k in jax.tree.leaves(marked))
-    except Exception:
+    except Exception:  # of such a function, or of a part with other paths than the parameters have
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(shape)[0]]
         ends = ([path[k:] for k in range(len(path))] for path in paths)
         return tuple(next((number_at[end] for end in of_leaf if end in number_at), None) for of_leaf in ends)

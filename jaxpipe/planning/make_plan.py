@@ -107,10 +107,10 @@ def _within_budget(traced: Traced, search: BudgetSearch) -> tuple[PlannedStep, i
     if point is not None:
         tell(f"A plan for {bytes_text(point.budget)} was {'faster' if best.needed_bytes <= budget else 'smaller'}")
         other = search.shortest(point.budget)
-        if better_point([_point(other, point.budget)], budget, _point(best, sought)) is None:
-            front.remove(point)
-        else:
+        if _point(other, point.budget).rank(budget) < _point(best, sought).rank(budget):
             best, sought = other, point.budget
+        else:
+            front.remove(point)
     if best.needed_bytes > budget and traced.request.options.allow_over_budget:
         budget = sought = raised(budget, best.needed_bytes)
         best = search.shortest(budget)

@@ -245,21 +245,28 @@ def cost_stages(model: CostModel, space: CutSpace, cuts: np.ndarray, layout: Lay
     parameters, residuals, work = (
         np.maximum(np.diff(sums[cuts]), 0.0) for sums in (space.parameters, space.residuals, space.seconds)
     )
-    sent, in_flight = space.crossing[cuts], model.in_flight(layout)
+    stops, sent, in_flight = (
+        [int(space.holds(cut).sum()) for cut in cuts],
+        space.crossing[cuts],
+        model.in_flight(layout),
+    )
+    seconds, memory = work / model.rates(layout), model.memory_bytes(residuals, parameters, np.array(in_flight))
     pairs = enumerate(itertools.pairwise(layout), 1)
     ways = [0.0, *(2 * float(model.transfer_seconds(sent[[k]], *pair)[0]) for k, pair in pairs), 0.0]
-    columns = {
-        "operators": itertools.starmap(range, itertools.pairwise(int(space.holds(cut).sum()) for cut in cuts)),
-        "devices": [tuple(sorted(devices)) for devices in layout],
-        "compute_seconds": (work / model.rates(layout)).tolist(),
-        "communication_seconds": map(max, itertools.pairwise(ways)),
-        "sent_bytes": sent[1:].tolist(),
-        "parameter_bytes": parameters.tolist(),
-        "residual_bytes": residuals.tolist(),
-        "in_flight": in_flight,
-        "memory_bytes": model.memory_bytes(residuals, parameters, np.array(in_flight)).tolist(),
-    }
-    return tuple(StageCost(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True))
+    return tuple(
+        StageCost(
+            operators=range(stops[s], stops[s + 1]),
+            devices=tuple(sorted(devices)),
+            compute_seconds=float(seconds[s]),
+            communication_seconds=max(ways[s], ways[s + 1]),
+            sent_bytes=float(sent[s + 1]),
+            parameter_bytes=float(parameters[s]),
+            residual_bytes=float(residuals[s]),
+            in_flight=in_flight[s],
+            memory_bytes=float(memory[s]),
+        )
+        for s, devices in enumerate(layout)
+    )
 
 
 def _module(name: str) -> str:

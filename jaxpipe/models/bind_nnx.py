@@ -4,7 +4,7 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -73,14 +73,12 @@ def reseed(streams: nnx.State, key: Array, shapes: _KeyShapes | None = None) -> 
     that is shared, not split), it is one again. Counts start at zero.
     """
     shapes = key_shapes(streams) if shapes is None else shapes
-    number = 0
     flat = []
     for path, variable in nnx.to_flat_state(streams):
-        value = variable.get_value()
+        value = variable.get_raw_value()
         if isinstance(variable, nnx.RngKey):
             typed = is_key(value)
-            fresh = jax.random.fold_in(key, number)
-            number += 1
+            fresh = jax.random.fold_in(key, sum(isinstance(x, nnx.RngKey) for _, x in flat))
             if shapes[path]:
                 shape = value.shape if typed else value.shape[:-1]
                 fresh = jnp.broadcast_to(jax.random.split(fresh, shapes[path]), shape)
@@ -96,7 +94,7 @@ def key_shapes(streams: nnx.State) -> _KeyShapes:
     shapes: _KeyShapes = {}
     for path, variable in nnx.to_flat_state(streams):
         if isinstance(variable, nnx.RngKey):
-            value = variable.get_value()
+            value = variable.get_raw_value()
             shape = value.shape if is_key(value) else value.shape[:-1]  # the last axis of others is a key's words
             if shape and isinstance(value, jax.Array) and not isinstance(value, core.Tracer):
                 with jax.ensure_compile_time_eval():
@@ -134,9 +132,7 @@ def bind_nnx(model: nnx.Module, factory: Callable[..., nnx.Module] | None) -> Bo
 
         def with_others(graphdef: nnx.GraphDef, variables: nnx.State) -> Callable[[Mapping[Path, Array]], Called]:
             leaves, structure = by_path(variables), jax.tree.structure(variables)
-            return lambda values: run(
-                graphdef, jax.tree.unflatten(structure, [values.get(path, x) for path, x in leaves.items()])
-            )[0]
+            return lambda values: run(graphdef, structure.unflatten(map(values.get, leaves, leaves.values())))[0]
 
         called, settings = run(graphdef, variables)
         if settings:
@@ -197,18 +193,23 @@ def _call(
 
 
 def _settings(model: nnx.Module) -> dict[Path, object]:
-    """Return the attributes without arrays of a module and of those in it, by path."""
-
-    def holds_arrays(value: object) -> bool:
-        leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, (nnx.Pytree, nnx.Variable)))
-        return any(isinstance(x, (nnx.Pytree, nnx.Variable, jax.Array, np.ndarray)) for x in leaves)
-
+    """Return the attributes of a module and of those in it by path, as they are now, without arrays."""
     return {
-        (*map(str, path), name): value
+        (*map(str, path), name): _settled(value)
         for path, module in nnx.iter_modules(model)
         for name, value in vars(module).items()
-        if not name.startswith("_pytree__") and not holds_arrays(value)
+        if not name.startswith("_pytree__")
     }
+
+
+def _settled(value: object, depth: int = 8) -> object:
+    """Return a value to compare with later ones: a call may change a list, a dictionary or an object in place."""
+    if not depth or isinstance(value, (nnx.Pytree, nnx.Variable, jax.Array, np.ndarray)):
+        return None
+    if isinstance(value, Mapping | list | tuple | Set):
+        return [_settled(x, depth - 1) for x in (value.items() if isinstance(value, Mapping) else value)]
+    held = {} if inspect.ismodule(value) or isinstance(value, type) else getattr(value, "__dict__", {})
+    return [value, _settled(held, depth - 1)]  # a list is equal if the same object is in it, whatever == says of that
 
 
 def _of_kinds(kinds: Collection[tuple[type[nnx.Variable], object]]) -> Callable[[Sequence[object], object], bool]:
@@ -239,7 +240,7 @@ def _settings_text(settings: Sequence[Path]) -> str:
 def _nnx_annotated(state: nnx.State) -> tuple[P, ...]:
     specs = []
     for _, variable in nnx.to_flat_state(state):
-        is_boxed = isinstance(variable, nnx.Variable)  # an array without a variable has no annotation
-        spec = nnx.get_partition_spec(variable).get_value() if is_boxed else None
+        # An array without a variable has no annotation.
+        spec = getattr(nnx.get_partition_spec(variable), "get_raw_value", P)()
         specs += [spec or P()] * len(jax.tree.leaves(variable))
     return tuple(specs)

@@ -289,6 +289,39 @@ def test_a_learning_rate_may_change(saved_mlp):
     assert int(other.restore(saved_mlp).step) == 2
 
 
+@pytest.mark.parametrize("data", [{1: 2}, {"a": [{None: {}}]}, {"files": {1: 2, "1": 3}}], ids=str)
+def test_positions_that_would_come_back_as_others_are_refused(data, tmp_path):
+    pipeline = mlp_pipeline()
+    with pytest.raises(jaxpipe.CheckpointError, match="data= must be what JSON can hold"):
+        pipeline.save(pipeline.init(jax.random.key(0)), tmp_path, data=data)
+
+
+@pytest.mark.parametrize("variables", [nn.Dense(3), zoo.NNXDigitsCNN, {"params": "x"}, {"params": 1.0}])
+def test_what_has_no_arrays_is_no_tree_of_variables(variables, saved_mlp):
+    with pytest.raises(jaxpipe.CheckpointError, match="variables= must be a tree of arrays or shapes"):
+        load(saved_mlp, variables=variables)
+
+
+def test_a_module_that_has_sown_is_loaded_into(tmp_path):
+    class Sowing(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(3, 2, rngs=rngs)
+
+        def __call__(self, x):
+            self.sow(nnx.Intermediate, "x", x)
+            return self.dense(x)
+
+    batch, module = jnp.ones((4, 3)), Sowing(nnx.Rngs(0))
+    pipeline = jaxpipe.partition(
+        module, mesh_of(1), batch, loss=lambda f, x: f(x).mean(), optimizer=optax.sgd(0.5), profile="analytic"
+    )
+    pipeline.save(pipeline.init(jax.random.key(0)), tmp_path)
+    other = Sowing(nnx.Rngs(1))
+    other(batch)
+    nnx.update(other, load(tmp_path, variables=other).variables)
+    np.testing.assert_array_equal(other.dense.kernel[...], module.dense.kernel[...])
+
+
 def test_what_is_not_there_is_said(saved_mlp, tmp_path):
     with pytest.raises(jaxpipe.CheckpointError, match="has no checkpoint; it must be one that was saved to"):
         mlp_pipeline().restore(tmp_path / "nowhere")

@@ -55,8 +55,7 @@ def take(runtime: Runtime, state: TrainState, data: object = None) -> Contents |
     residuals = dict(zip(model.paths[: len(model.parameters)], arrays.residuals, strict=False))
     groups[RESIDUALS] = {} if each else residuals
     if each:
-        for path in groups[OPTIMIZER]:
-            groups[OPTIMIZER][path] = mean_of_replicas([leaves[OPTIMIZER][path] for leaves in each])
+        groups[OPTIMIZER] = {path: mean_of_replicas([x[OPTIMIZER][path] for x in each]) for path in groups[OPTIMIZER]}
         groups[OUTER] = _outer_leaves(planned, arrays.outer)
         groups[REPLICAS] = {
             (str(r), group, *path): x
@@ -91,7 +90,11 @@ def _outer_leaves(planned: ExecutablePlan, rows: Sequence[Sequence[ArrayLike]]) 
 
 def _as_json(data: object) -> object:
     try:
-        return json.loads(json.dumps(data))
+        text = json.dumps(data)
+        keys = [key for path, _ in jax.tree_util.tree_leaves_with_path(data, is_leaf=lambda x: not x) for key in path]
+        if not all(isinstance(getattr(key, "key", ""), str) for key in keys):
+            raise TypeError("keys of dictionaries must be texts")
+        return json.loads(text)
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"data= must be what JSON can hold (numbers, texts, lists, dictionaries), as it is kept as text: {error}."

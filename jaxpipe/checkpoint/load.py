@@ -9,6 +9,8 @@ from flax import nnx, traverse_util
 from jaxpipe.array_types import Array, PyTree
 from jaxpipe.checkpoint.contents import OPTIMIZER, VARIABLES, check, leaf_paths
 from jaxpipe.checkpoint.orbax_files import Directory, Saved, open_checkpoint, read
+from jaxpipe.errors import CheckpointError
+from jaxpipe.models.variable_trees import plain_tree
 from jaxpipe.runtime.uint32_words import typed
 
 
@@ -44,7 +46,8 @@ def load(
       optimizer_state: the same, for example ``jax.eval_shape(optimizer.init, parameters)``.
 
     Returns:
-      The checkpoint. Random streams of an NNX module are not in it: pass its variables to ``nnx.update``.
+      The checkpoint. Random streams of an NNX module, and what it has sown, are not in it: pass its variables to
+      ``nnx.update``.
 
     Raises:
       CheckpointError: if the checkpoint is missing, damaged, or has other arrays than ``variables`` or
@@ -61,23 +64,20 @@ def load(
       (3, 1)
     """
     saved = open_checkpoint(directory, step)
-    if isinstance(variables, nnx.Module):
-        variables = nnx.state(variables)
+    variables = plain_tree(variables)
     if isinstance(variables, nnx.State):
-        variables = nnx.filter_state(variables, nnx.Not(nnx.RngState))
-    return Checkpoint(
-        step=saved.about.step,
-        key=saved.key,
-        variables=_tree(saved, VARIABLES, variables, "variables"),
-        optimizer_state=_tree(saved, OPTIMIZER, optimizer_state, "optimizer_state"),
-        data=saved.about.data,
-    )
+        variables = nnx.filter_state(variables, nnx.Not(nnx.Any(nnx.RngState, nnx.Intermediate)))
+    tree = _tree(saved, VARIABLES, variables, "variables")
+    slots = _tree(saved, OPTIMIZER, optimizer_state, "optimizer_state")
+    return Checkpoint(saved.about.step, saved.key, tree, slots, saved.about.data)
 
 
 def _tree(saved: Saved, group: str, like: PyTree, name: str) -> PyTree:
     leaves, structure = jax.tree.flatten(like)
     paths = list(saved.leaves[group]) if like is None else leaf_paths(structure)
     if like is not None:
+        if wrong := [x for x in leaves if not hasattr(x, "shape")]:
+            raise CheckpointError(f"{name}= must be a tree of arrays or shapes; a {type(wrong[0]).__name__} is none.")
         check(saved.folder, saved.leaves[group], paths, leaves, name)
     arrays = read(saved, [(group, *path) for path in paths])
     if like is None:

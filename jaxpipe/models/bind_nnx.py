@@ -49,8 +49,7 @@ def check_factory(factory: Callable[..., nnx.Module]) -> None:
 
 def _warn_of_optimizers(model: nnx.Module) -> None:
     """Warn if a module holds the state of optimizers, which training in stages does not use."""
-    kept = nnx.to_flat_state(nnx.state(model, nnx.OptState))
-    if kept:
+    if kept := nnx.to_flat_state(nnx.state(model, nnx.OptState)):
         size = sum(math.prod(x.shape) * x.dtype.itemsize for _, variable in kept for x in jax.tree.leaves(variable))
         warnings.warn(
             f"The model {type(model).__name__} holds an optimizer: {len(kept)} variables of its state, as "

@@ -199,8 +199,6 @@ def _is_box(x: object) -> bool:
 
 def _unboxed(box: nnx.Variable | meta.AxisMetadata) -> PyTree:
     """The value in a box, without hooks; that of a Linen box as it is, on whatever devices it may be wanted later."""
-    if isinstance(box, nnx.Variable):
-        return box.get_raw_value()
     return jax.tree.leaves(box, is_leaf=lambda x: x is not box)[0]
 
 

@@ -179,6 +179,18 @@ def test_wrapped_modules_need_what_the_written_lines_need():
         assert shown.line == "Block = nn.remat(Block, static_argnums=(2,))  # below class Block"
 
 
+@pytest.mark.parametrize("lifted", [nn.remat, nn.jit, jaxpipe.memory_encoded])
+def test_measures_of_a_module_under_a_lifted_transformation(lifted):
+    """Flax runs functions of its own on such modules, which are no methods to be wrapped."""
+    net = lifted(Net)()
+    explanation = jaxpipe.explain(linen_step, linen_state(net), BATCH)
+    assert explanation.refused == ()
+    assert explanation.total_bytes == xla_bytes(jax.jit(linen_step), linen_state(net), BATCH)
+    remat = xla_bytes(jax.jit(linen_step), linen_state(lifted(Net)(nn.remat(Block, static_argnums=(2,)))), BATCH)
+    shown = {m.bytes for m in explanation.measures if m.name.startswith("compute")}
+    assert shown == ({remat} if remat < explanation.total_bytes else set())
+
+
 def test_measures_come_with_what_costs_nothing_first():
     measures = linen().measures
     assert linen().refused == ()

@@ -62,6 +62,11 @@ def _are_within(modules: set[tuple[str, ...]], others: set[tuple[str, ...]]) -> 
     return any(path[:depth] in others for path in modules for depth in range(1, len(path)))
 
 
+def _computes(m: nn.Module, name: str) -> bool:
+    """Return whether a call is one of a bound module's own methods; Flax runs functions that are none on it, too."""
+    return name not in ("setup", "init") and hasattr(type(m), name) and m.scope is not None and not m.is_initializing()
+
+
 @contextlib.contextmanager
 def observed_modules(args: PyTree) -> Iterator[tuple[CalledModules, PyTree]]:
     """Note the modules that are called while a step is traced, and those of NNX among its arguments.
@@ -72,16 +77,16 @@ def observed_modules(args: PyTree) -> Iterator[tuple[CalledModules, PyTree]]:
 
     def note(run: Callable[..., PyTree], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> PyTree:
         nonlocal depth
-        module = context.module
-        if context.method_name in ("setup", "init") or module.scope is None or module.is_initializing():
+        module, cls = context.module, type(context.module)
+        if not _computes(module, context.method_name):
             return run(*args, **kwargs)
         if depth == 0:
-            called.outermost[type(module)] = None
+            called.outermost[cls] = None
         else:
-            called.inner[type(module)].add(tuple(map(str, module.scope.path)))
-        static = tuple(k for k, x in enumerate(args, 1) if not all(map(is_array, jax.tree.leaves(x))))
-        called.static_arguments[type(module)] |= set(static)
-        called.keywords[type(module)] |= set(kwargs)
+            called.inner[cls].add(tuple(map(str, module.path)))
+        static = {k for k, x in enumerate(args, 1) if not all(map(is_array, jax.tree.leaves(x)))}
+        called.static_arguments[cls] |= static
+        called.keywords[cls] |= set(kwargs)
         depth += 1
         try:
             return run(*args, **kwargs)
@@ -110,16 +115,14 @@ def wrapped_modules(args: PyTree, blocks: type | None = None) -> Iterator[PyTree
     """
 
     def wrap(run: Callable[..., PyTree], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> PyTree:
-        module, name = context.module, context.method_name
-        chosen = name not in ("setup", "init") if blocks is None else type(module) is blocks
-        if _inside.get() or not chosen or module.scope is None or module.is_initializing():
+        module = context.module
+        if _inside.get() or blocks not in (None, type(module)) or not _computes(module, context.method_name):
             return run(*args, **kwargs)
-        method, token = getattr(type(module), name), _inside.set(True)
+        method, token = getattr(type(module), context.method_name), _inside.set(True)
         try:
             if blocks is not None:
                 return _run_remat(module, nn.remat, method, *args, **kwargs)
-            run_as_decorated = functools.partial(run_encoded, policy=FAST)
-            return purify_linen.transform_method(method, run_as_decorated)(module, *args, **kwargs)
+            return purify_linen.transform_method(method, _run_encoded)(module, *args, **kwargs)
         finally:
             _inside.reset(token)
 
@@ -165,7 +168,7 @@ def _named_class(cls: type, scope: str) -> type:
     return twin_class(cls, {"__call__": jax.named_scope(scope)(cls.__call__)})
 
 
-_encoded_class = functools.cache(memory_encoded)
+_run_encoded, _encoded_class = functools.partial(run_encoded, policy=FAST), functools.cache(memory_encoded)
 
 
 @functools.cache

@@ -307,3 +307,41 @@ def test_patterns_of_codecs_name_scanned_modules():
     case = linen(model, images(32, rows=16), classifier())
     plan = pipeline_of(case, 2, 4, storage={"ScanResidualBlock_0": (), "*": "fast"}).plan  # warns if none fits
     assert any("ScanResidualBlock_0[" in module for stage in modules(plan) for module in stage)
+
+
+def test_layers_that_share_parameters_stay_together():
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            count = self.variable("state", "count", lambda: jnp.zeros(()))
+            count.value += 1
+            return x + nn.tanh(nn.Dense(6)(x)) / count.value, None
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            axes = {"variable_broadcast": "params", "variable_axes": {"state": 0}, "split_rngs": {"params": False}}
+            return nn.Dense(5)(nn.scan(Layer, length=3, **axes)()(x, None)[0])
+
+    x = jax.random.normal(jax.random.key(1), (8, 6))
+    variables = Net().init(jax.random.key(0), x)
+    pipeline = jaxpipe.partition(
+        Net(),
+        jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2]),
+        x,
+        loss=lambda model, x: jnp.square(model(x)).mean(),
+        optimizer=optax.sgd(0.1),
+        num_microbatches=2,
+        profile="analytic",
+    )
+    assert "share variables" in one_line(str(pipeline.plan))
+    _, gradients = pipeline.value_and_grad(pipeline.init(jax.random.key(0), variables=variables), x)
+
+    def plain(params, state, x):
+        y, new = Net().apply({"params": params, "state": state}, x, mutable=["state"])
+        return jnp.square(y).mean(), new["state"]
+
+    first, state = jax.grad(plain, has_aux=True)(variables["params"], variables["state"], x[:4])
+    second, _ = jax.grad(plain, has_aux=True)(variables["params"], state, x[4:])
+    for got, a, b in zip(*map(jax.tree.leaves, (gradients, first, second)), strict=True):
+        np.testing.assert_allclose(got, (a + b) / 2, rtol=1e-5, atol=1e-7)  # of sums in another order

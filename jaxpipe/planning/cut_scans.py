@@ -68,9 +68,7 @@ def trace_layers(request: Request, model: BoundModel, microbatch: PyTree) -> Tra
     if unrolling and unrolling != "auto":
         return _cut(request, unroll(model, objective, groups_of(objective, unrolling)), objective, microbatch)
     groups, reason = _as_given(request, objective, _balanced(request, objective)), ""
-    if not groups:
-        pass
-    elif not unrolling:
+    if not (groups and unrolling):
         reason = "unroll_scans=False"
     elif given is not None:
         reason = "profile= has it as one operator"
@@ -80,7 +78,10 @@ def trace_layers(request: Request, model: BoundModel, microbatch: PyTree) -> Tra
         try:
             cut = unroll(model, objective, groups, partly=False)
             variable_specs(cut, request.submesh, request.options)  # layers may be split within a stage
-            return _cut(request, cut, objective, microbatch)
+            layers = _cut(request, cut, objective, microbatch)
+            if sum(places_to_cut(layers.objective)) >= min(sum(places_to_cut(objective)), request.num_devices + 1):
+                return layers
+            reason = "they share variables, each of which lives in one stage"
         except WholeStackError as error:
             reason = error.reason
     notes = tuple(f"{scan}, which are all in one stage: {reason}" for scan in _scans(objective, groups))
@@ -148,8 +149,7 @@ def balanced_groups(
     firsts: dict[int, set[int]] = {}
     offsets = [0, *itertools.accumulate(layers)]
     for k, length in scans.items():
-        inner = [start - offsets[k] for start in starts if offsets[k] < start < offsets[k + 1]]
-        if inner:
+        if inner := [start - offsets[k] for start in starts if offsets[k] < start < offsets[k + 1]]:
             for a, b in itertools.pairwise((0, *inner, length)):
                 count = min(per_stage, b - a)
                 firsts.setdefault(length, {length}).update(a + (b - a) * i // count for i in range(count))

@@ -1,5 +1,7 @@
 """Attributes of NNX modules that a call changes in place, and variables that are read as others than they keep."""
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -70,7 +72,7 @@ def test_variables_that_are_read_as_others_than_they_keep(door):
     class Hooked(nnx.Module):
         def __init__(self, rngs):
             self.head, self.scale = nnx.Linear(8, 5, rngs=rngs), Doubled(jnp.full(8, 0.7))
-            hooks = {"on_get_value": lambda _, x: x + 1, "on_set_value": lambda _, x: x / 3}
+            hooks: dict[str, Any] = {"on_get_value": lambda _, x: x + 1, "on_set_value": lambda _, x: x / 3}
             self.count = nnx.Variable(jnp.ones(8), **hooks)
 
         def __call__(self, x):

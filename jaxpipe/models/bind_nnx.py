@@ -2,7 +2,9 @@
 
 import functools
 import inspect
+import itertools
 import math
+import types
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any
@@ -72,12 +74,12 @@ def reseed(streams: nnx.State, key: Array, shapes: _KeyShapes | None = None) -> 
     that is shared, not split), it is one again. Counts start at zero.
     """
     shapes = key_shapes(streams) if shapes is None else shapes
-    flat = []
+    flat, numbers = [], itertools.count()
     for path, variable in nnx.to_flat_state(streams):
         value = variable.get_raw_value()
         if isinstance(variable, nnx.RngKey):
             typed = is_key(value)
-            fresh = jax.random.fold_in(key, sum(isinstance(x, nnx.RngKey) for _, x in flat))
+            fresh = jax.random.fold_in(key, next(numbers))
             if shapes[path]:
                 shape = value.shape if typed else value.shape[:-1]
                 fresh = jnp.broadcast_to(jax.random.split(fresh, shapes[path]), shape)
@@ -191,6 +193,10 @@ def _call(
     return model, result, by_path(left) | by_path(nnx.state(model)), changed, writes
 
 
+#: What is not compared: arrays, and what is looked at for itself.
+_HOLDS_ARRAYS = nnx.Pytree, nnx.Variable, jax.Array, np.ndarray
+
+
 def _settings(model: nnx.Module) -> dict[Path, object]:
     """Return the attributes of a module and of those in it by path, as they are now, without arrays."""
     return {
@@ -201,14 +207,15 @@ def _settings(model: nnx.Module) -> dict[Path, object]:
     }
 
 
-def _settled(value: object, depth: int = 8) -> object:
-    """Return a value to compare with later ones: a call may change a list, a dictionary or an object in place."""
-    if not depth or isinstance(value, (nnx.Pytree, nnx.Variable, jax.Array, np.ndarray)):
-        return None
-    if isinstance(value, Mapping | list | tuple | Set):
-        return [_settled(x, depth - 1) for x in (value.items() if isinstance(value, Mapping) else value)]
-    held = {} if inspect.ismodule(value) or isinstance(value, type) else getattr(value, "__dict__", {})
-    return [value, _settled(held, depth - 1)]  # a list is equal if the same object is in it, whatever == says of that
+def _settled(value: object) -> list[object]:
+    """Return what an attribute holds, to compare with later: a call may change a list, a dictionary or an object."""
+    held, seen = [value], set[int]()
+    for x in held:  # which grows
+        if id(x) not in seen and not isinstance(x, (*_HOLDS_ARRAYS, type, types.ModuleType)):
+            seen.add(id(x))
+            inside = x if isinstance(x, Mapping | list | tuple | Set) else getattr(x, "__dict__", {})
+            held += [*inside, *inside.values()] if isinstance(inside, Mapping) else inside
+    return [x for x in held if not isinstance(x, (*_HOLDS_ARRAYS, Mapping, list, tuple, Set))]
 
 
 def _of_kinds(kinds: Collection[tuple[type[nnx.Variable], object]]) -> Callable[[Sequence[object], object], bool]:

@@ -191,6 +191,22 @@ def test_measures_of_a_module_under_a_lifted_transformation(lifted):
     assert shown == ({remat} if remat < explanation.total_bytes else set())
 
 
+def test_a_batch_with_the_shape_of_a_parameter_is_a_batch():
+    params = {"a": jnp.ones((16, 64)), "b": jnp.ones((64, 16)), "c": jnp.ones((16, 1))}
+
+    def loss(variables, x, y):
+        a, b, c = variables["params"].values()
+        return jnp.var((x @ a @ b @ c)[:, 0] - y)
+
+    def step(variables, x, y):
+        return jax.tree.map(lambda v, g: v - 0.1 * g, variables, jax.grad(loss)(variables, x, y))
+
+    explanation = jaxpipe.explain(step, {"params": params}, jnp.ones((64, 16)), jnp.zeros(64))
+    assert explanation.refused == ()
+    causes = explanation.bytes_by_cause()
+    assert (causes["parameters"], causes["batch"]) == (4 * (16 * 64 + 64 * 16 + 16), 4 * (64 * 16 + 64))
+
+
 def test_measures_come_with_what_costs_nothing_first():
     measures = linen().measures
     assert linen().refused == ()

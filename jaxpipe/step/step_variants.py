@@ -148,7 +148,7 @@ class StepVariants:
     def _traced(self, level: str) -> Variant:
         call, template = self._call, None if level == PLAIN else self._template
         chosen = {} if level in (PLAIN, DEFAULT) else self.front.storage(level)
-        choices = Choices(_by_default, chosen, self._met, self._undecorated)
+        choices = Choices(lambda program: StoredPasses(program.default), chosen, self._met, self._undecorated)
         step = call.step
         if template is not None:
             step = template.with_storage(choices.passes)
@@ -174,10 +174,6 @@ class StepVariants:
         settings = [*_compat.versions(), call.device.device_kind, call.options, shardings]
         text = stable_text([self.plain.jaxpr, settings], values=False)
         return cache_folder().parent / "steps" / f"{digest(text)}.json"
-
-
-def _by_default(program: DecoratedProgram) -> StoredPasses:
-    return StoredPasses(program.default)
 
 
 def _digest(programs: Mapping[str, DecoratedProgram]) -> str:

@@ -198,24 +198,22 @@ _STATE = {"batch_stats", "model_state", "extra_variables", "mutable"}
 
 def _roles(leaves: Sequence[_Leaf], arrays: Sequence[Any], results: Counter[Hashable]) -> list[Role]:
     """Return roles by names in paths; without names, an argument that is updated is state."""
-    named = [_role_by_name(leaf) for leaf in leaves]
-    groups: dict[Hashable, list[int]] = {}
-    for k, leaf in enumerate(leaves):
-        groups.setdefault(_key(leaf.path[0]), []).append(k)
-    roles = dict[int, Role]()
-    for members in groups.values():
-        values = [arrays[k] for k in members]
-        if any(named[k] for k in members):
-            rest = Role.OTHER  # such as the number of the step, beside parameters
-        elif all(jax.dtypes.issubdtype(x.dtype, jax.numpy.floating) and results[_shape_and_type(x)] for x in values):
-            rest = Role.PARAMETERS
-        else:
-            rest = Role.BATCH if any(x.shape for x in values) else Role.OTHER
-        for k, x in zip(members, values, strict=True):
-            # The second is what jax.random.PRNGKey returns.
-            is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) or _shape_and_type(x) == ((2,), "uint32")
-            roles[k] = named[k] or (Role.OTHER if is_key else rest)
-    return [roles[k] for k in range(len(leaves))]
+    named, first = [_role_by_name(leaf) for leaf in leaves], [_key(leaf.path[0]) for leaf in leaves]
+    results = results - Counter(_shape_and_type(x) for x, role in zip(arrays, named, strict=True) if role)
+    with_names = {key for key, role in zip(first, named, strict=True) if role}
+    with_axes = {key for key, x in zip(first, arrays, strict=True) if x.shape}
+    updated = set(first) - {key for key, x in zip(first, arrays, strict=True) if not _is_updated(x, results)}
+    roles = list[Role]()
+    for key, x, role in zip(first, arrays, named, strict=True):
+        rest = Role.PARAMETERS if key in updated else Role.BATCH if key in with_axes else Role.OTHER
+        # The second is what jax.random.PRNGKey returns; the third such as the number of the step, beside parameters.
+        is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) or _shape_and_type(x) == ((2,), "uint32")
+        roles.append(role or (Role.OTHER if is_key or key in with_names else rest))
+    return roles
+
+
+def _is_updated(x: Any, results: Counter[Hashable]) -> bool:
+    return jax.dtypes.issubdtype(x.dtype, jax.numpy.floating) and results[_shape_and_type(x)] > 0
 
 
 def _role_by_name(leaf: _Leaf) -> Role | None:

@@ -273,7 +273,7 @@ class _Search:
     """Schedules of a graph, until one meets a bound or the runs are used up."""
 
     def __init__(self, graph: WorkGraph, costliest: int, bound: float):
-        self._graphs = graph, graph.mirrored()
+        self._graphs = graph, graph.mirror
         self._costliest, self._bound = costliest, bound
         actions = len(graph.operations) * graph.num_microbatches
         self._runs = min(MOST_RUNS, max(FEWEST_RUNS, MOST_ACTIONS // actions))

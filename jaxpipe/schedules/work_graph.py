@@ -5,6 +5,7 @@ that sums of gradients have the bits of plain training. Two graphs describe a st
 its mirror, in which time runs backward. A schedule for either is a schedule for the other, read from its end.
 """
 
+import functools
 import heapq
 import math
 from collections.abc import Sequence
@@ -39,8 +40,9 @@ class WorkGraph:
     num_devices: int
     num_microbatches: int
 
-    def mirrored(self) -> "WorkGraph":
-        """Return the graph with time running backward: an operation needs those that needed it."""
+    @functools.cached_property
+    def mirror(self) -> "WorkGraph":
+        """The graph with time running backward: an operation needs those that needed it."""
         needs: list[list[tuple[int, float]]] = [[] for _ in self.operations]
         for o, operation in enumerate(self.operations):
             for source, seconds in operation.needs:
@@ -90,7 +92,7 @@ def list_scheduled(graph: WorkGraph, ranks: Ranks, patience: float) -> Sequenced
     # By operation, the other devices that read its result, and the seconds of the message.
     followers = [
         [(operations[o].device, seconds) for o, seconds in x.needs if operations[o].device != x.device]
-        for x in graph.mirrored().operations
+        for x in graph.mirror.operations
     ]
     takes, rooms = [x.takes for x in operations], [x.room for x in operations]
     free, held = [0.0] * graph.num_devices, [0] * graph.num_devices

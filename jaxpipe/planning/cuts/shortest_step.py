@@ -120,7 +120,7 @@ def _searched(space: CutSpace, model: Synchronous, cuts: np.ndarray, layout: Lay
     rows = [chain.lightest(least * looser) for looser in LOOSER]
     cuts = np.concatenate([cuts, *(np.array([row]) for row in rows if row is not None)])
     yield cuts, layout
-    rows = np.unique(cuts, axis=0)
+    rows = _distinct(cuts)
     order = model.prices(space, [(rows, layout)])[0].argsort(kind="stable")
     yield np.concatenate([shifted(space, model, rows[[k]], layout) for k in order[:STARTS]]), layout
 
@@ -149,9 +149,16 @@ def _shifts(space: CutSpace, model: Synchronous, cuts: np.ndarray, layout: Layou
     for row, ((first, end), shift) in zip(moved, steps, strict=True):
         row[first : end + 1] += shift
     if len(layout) <= MOST_PAIRS:
-        moved = np.concatenate([moved, (moved[:, None] + moved[None] - cuts).reshape(-1, len(cuts))])
+        first, second = np.triu_indices(len(moved))
+        moved = np.concatenate([moved, moved[first] + moved[second] - cuts])
     inside = (np.diff(moved, axis=1) > 0).all(1)
-    return np.unique(_possible(space, moved[inside]), axis=0)
+    return _distinct(_possible(space, moved[inside]))
+
+
+def _distinct(cuts: np.ndarray) -> np.ndarray:
+    """Return the rows of cuts once each, in order, as ``np.unique`` does along an axis in many times as long."""
+    cuts = cuts[np.lexsort(cuts.T[::-1])]
+    return cuts[np.append(True, (cuts[1:] != cuts[:-1]).any(1))[: len(cuts)]]
 
 
 def _reordered(space: CutSpace, model: Synchronous, layout: Layout, classes: Sequence[Sequence[int]]) -> Plans:

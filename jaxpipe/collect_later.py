@@ -12,11 +12,10 @@ from collections.abc import Iterator
 @contextlib.contextmanager
 def collecting_later() -> Iterator[None]:
     """Let the garbage collector wait; works as a decorator too. Where it is off already, it stays off."""
-    if not gc.isenabled():
-        yield
-        return
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()

@@ -7,7 +7,7 @@ a plan with its recipe ──check_request──▶ mesh, schedule ──trace�
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from jax.sharding import Mesh
@@ -54,7 +54,7 @@ SPARSE: dict[str, Callable[[int], Codec]] = {codec.name: codec for codec in (Bit
 def with_recipe(planned: PlannedStep) -> PlannedStep:
     """Return a plan that has all that is needed to make its programs again."""
     traced, schedule = planned.candidate.traced, planned.program.schedule
-    asked, graph = traced.asked[0], traced.objective.graph
+    asked, graph, numbers = traced.asked[0], traced.objective.graph, schedule.device_numbers
     position = {device: k for k, device in enumerate(asked.mesh.devices.flat)}
     recipe = Recipe(
         made_with=made_with(asked.mesh),
@@ -68,7 +68,7 @@ def with_recipe(planned: PlannedStep) -> PlannedStep:
         program=digest(program_text(graph)),
         modules=_modules(traced.objective),
         scan_groups=traced.model.scan_groups,
-        table=tuple(" ".join(_cell(tick[d]) for tick in schedule.ticks) for d in schedule.device_numbers),
+        table=tuple(" ".join("+".join(map(str, tick[d])) or "." for tick in schedule.ticks) for d in numbers),
         **{name: getattr(schedule, name) for name in OF_SCHEDULES},
         stages=tuple(_stage_programs(planned.program, s) for s in planned.program.stage_numbers),
     )
@@ -85,10 +85,6 @@ def _optimizer(traced: Traced) -> str:
 
 def _modules(objective: MicrobatchProgram) -> dict[str, str]:
     return {path: text[:8] for path, text in digests_by(objective.graph, lambda op: op.path, values=False).items()}
-
-
-def _cell(actions: Iterable[Action]) -> str:
-    return "+".join(map(str, actions)) or "."
 
 
 def _stage_programs(program: Program, s: StageNumber) -> StagePrograms:

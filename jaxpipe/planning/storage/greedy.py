@@ -5,7 +5,7 @@ only when all of them have given up the same item. Where that is not enough, ite
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Outcome, Problem, outcome_of, possible
@@ -26,7 +26,7 @@ def give_up(problem: Problem) -> Outcome | None:
         now = give_up_all(problem)
     if not now.fits():
         return None
-    ends = [_taken_back(now, order) for order in (_by_rate, _by_seconds)]
+    ends = [_taken_back(now, per_byte) for per_byte in (True, False)]
     return min(ends, key=lambda end: end.seconds).tidied()
 
 
@@ -60,20 +60,13 @@ def _descended(problem: Problem, choice: Sequence[int], groups: Groups, most_tri
     return now
 
 
-def _by_seconds(item: Item) -> float:
-    return item.seconds or 0.0
-
-
-def _by_rate(item: Item) -> float:
-    return (item.seconds or 0.0) / max(1, item.bytes)
-
-
-def _taken_back(now: Outcome, order: Callable[[Item], float]) -> Outcome:
-    """Store what is computed again as far as it fits, in descending order."""
+def _taken_back(now: Outcome, per_byte: bool) -> Outcome:
+    """Store what is computed again as far as it fits, first what takes most seconds, or most for each byte."""
     items, before = now.problem.items, None
+    gain = [(item.seconds or 0.0) / (max(1, item.bytes) if per_byte else 1) for item in items]
     while before != now.choice:
         before = now.choice
-        for k in sorted(now.computed, key=lambda k: -order(items[k])):
+        for k in sorted(now.computed, key=lambda k: -gain[k]):
             for option in range(len(items[k].options)):
                 other = now.changed({k: option})
                 if other is not None and other.seconds < now.seconds and other.fits():

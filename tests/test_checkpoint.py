@@ -255,6 +255,20 @@ def test_nnx_modules_are_updated_from_a_checkpoint(tmp_path):
     assert jax.tree.structure(restored) == jax.tree.structure(optimizer_state)
 
 
+@pytest.mark.parametrize("keys", [["a.b", "a"], ["a.b", "a%2Eb", "a%b", ".", "", "a"]], ids=str)
+def test_keys_with_dots_are_kept_apart(keys, tmp_path):
+    """``{"a.b": x, "a": {"b": y}}``, whose paths look alike when they are joined by dots."""
+    weights = {key: jnp.full((3,), float(k)) for k, key in enumerate(keys)} | {"a": {"b": jnp.full((3,), 9.0)}}
+    model = jax.tree_util.Partial(lambda w, x: sum(jax.tree.leaves(w)) * x, weights)
+    options = {"loss": lambda f, x: f(x).mean(), "optimizer": optax.sgd(0.1, momentum=0.9), "profile": "analytic"}
+    pipeline = jaxpipe.partition(model, mesh_of(1), jnp.ones((4, 3)), **options)
+    state = pipeline.init(jax.random.key(0))
+    pipeline.save(state, tmp_path)
+    assert_same_bits(pipeline.parameters(pipeline.restore(tmp_path)).args[0], weights)
+    assert_same_bits(load(tmp_path, variables=model).variables.args[0], weights)
+    assert_same_bits(load(tmp_path).variables, {"0": {"0": weights}})
+
+
 # Refused
 
 

@@ -17,7 +17,7 @@ import shutil
 import threading
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -134,7 +134,6 @@ class Writer:
             max_to_keep=keep,
             todelete_subdir=_DELETED,
             cleanup_tmp_directories=True,
-            enable_async_checkpointing=True,
             create=False,
             multiprocessing_options=alone,
         )
@@ -169,19 +168,18 @@ class Writer:
                 "cannot be saved: checkpoints of one run follow each other. Save into another directory, or remove the "
                 f"steps from {step} on if they are not wanted."
             )
-        arrays = traverse_util.unflatten_dict({path: x for path, x in contents.arrays.items() if x.size})
+        names = _names_on_disk([path for path, x in contents.arrays.items() if x.size])
+        arrays = traverse_util.unflatten_dict({name: contents.arrays[path] for path, name in names.items()})
         about = msgspec.to_builtins(contents.about)
         # orbax is given one array at least.
-        saved = self._args.Composite(
-            **{
-                _ARRAYS: self._args.PyTreeSave({**arrays, "step": np.asarray(step)}),
-                _ABOUT: self._args.JsonSave({"about": about, "crc32": _crc_of_json(about)}),
-            }
-        )
+        items = {
+            _ARRAYS: self._args.PyTreeSave({**arrays, "step": np.asarray(step)}),
+            _ABOUT: self._args.JsonSave({"about": about, "crc32": _crc_of_json(about)}),
+        }
         self._begun = step
         try:
             with self._told_as_checkpoint_error():
-                self._manager.save(step, args=saved, force=True)
+                self._manager.save(step, args=self._args.Composite(**items), force=True)
         except BaseException as error:
             if not isinstance(error, Exception):  # Ctrl-C: orbax would wait for minutes for what it has not begun
                 self._forget()
@@ -209,11 +207,10 @@ class Writer:
             yield
         except Exception as error:  # whatever orbax and tensorstore say of a disk
             step, self._begun = self._begun, None
-            complete = _listed(steps(self.directory)) or "none"
             raise CheckpointError(
                 f"The checkpoint of step {step} could not be written to directory={str(self.directory)!r} "
-                f"({_reason(error)}). Complete are those of: {complete}. Training can go on: make "
-                "room, or save somewhere else."
+                f"({_reason(error)}). Complete are those of: {_listed(steps(self.directory)) or 'none'}. Training can "
+                "go on: make room, or save somewhere else."
             ) from error
 
     def close(self) -> None:
@@ -283,11 +280,12 @@ def read(saved: Saved, paths: Sequence[Path]) -> list[np.ndarray]:
     import orbax.checkpoint as ocp  # see Writer
 
     leaves = {path: saved.leaves[path[0]][path[1:]] for path in paths}
-    stored = [path for path, leaf in leaves.items() if 0 not in leaf.shape]
+    every = [(group, *path) for group, rows in saved.leaves.items() for path, x in rows.items() if 0 not in x.shape]
+    names = {path: name for path, name in _names_on_disk(every).items() if path in leaves}
     # What has no bytes is not on disk.
     arrays = {path: np.zeros(leaf.shape, leaf.stored_dtype) for path, leaf in leaves.items() if 0 in leaf.shape}
-    if stored:
-        tree = traverse_util.unflatten_dict(dict.fromkeys(stored, 0))
+    if names:
+        tree = traverse_util.unflatten_dict(dict.fromkeys(names.values(), 0))
         asked = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
         args = ocp.args.PyTreeRestore(item=tree, restore_args=asked, partial_restore=True)
         try:
@@ -295,13 +293,23 @@ def read(saved: Saved, paths: Sequence[Path]) -> list[np.ndarray]:
             handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
             with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
                 restored = traverse_util.flatten_dict(reader.restore(saved.folder / _ARRAYS, args=args))
-            arrays |= {path: np.asarray(restored[path]) for path in stored}
+            arrays |= {path: np.asarray(restored[name]) for path, name in names.items()}
         except Exception as error:  # whatever orbax and tensorstore say of files that are not theirs
             raise damaged(saved.folder, f"its arrays cannot be read ({_reason(error)})") from error
-    wrong = [path for path, x in arrays.items() if not _is_written(x, leaves[path])]
-    if wrong:
+    if wrong := [path for path, x in arrays.items() if not _is_written(x, leaves[path])]:
         raise damaged(saved.folder, f"{listed(list(map('/'.join, wrong)))} do not have the values that were saved")
     return [arrays[path] for path in paths]
+
+
+def _names_on_disk(paths: Collection[Path]) -> dict[Path, Path]:
+    """Return what orbax is given for each path: it joins keys with dots, so those in keys are escaped if paths collide.
+
+    Example:
+      >>> _names_on_disk([("a.b",), ("c",)]), _names_on_disk([("a.b",), ("a", "b")])
+      ({('a.b',): ('a.b',), ('c',): ('c',)}, {('a.b',): ('a%2Eb',), ('a', 'b'): ('a', 'b')})
+    """
+    collide = len(set(map(".".join, paths))) < len(paths)
+    return {p: tuple(k.replace("%", "%25").replace(".", "%2E") for k in p) if collide else p for p in paths}
 
 
 def _alone() -> "ocp.options.MultiprocessingOptions":

@@ -1,5 +1,6 @@
 """Attributes of NNX modules that a call changes in place, and variables that are read as others than they keep."""
 
+import inspect
 from typing import Any
 
 import flax.linen as nn
@@ -93,3 +94,49 @@ def test_variables_that_are_read_as_others_than_they_keep(door):
     np.testing.assert_allclose(value, expected, rtol=2 * FUSION)
     assert relative_l2(jax.tree.leaves(got), jax.tree.leaves(gradient)) < FUSION
     np.testing.assert_allclose(count, plain.count.get_raw_value(), rtol=2 * FUSION)
+
+
+class Dense(nnx.Module):
+    def __init__(self, width, rngs):
+        self.dense = nnx.Linear(8, width, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dense(x)
+
+
+class Doubling(Dense):
+    def __call__(self, x, doubled=False):
+        return super().__call__(x) * (2 if doubled else 1)
+
+
+class Asking(nnx.Module):
+    """Calls a layer otherwise if it is of some class."""
+
+    def __init__(self, rngs, is_doubling):
+        self.layers, self.is_doubling = nnx.List([Doubling(8, rngs), Dense(5, rngs)]), is_doubling
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(x, doubled=True) if self.is_doubling(layer) else layer(x))
+        return x
+
+
+ASKED = {
+    "type": lambda layer: type(layer) is Doubling,
+    "table": lambda layer: {Doubling: True}.get(type(layer), False),
+    "signature": lambda layer: "doubled" in inspect.signature(layer.__call__).parameters,
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_modules_that_ask_for_the_class_of_a_layer(name):
+    model = Asking(nnx.Rngs(0), ASKED[name])
+    own = Doubling.__call__, Dense.__call__
+    expected, gradients = nnx.value_and_grad(loss)(model, BATCH)
+    encoded = jaxpipe.memory_encoded(loss)
+    pipeline = partition(model, 2, 1)
+    (value, _), pipelined = pipeline.value_and_grad(pipeline.init(jax.random.key(0)), BATCH)
+    for result in ((value, pipelined), nnx.value_and_grad(encoded)(model, BATCH)):
+        np.testing.assert_allclose(result[0], expected, rtol=2 * FUSION)
+        assert relative_l2(result[1], gradients) < 2 * FUSION
+    assert (Doubling.__call__, Dense.__call__) == own

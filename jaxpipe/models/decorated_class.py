@@ -55,7 +55,7 @@ def twin_class(original: T, methods: Mapping[str, object]) -> T:
     # Fields that a dataclass decorator has yet to take out of the class.
     body |= {name: value for name, value in held.items() if isinstance(value, dataclasses.Field)}
     metaclass: Any = type(original)
-    with _without_hooks(original):
+    with replaced(original, _HOOK, classmethod(lambda cls, **kwargs: None)):
         twin: Any = metaclass(original.__name__, (original,), {**body, **methods})
     if issubclass(original, nnx.Module):
         _compat.register_nnx_class(twin, like=original)
@@ -63,15 +63,15 @@ def twin_class(original: T, methods: Mapping[str, object]) -> T:
 
 
 @contextlib.contextmanager
-def _without_hooks(cls: type) -> Iterator[None]:
-    """A subclass of ``cls`` that is made meanwhile runs no ``__init_subclass__``."""
+def replaced(cls: type, name: str, value: object) -> Iterator[None]:
+    """Meanwhile a class has another attribute; other threads wait to replace theirs."""
     with _lock:
-        hook = vars(cls).get(_HOOK)
-        type.__setattr__(cls, _HOOK, classmethod(lambda cls, **kwargs: None))
+        own = vars(cls).get(name)
+        type.__setattr__(cls, name, value)
         try:
             yield
         finally:
-            if hook is None:
-                type.__delattr__(cls, _HOOK)
+            if own is None:
+                type.__delattr__(cls, name)
             else:
-                type.__setattr__(cls, _HOOK, hook)
+                type.__setattr__(cls, name, own)

@@ -26,7 +26,7 @@ from jax.core import Tracer
 
 from jaxpipe.array_types import Array, PyTree
 from jaxpipe.errors import DifferentiationError, ModelError
-from jaxpipe.models.decorated_class import twin_class
+from jaxpipe.models.decorated_class import replaced
 from jaxpipe.models.variable_trees import by_path
 from jaxpipe.text.value_text import shown
 
@@ -215,6 +215,8 @@ def _name(path: jax.tree_util.KeyPath) -> str:
 _scopes: contextvars.ContextVar[Mapping[int, tuple[str, ...]]] = contextvars.ContextVar(
     "scopes", default=MappingProxyType({})
 )
+# JAX's tracing caches know of it: what was traced without names is traced anew.
+_named = jax.make_user_context(default_value=False)
 #: Where a call is inside a root module, whose own path is empty.
 _ROOT = ("",)
 _here: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("here", default=())
@@ -224,23 +226,18 @@ _here: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("here", 
 def module_scopes(modules: Sequence[Any]) -> Iterator[None]:
     """Run every NNX module's ``__call__`` under a ``jax.named_scope`` of its path, as Linen does by itself.
 
-    The modules are private copies: for the time of the call their class is one that opens the scope.
+    For the time of the call their classes open the scopes. The modules have no others: some programs ask for them.
     """
-    paths: dict[int, tuple[str, ...]] = {}
-    swapped = []
-    for root in modules:
-        for path, module in nnx.iter_modules(root):
-            paths[id(module)] = tuple(map(str, path))
-            if callable(module) and not hasattr(type(module), _SCOPED):
-                swapped.append((module, type(module)))
-                object.__setattr__(module, "__class__", _scoped_class(type(module)))
-    token = _scopes.set({**_scopes.get(), **paths})
+    found = [(path, module) for root in modules for path, module in nnx.iter_modules(root)]
+    token = _scopes.set({**_scopes.get(), **{id(module): tuple(map(str, path)) for path, module in found}})
     try:
-        yield
+        with _named(True), contextlib.ExitStack() as stack:
+            for cls in dict.fromkeys(type(module) for _, module in found if callable(module)):
+                if getattr(cls.__call__, _SCOPED, None) is not cls:
+                    stack.enter_context(replaced(cls, "__call__", _scoped_call(cls)))
+            yield
     finally:
         _scopes.reset(token)
-        for module, cls in swapped:
-            object.__setattr__(module, "__class__", cls)
 
 
 @contextlib.contextmanager
@@ -250,21 +247,26 @@ def root_scope(cls: type) -> Iterator[None]:
         yield
 
 
-#: Marks classes made by ``_scoped_class``.
+#: Of a method that ``_scoped_call`` has made: whose it is.
 _SCOPED = "_jaxpipe_scoped"
 
 
-@functools.cache
-def _scoped_class(cls: type) -> type:
+def _scoped_call(cls: Any) -> Callable[..., PyTree]:
+    run = cls.__call__
+
+    @functools.wraps(run)
     def __call__(self: nnx.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        path = _scopes.get().get(id(self), ())
-        here = _here.get()
+        paths, here = _scopes.get(), _here.get()
+        if type(self) is not cls or not paths:  # called by super(), or in another thread
+            return run(self, *args, **kwargs)
+        path = paths.get(id(self), ())
         below = path[len(here) :] if path[: len(here)] == here else path
         token = _here.set(path or here or _ROOT)
         try:
             with jax.named_scope("/".join(below) or cls.__name__):
-                return cls.__call__(self, *args, **kwargs)
+                return run(self, *args, **kwargs)
         finally:
             _here.reset(token)
 
-    return twin_class(cls, {"__call__": __call__, _SCOPED: True})
+    setattr(__call__, _SCOPED, cls)
+    return __call__

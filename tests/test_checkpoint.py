@@ -142,6 +142,25 @@ def test_random_keys_and_signs_of_zero_are_kept(tmp_path):
     assert_same_bits(pipeline.restore(tmp_path), state)
 
 
+class Drawing(nnx.Module):
+    def __init__(self, rngs):
+        self.dense, self.key = nnx.Linear(4, 2, rngs=rngs), nnx.Variable(jax.random.key(5))
+
+    def __call__(self, x):
+        self.key[...], drawn = jax.random.split(self.key[...])
+        return self.dense(x + jax.random.normal(drawn, x.shape))
+
+
+def test_a_run_resumes_with_random_keys_among_the_variables(tmp_path):
+    options = {"loss": lambda model, x: model(x).mean(), "optimizer": optax.sgd(0.1), "profile": "analytic"}
+    batch, key = jnp.ones((4, 4)), jax.random.key(5)
+    pipeline = jaxpipe.partition(Drawing(nnx.Rngs(0)), mesh_of(1), batch, num_microbatches=1, **options)
+    state, _ = pipeline.step(pipeline.init(jax.random.key(0)), batch)
+    pipeline.save(state, tmp_path)
+    state, _ = pipeline.step(pipeline.restore(tmp_path), batch)
+    assert_same_bits(pipeline.parameters(state)["key"].get_value(), jax.random.split(jax.random.split(key)[0])[0])
+
+
 # Other stages
 
 

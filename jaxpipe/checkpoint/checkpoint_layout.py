@@ -146,10 +146,10 @@ def put(runtime: Runtime, saved: Saved) -> TrainState:
 
 def _arrays(planned: ExecutablePlan, saved: Saved, *prefix: str) -> ArraysByPlace:
     """Return variables and optimizer state by place: those of all, or those whose paths begin with some keys."""
-    by_stage = planned.update.by_stage
-    paths, stacks = planned.model.original.paths, side_by_side(planned.model.stacks)
+    model, by_stage = planned.model.original, planned.update.by_stage
+    types = [v.aval.dtype for v in (*model.parameters, *model.state)]
+    variables = _values(saved, (*prefix, VARIABLES), model.paths, side_by_side(planned.model.stacks), types)
     types = [x.dtype for x in jax.tree.leaves(by_stage.state_shape)]
-    variables = _values(saved, (*prefix, VARIABLES), paths, stacks)
     slots = _values(saved, (*prefix, OPTIMIZER), _optimizer_paths(planned), by_stage.state_stacks, types)
     return arrays_by_place(planned, variables, slots)
 

@@ -28,6 +28,7 @@ from jax._src.distributed import global_state
 from jax._src.interpreters.batching import BatchTracer
 from jax._src.interpreters.pxla import _dce_jaxpr, global_aval_to_result_handler
 from jax._src.lib import xla_client
+from jax._src.mesh import get_concrete_mesh as get_concrete_mesh  # that of jax.set_mesh, while tracing, too
 from jax._src.state.discharge import discharge_state
 from jax.experimental.layout import Format, Layout
 from jax.interpreters.partial_eval import dce_jaxpr
@@ -292,10 +293,10 @@ def named_scope_of(equation: Equation) -> str:
 
 
 def zeros(aval: AbstractArray) -> Array:
-    """Zeros of an abstract value: its shape, dtype, sharding, and the manual mesh axes it varies over."""
+    """Zeros of an abstract value: its shape, dtype, sharding, memory, and the manual mesh axes it varies over."""
     sharding = aval.sharding if any(split_dimensions(aval)) else None
-    value = jax.lax.full(aval.shape, 0, aval.dtype, sharding=sharding)
-    return _vary(value, manual_axes(aval))
+    value = _vary(jax.lax.full(aval.shape, 0, aval.dtype, sharding=sharding), manual_axes(aval))
+    return value if aval.memory_space == jax.typeof(value).memory_space else jax.device_put(value, aval.memory_space)
 
 
 def vary_as(value: Array, like: Array) -> Array:

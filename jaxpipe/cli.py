@@ -213,16 +213,11 @@ class ExplainCommand:
         try:
             make_args = _named(target)
         except UsageError as error:
-            raise UsageError(
-                f"{error} --args names a function without arguments that returns those of {self.step} as a tuple: "
-                "def example_args(): return state, batch."
-            ) from error
+            text = f"{error} --args names a function without arguments that returns those of {self.step} as a tuple."
+            raise UsageError(text) from error
         args = shapes_made(make_args)
         if not isinstance(args, tuple):
-            raise UsageError(
-                f"{target} returned {type(args).__name__!r}; it must return the arguments of {self.step} as a tuple: "
-                "return state, batch."
-            )
+            raise UsageError(f"{target} returned {type(args).__name__!r}; it must return the arguments as a tuple.")
         options = {"donate_argnums": self.donate} if self.donate else {}
         explanation = explain(step, *args, device=self.device, **options)
         print(explanation)

@@ -56,6 +56,21 @@ def chosen_step(params, batch, kind, plain):
 def static_args():
     return *example_args(), "tanh", False
 
+def _split(*axes):
+    return jax.sharding.NamedSharding(jax.make_mesh((4,), ("data",)), jax.sharding.PartitionSpec(*axes))
+
+def sharded_shapes():
+    shape = jax.ShapeDtypeStruct
+    return shape((16, 8), jnp.float32, sharding=_split()), shape((32, 16), jnp.float32, sharding=_split("data"))
+
+def sharded_arrays():
+    return jax.device_put(jnp.ones((16, 8)), _split()), jax.device_put(jnp.ones((32, 16)), _split("data"))
+
+_ARRAYS = sharded_arrays()
+
+def global_arrays():
+    return _ARRAYS
+
 def one_array():
     return jnp.ones((16, 8))
 """
@@ -187,6 +202,21 @@ def test_explain_tells_the_use_of_memory(folder, capsys, donate, kept):
     assert causes.get("new state beside the old, as it is not donated", 0) == kept
 
 
+@pytest.mark.parametrize("args", ["sharded_shapes", "global_arrays"])
+def test_explain_counts_bytes_of_one_of_the_devices_that_arguments_name(folder, args):
+    assert main(f"explain command_line_task:step --args {args} --output explanation.json".split()) == 0
+    mesh = jax.make_mesh((4,), ("data",))
+    weights, x = jax.numpy.ones((16, 8)), jax.numpy.ones((32, 16))
+    split = [jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in ((), ("data",))]
+
+    def step(params, batch):
+        return params - 0.1 * jax.grad(lambda p: (jax.numpy.tanh(batch @ p) ** 2).sum())(params)
+
+    sizes = jax.jit(step).lower(*map(jax.device_put, (weights, x), split)).compile().memory_analysis()
+    expected = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
+    assert json.loads((folder / "explanation.json").read_text())["total_bytes"] == expected
+
+
 def test_explain_leaves_static_arguments_as_they_are(folder, capsys):
     assert main(["explain", "command_line_task:chosen_step", "--args", "static_args", "--device", "cpu"]) == 0
     assert "a batch of 32, 2 products." in capsys.readouterr().out
@@ -225,7 +255,8 @@ def test_explain_leaves_static_arguments_as_they_are(folder, capsys):
         ("plan command_line_task:task --devices 2 --gradient-dtype int8", 2, "gradient_dtype"),
         ("profile command_line_task:task --device TPU", 2, "peak rates are not known"),
         ("explain command_line_task:step --args nothing", 2, "no function 'nothing'. --args names a function"),
-        ("explain command_line_task:step --args one_array", 2, "must return the arguments .* as a tuple"),
+        ("explain command_line_task:step --args one_array", 2, "must return the arguments as a tuple"),
+        ("explain command_line_task:step --args sharded_arrays", 1, "places arrays on several devices, which"),
         ("explain command_line_task:step --device H1000", 1, "device='H1000': no such device"),
         ("convert-profile command_line_task.py", 1, "command_line_task.py, line 2"),
     ],

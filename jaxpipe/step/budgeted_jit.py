@@ -138,7 +138,7 @@ class BudgetedFunction:
                 "from call to call: pass a tuple in place of a list, a frozen dataclass, or the argument as an array."
             ) from None
         same = Compared(structure), static, _compat.trace_context()
-        key = same, tuple(map(_signature, leaves))
+        key = same, _compat.get_concrete_mesh(), tuple(map(_signature, leaves))
         if key not in self._lowered:
             alike = same, tuple(map(_shape, leaves))
             self._lowered[key] = self._planned(args, kwargs, leaves, alike)
@@ -210,9 +210,7 @@ class BudgetedFunction:
             )
         sizes, decorated = variants.plain.compiled.memory_analysis(), variants.needs(variants.front.first).bytes
         state = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-        donates = (
-            "" if sizes.alias_size_in_bytes else " Nothing is donated: donate_argnums=0 saves a copy of the state."
-        )
+        donates = "" if sizes.alias_size_in_bytes else " Nothing is donated: donate_argnums=0 saves a second state."
         kept = any(kept_by_policies(program.graph) for program in variants.programs.values())
         policy = KEPT_BY_POLICIES if kept else ""
         return MemoryBudgetError(

@@ -86,8 +86,7 @@ class Explanation(Printed):
         batch = f", a batch of {self.batch}" if self.batch else ""
         head = f"{bytes_text(self.total_bytes)} at the peak on {self.device}{batch}, {self.products} products."
         refused = [f"Not possible with this step: {text}." for text in self.refused]
-        largest = self.largest_batch
-        last = [] if largest is None else [f"The largest batch that fits, as the step is: {largest}."]
+        last = [f"The largest batch that fits, as the step is: {self.largest_batch}."] if self.largest_batch else []
         return [head, self._cause_table(), *self._pool_lines(), *self._measure_parts(), *refused, *last]
 
     def _cause_table(self) -> PlainTable:

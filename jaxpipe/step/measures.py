@@ -321,8 +321,7 @@ def shard(explained: Explained) -> Measure | None:
     needed = reserved_bytes(flat.lower(*shapes).compile())
     line = 'jax.device_put(array, NamedSharding(mesh, P("data")))  # of state and batch'
     note = "along the largest axis of each array"
-    count = len(devices)
-    return _measure(explained, f"shard over {count} devices", line, needed, note=note, devices=count)
+    return _measure(explained, f"shard over {len(devices)} devices", line, needed, note=note, devices=len(devices))
 
 
 def _sharding(argument: Argument, mesh: Mesh) -> NamedSharding:

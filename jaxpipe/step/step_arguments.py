@@ -6,10 +6,13 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.core import Tracer
 
 from jaxpipe import _compat
 from jaxpipe.array_types import Device, PyTree
-from jaxpipe.models.purify_nnx import is_array, is_module, is_node, part
+from jaxpipe.errors import ModelError
+from jaxpipe.graph.graph import equations_in
+from jaxpipe.models.purify_nnx import is_module, is_node, part
 
 
 @dataclass(frozen=True)
@@ -125,17 +128,29 @@ def _without_value(leaf: Any) -> Any:
 
 
 def shapes_made(make_arguments: Callable[[], PyTree]) -> PyTree:
-    """Return what a function makes, with shapes in place of arrays, none of which is allocated; all else stays."""
-    fill = None
+    """Return what a function makes, with shapes in place of arrays, none of which is allocated; all else stays.
+
+    Raises:
+      ModelError: if it places arrays on several devices, which their shapes do not say.
+    """
+    kept: list[Any] = []
 
     def arrays() -> list[Any]:
-        nonlocal fill
-        given, fill = part(make_arguments(), lambda x: is_module(x) or is_array(x), is_module)
-        return [x for _, x in given]
+        given, fill = part(make_arguments(), _is_traced, is_module)
+        kept[:] = fill, flat_arguments([x for _, x in given])
+        return kept[1].values
 
-    shapes = nnx.eval_shape(arrays)
-    assert fill is not None
-    return fill(shapes)
+    program, shapes = jax.make_jaxpr(arrays, return_shape=True)()
+    parameters = [x for equation in equations_in(program.eqns) for x in jax.tree.leaves(equation.params)]
+    if any(getattr(x, "num_devices", 1) > 1 for x in parameters):
+        raise ModelError(
+            f"{make_arguments.__name__} places arrays on several devices, which tracing loses: return shapes, with sharding="
+        )
+    return kept[0](kept[1].filled(shapes)[0])
+
+
+def _is_traced(value: object) -> bool:
+    return any(isinstance(x, Tracer) for x in flat_arguments(value).values)
 
 
 def split_static(

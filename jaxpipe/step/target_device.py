@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jaxpipe import _compat
 from jaxpipe.array_types import Device, PyTree
 from jaxpipe.costs.device_memory import memory_of
 from jaxpipe.errors import PartitionError
@@ -59,10 +60,7 @@ def target_device(device: Any, args: PyTree, options: Mapping[str, Any]) -> Targ
             return on_several(devices[0], f"{len(devices)} x {devices[0].device_kind}")
         device = devices[0]
     if not hasattr(device, "device_kind"):
-        raise PartitionError(
-            f"device={device!r} ({type(device).__name__}); it must be a jax.Device, or the name of a kind, such as "
-            "'H100' or 'cpu'."
-        )
+        raise PartitionError(f"device={device!r}; it must be a jax.Device, or the name of a kind, such as 'H100'.")
     return _present(device)
 
 
@@ -75,13 +73,19 @@ def devices_of(leaves: Sequence[Any], options: Mapping[str, Any]) -> list[Device
     """Return the devices that a step is for, in the order of their numbers.
 
     Args:
-      leaves: of its arguments; they decide if they have shardings.
-      options: of ``jax.jit``, which decide else; the default of JAX, if they do not.
+      leaves: of its arguments; they decide if they have shardings, but for those that name axes of a mesh alone.
+      options: of ``jax.jit``, which decide else; the mesh in context and the default of JAX, if they do not.
+
+    Raises:
+      PartitionError: if shardings are over abstract meshes, and nothing has devices.
     """
     shardings = [*jax.tree.leaves(options.get("in_shardings")), *(getattr(leaf, "sharding", None) for leaf in leaves)]
-    devices = {d for sharding in shardings for d in getattr(sharding, "device_set", ())}
-    if devices:
+    known = [s for s in shardings if not isinstance(getattr(s, "mesh", None), jax.sharding.AbstractMesh)]
+    devices = {d for sharding in known for d in getattr(sharding, "device_set", ())}
+    if devices := devices or set(filter(None, _compat.get_concrete_mesh().devices.flat)):
         return sorted(devices, key=lambda d: d.id)
+    if len(known) < len(shardings):
+        raise PartitionError("Shardings over an abstract mesh are not on devices. Call it with jax.set_mesh(mesh).")
     config: Any = jax.config
     default = options.get("device") or options.get("backend") or config.jax_default_device
     return [jax.devices(default)[0] if default is None or isinstance(default, str) else default]
@@ -93,8 +97,7 @@ def _of_kind(kind: str) -> TargetDevice:
         if kind.lower() in (device.platform.lower(), *re.findall(r"\w+", device.device_kind.lower())):
             return _present(device)
     absent = {target.name.lower(): target for target in known_targets() if target.topology is not None}
-    target = absent.get(kind.lower())
-    if target is not None:
+    if (target := absent.get(kind.lower())) is not None:
         try:
             devices = absent_devices(target, _MOST_SHARDS)
         except Exception as error:  # whatever kind of error a backend that does not start raises
@@ -137,8 +140,7 @@ def placed(args: PyTree, target: TargetDevice) -> PyTree:
     """Return the shapes of arguments, on a device; whatever is no array stays."""
     if target.device is None:
         return without_values(args)
-    mesh = jax.sharding.Mesh([target.device], "device")
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh([target.device], "device"), jax.sharding.PartitionSpec())
 
     def shape(x: Any) -> Any:
         weak = getattr(x, "weak_type", False)

@@ -1,0 +1,88 @@
+"""Steps whose devices a mesh in context, abstract shardings or kinds of memory name, against plain JAX."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxpipe
+from tests.support.compare import assert_same_bits
+
+
+WIDTH, ROWS = 32, 256
+
+
+def loss(weights, x):
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return (x**2).mean()
+
+
+def step_of(loss):
+    def step(weights, x):
+        value, gradients = jax.value_and_grad(loss)(weights, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+    return step
+
+
+def arrays():
+    keys = jax.random.split(jax.random.key(0), 4)
+    weights = [jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5 for key in keys]
+    return weights, jnp.sin(jnp.arange(ROWS * WIDTH, dtype=jnp.float32)).reshape(ROWS, WIDTH)
+
+
+def reserved(compiled):
+    sizes = compiled.memory_analysis()
+    kept = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return kept + sizes.temp_size_in_bytes
+
+
+def test_shapes_that_name_axes_of_the_mesh_in_context():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+
+    def placed():
+        weights, x = arrays()
+        return jax.device_put(weights, NamedSharding(mesh, P())), jax.device_put(x, NamedSharding(mesh, P("data")))
+
+    shapes, decorated = jax.eval_shape(placed), step_of(jaxpipe.memory_encoded(loss))
+    with jax.set_mesh(mesh):
+        plain = reserved(jax.jit(step_of(loss)).lower(*placed()).compile())
+        assert jaxpipe.jit(decorated, memory="1GiB").lower(*shapes).plan.plain_bytes == plain
+        explanation = jaxpipe.explain(step_of(loss), *shapes)
+        assert (explanation.total_bytes, explanation.device) == (plain, "4 x cpu")
+    for function in jaxpipe.jit(decorated, memory="1GiB").lower, lambda *args: jaxpipe.explain(step_of(loss), *args):
+        with pytest.raises(jaxpipe.PartitionError, match=r"not on devices.* with jax.set_mesh"):
+            function(*shapes)
+
+
+def test_a_step_is_compiled_for_the_devices_of_the_mesh_in_context():
+    def step(weights, x):
+        return step_of(jaxpipe.memory_encoded(loss))(weights, jax.lax.with_sharding_constraint(x, P("data")))
+
+    budgeted, args = jaxpipe.jit(step, memory="1GiB"), arrays()
+    for devices in jax.devices()[:2], jax.devices()[2:4], jax.devices()[:2]:
+        with jax.set_mesh(jax.make_mesh((2,), ("data",), devices=devices, axis_types=(AxisType.Auto,))):
+            compiled = budgeted.lower(*args).compile()
+            assert compiled.output_shardings[1].device_set == set(devices)
+            np.testing.assert_allclose(budgeted(*args)[1], jax.jit(step_of(loss))(*args)[1], rtol=1e-6)
+
+
+def test_parameters_in_the_memory_of_the_host():
+    def from_host(weights, x):
+        return loss(jax.device_put(weights, jax.memory.Space.Device), x)
+
+    weights, x = arrays()
+    there = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    args = jax.device_put(weights, there), x
+    expected = jax.jit(jax.value_and_grad(from_host))(*args)
+    decorated = jax.value_and_grad(jaxpipe.memory_encoded(from_host))
+    with pytest.raises(jaxpipe.MemoryBudgetError) as caught:
+        jaxpipe.jit(decorated, memory="4kB").lower(*args)
+    budgeted = jaxpipe.jit(decorated, memory=caught.value.smallest)
+    assert reserved(budgeted.lower(*args).compile()) <= caught.value.smallest
+    for a, b in zip(jax.tree.leaves(budgeted(*args)), jax.tree.leaves(expected), strict=True):
+        assert_same_bits(a, b)
+        assert a.sharding.memory_kind == b.sharding.memory_kind

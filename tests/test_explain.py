@@ -514,7 +514,7 @@ def test_without_a_record_totals_are_told(monkeypatch):
         (plain_step, PLAIN_ARGUMENTS, {"scale": 2.0}, jaxpipe.ModelError, r"given scale= besides.*partial\(step"),
         (jaxpipe.jit(plain_step, memory="1GB"), PLAIN_ARGUMENTS, {}, jaxpipe.ModelError, "has a budget already"),
         (plain_step, PLAIN_ARGUMENTS, {"device": "H1000"}, jaxpipe.PartitionError, "device='H1000': no such device"),
-        (plain_step, PLAIN_ARGUMENTS, {"device": 3}, jaxpipe.PartitionError, "device=3 .*must be a jax.Device"),
+        (plain_step, PLAIN_ARGUMENTS, {"device": 3}, jaxpipe.PartitionError, "device=3; .*must be a jax.Device"),
     ],
 )
 def test_wrong_usage_is_refused(step, args, options, error, message):

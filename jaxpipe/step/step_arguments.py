@@ -144,7 +144,7 @@ def shapes_made(make_arguments: Callable[[], PyTree]) -> PyTree:
     parameters = [x for equation in equations_in(program.eqns) for x in jax.tree.leaves(equation.params)]
     if any(getattr(x, "num_devices", 1) > 1 for x in parameters):
         raise ModelError(
-            f"{make_arguments.__name__} places arrays on several devices, which tracing loses: return shapes that say so"
+            f"{make_arguments.__name__} places arrays on several devices, which tracing loses: return split shapes"
         )
     return kept[0](kept[1].filled(shapes)[0])
 

@@ -141,10 +141,11 @@ def shapes_made(make_arguments: Callable[[], PyTree]) -> PyTree:
         return kept[1].values
 
     program, shapes = jax.make_jaxpr(arrays, return_shape=True)()
-    parameters = [x for equation in equations_in(program.eqns) for x in jax.tree.leaves(equation.params)]
+    parameters = [x for eqn in equations_in(_compat.open_jaxpr(program)[0].eqns) for x in jax.tree.leaves(eqn.params)]
     if any(getattr(x, "num_devices", 1) > 1 for x in parameters):
         raise ModelError(
-            f"{make_arguments.__name__} places arrays on several devices, which tracing loses: return split shapes"
+            f"{make_arguments.__name__} places arrays on several devices, which is lost in a trace. Return shapes in "
+            "their place: jax.ShapeDtypeStruct(shape, dtype, sharding=...)."
         )
     return kept[0](kept[1].filled(shapes)[0])
 

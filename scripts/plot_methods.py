@@ -215,7 +215,7 @@ def placement() -> Figure:
 
 
 def timeline() -> Figure:
-    """A step of four stages, on paper."""
+    """A step on four devices, on paper."""
     jax.config.update("jax_num_cpu_devices", STAGES)
 
     class Layers(nn.Module):

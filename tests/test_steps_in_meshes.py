@@ -70,6 +70,15 @@ def test_a_step_is_compiled_for_the_devices_of_the_mesh_in_context():
             np.testing.assert_allclose(budgeted(*args)[1], jax.jit(step_of(loss))(*args)[1], rtol=1e-6)
 
 
+def test_split_arguments_are_not_explained_for_one_device():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    weights, x = arrays()
+    x = jax.device_put(x, NamedSharding(mesh, P("data")))
+    for device in "cpu", "H100", jax.devices()[0]:
+        with pytest.raises(jaxpipe.PartitionError, match=r"is one device, and arguments are split over several"):
+            jaxpipe.explain(step_of(loss), weights, x, device=device)
+
+
 def test_parameters_in_the_memory_of_the_host():
     def from_host(weights, x):
         return loss(jax.device_put(weights, jax.memory.Space.Device), x)

@@ -127,9 +127,7 @@ def _next(known: dict[int, int], room: int) -> int:
     """Return the batch at which the line through the two sizes that are nearest to the limit meets it."""
     low, high = sorted(sorted(known, key=lambda batch: abs(known[batch] - room))[:2])
     slope = (known[high] - known[low]) / max(high - low, 1)
-    if slope <= 0:
-        return high
-    return max(1, int(low + (room - known[low]) / slope))
+    return high if slope <= 0 else max(1, int(low + (room - known[low]) / slope))
 
 
 @dataclass(frozen=True)
@@ -186,9 +184,8 @@ def measures(explained: Explained) -> tuple[tuple[Measure, ...], tuple[str, ...]
     return tuple(sorted(useful, key=_rank)), tuple(refused)
 
 
-def _rank(measure: Measure) -> tuple[bool, bool, bool, float]:
-    worth = measure.saved_bytes / max(measure.products, 1)
-    return measure.devices > 1, measure.is_estimated, measure.products > 0, -worth
+def _rank(x: Measure) -> tuple[bool, bool, bool, float]:
+    return x.devices > 1, x.is_estimated, x.products > 0, -x.saved_bytes / max(x.products, 1)
 
 
 def _measure(explained: Explained, name: str, line: str, needed: int, more: int = 0, **rest: Any) -> Measure:

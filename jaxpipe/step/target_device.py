@@ -50,8 +50,12 @@ def target_device(device: Any, args: PyTree, options: Mapping[str, Any]) -> Targ
       options: of ``jax.jit``.
 
     Raises:
-      PartitionError: if there is no such device, and none of its kind can be compiled for.
+      PartitionError: if there is no such device, and none of its kind can be compiled for, or arguments are on several.
     """
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
+    if device is not None and any(getattr(sharding, "num_devices", 1) > 1 for sharding in shardings):
+        text = f"device={device!r} is one device, and arguments are split over several."
+        raise PartitionError(f"{text} Leave device= out, or pass arguments without shardings.")
     if isinstance(device, str):
         return _of_kind(device)
     if device is None:

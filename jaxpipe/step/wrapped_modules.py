@@ -84,8 +84,7 @@ def observed_modules(args: PyTree) -> Iterator[tuple[CalledModules, PyTree]]:
             called.outermost[cls] = None
         else:
             called.inner[cls].add(tuple(map(str, module.path)))
-        static = {k for k, x in enumerate(args, 1) if not all(map(is_array, jax.tree.leaves(x)))}
-        called.static_arguments[cls] |= static
+        called.static_arguments[cls] |= {k for k, x in enumerate(args, 1) if not all(map(is_array, jax.tree.leaves(x)))}
         called.keywords[cls] |= set(kwargs)
         depth += 1
         try:

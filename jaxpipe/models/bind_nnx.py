@@ -188,7 +188,7 @@ def _call(
     nnx.pop(model, nnx.Any(nnx.Intermediate, _of_kinds(observed.sown_variables)))
     left = nnx.from_flat_state([(path, x) for path, x in variables if (type(x), path[-1]) in sown])
     left_behind = _settings(model)
-    changed = [path for path in sorted({*settings, *left_behind}) if settings.get(path) != left_behind.get(path)]
+    changed = [k for k in sorted({*settings, *left_behind}) if settings.get(k, []) != left_behind.get(k, [])]
     writes = observed.writes_parameters or any(parameters_in(model).get(p) is not x for p, x in parameters.items())
     return model, result, by_path(left) | by_path(nnx.state(model)), changed, writes
 

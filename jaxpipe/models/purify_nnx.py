@@ -231,7 +231,7 @@ def module_scopes(modules: Sequence[Any]) -> Iterator[None]:
     found = [(path, module) for root in modules for path, module in nnx.iter_modules(root)]
     token = _scopes.set({**_scopes.get(), **{id(module): tuple(map(str, path)) for path, module in found}})
     try:
-        with _named(True), contextlib.ExitStack() as stack:
+        with _named(bool(_scopes.get())), contextlib.ExitStack() as stack:
             for cls in dict.fromkeys(type(module) for _, module in found if callable(module)):
                 if getattr(cls.__call__, _SCOPED, None) is not cls:
                     stack.enter_context(replaced(cls, "__call__", _scoped_call(cls)))

@@ -323,7 +323,7 @@ def test_a_learning_rate_may_change(saved_mlp):
 
 
 @pytest.mark.parametrize("data", [{1: 2}, {"a": [{None: {}}]}, {"files": {1: 2, "1": 3}}], ids=str)
-def test_positions_that_would_come_back_as_others_are_refused(data, tmp_path):
+def test_keys_that_would_come_back_as_others_are_refused(data, tmp_path):
     pipeline = mlp_pipeline()
     with pytest.raises(jaxpipe.CheckpointError, match="data= must be what JSON can hold"):
         pipeline.save(pipeline.init(jax.random.key(0)), tmp_path, data=data)

@@ -131,7 +131,7 @@ ASKED = {
 @pytest.mark.parametrize("name", ASKED)
 def test_modules_that_ask_for_the_class_of_a_layer(name):
     model = Asking(nnx.Rngs(0), ASKED[name])
-    own = Doubling.__call__, Dense.__call__
+    calls = Doubling.__call__, Dense.__call__
     expected, gradients = nnx.value_and_grad(loss)(model, BATCH)
     encoded = jaxpipe.memory_encoded(loss)
     pipeline = partition(model, 2, 1)
@@ -139,4 +139,4 @@ def test_modules_that_ask_for_the_class_of_a_layer(name):
     for result in ((value, pipelined), nnx.value_and_grad(encoded)(model, BATCH)):
         np.testing.assert_allclose(result[0], expected, rtol=2 * FUSION)
         assert relative_l2(result[1], gradients) < 2 * FUSION
-    assert (Doubling.__call__, Dense.__call__) == own
+    assert (Doubling.__call__, Dense.__call__) == calls

@@ -93,7 +93,7 @@ def _as_json(data: object) -> object:
         text = json.dumps(data)
         keys = [key for path, _ in jax.tree_util.tree_leaves_with_path(data, is_leaf=lambda x: not x) for key in path]
         if not all(isinstance(getattr(key, "key", ""), str) for key in keys):
-            raise TypeError("keys of dictionaries must be texts")
+            raise TypeError("keys of dictionaries must be strings")
         return json.loads(text)
     except (TypeError, ValueError) as error:
         raise CheckpointError(

@@ -66,12 +66,12 @@ def twin_class(original: T, methods: Mapping[str, object]) -> T:
 def replaced(cls: type, name: str, value: object) -> Iterator[None]:
     """Meanwhile a class has another attribute; other threads wait to replace theirs."""
     with _lock:
-        own = vars(cls).get(name)
+        before = vars(cls).get(name)
         type.__setattr__(cls, name, value)
         try:
             yield
         finally:
-            if own is None:
+            if before is None:
                 type.__delattr__(cls, name)
             else:
-                type.__setattr__(cls, name, own)
+                type.__setattr__(cls, name, before)

@@ -228,11 +228,11 @@ def module_scopes(modules: Sequence[Any]) -> Iterator[None]:
 
     For the time of the call their classes open the scopes. The modules have no others: some programs ask for them.
     """
-    found = [(path, module) for root in modules for path, module in nnx.iter_modules(root)]
-    token = _scopes.set({**_scopes.get(), **{id(module): tuple(map(str, path)) for path, module in found}})
+    members = [(path, module) for root in modules for path, module in nnx.iter_modules(root)]
+    token = _scopes.set({**_scopes.get(), **{id(module): tuple(map(str, path)) for path, module in members}})
     try:
         with _named(bool(_scopes.get())), contextlib.ExitStack() as stack:
-            for cls in dict.fromkeys(type(module) for _, module in found if callable(module)):
+            for cls in dict.fromkeys(type(module) for _, module in members if callable(module)):
                 if getattr(cls.__call__, _SCOPED, None) is not cls:
                     stack.enter_context(replaced(cls, "__call__", _scoped_call(cls)))
             yield

@@ -167,7 +167,8 @@ def _named_class(cls: type, scope: str) -> type:
     return twin_class(cls, {"__call__": jax.named_scope(scope)(cls.__call__)})
 
 
-_run_encoded, _encoded_class = functools.partial(run_encoded, policy=FAST), functools.cache(memory_encoded)
+_run_encoded = functools.partial(run_encoded, policy=FAST)
+_encoded_class = functools.cache(memory_encoded)
 
 
 @functools.cache

@@ -140,3 +140,38 @@ def test_modules_that_ask_for_the_class_of_a_layer(name):
         np.testing.assert_allclose(result[0], expected, rtol=2 * FUSION)
         assert relative_l2(result[1], gradients) < 2 * FUSION
     assert (Doubling.__call__, Dense.__call__) == calls
+
+
+class KeepsIntermediate(nnx.Module):
+    """Reads an ``nnx.Intermediate`` that it was made with, changes it if it is no perturbation, and makes another."""
+
+    def __init__(self, rngs, kind):
+        self.head, self.kept = nnx.Linear(8, 5, rngs=rngs), kind(jnp.ones(5))
+
+    def __call__(self, x):
+        x = self.head(x) + self.kept.get_value()
+        if type(self.kept) is nnx.Intermediate:
+            self.kept.set_value(self.kept.get_value() / 2)
+        self.seen = nnx.Intermediate(x)
+        return x
+
+
+@pytest.mark.parametrize("kind", [nnx.Intermediate, nnx.Perturbation])
+def test_intermediates_that_a_module_is_made_with_are_its_state(kind):
+    def mean_loss(module, batch):
+        return module(batch["x"]).mean()
+
+    model = KeepsIntermediate(nnx.Rngs(0), kind)
+    pipeline = jaxpipe.partition(
+        model, mesh_of(1), BATCH, loss=mean_loss, optimizer=optax.sgd(0.1), num_microbatches=1, profile="analytic"
+    )
+    state, values = pipeline.init(jax.random.key(0)), []
+    for _ in range(3):
+        state, metrics = pipeline.step(state, BATCH)
+        values.append(metrics["loss"])
+    optimizer, expected = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), []
+    for _ in range(3):
+        value, gradients = nnx.value_and_grad(mean_loss)(model, BATCH)
+        optimizer.update(model, gradients)
+        expected.append(value)
+    np.testing.assert_allclose(values, expected, rtol=2 * FUSION)

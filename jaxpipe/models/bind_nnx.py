@@ -81,8 +81,7 @@ def reseed(streams: nnx.State, key: Array, shapes: _KeyShapes | None = None) -> 
             typed = is_key(value)
             fresh = jax.random.fold_in(key, next(numbers))
             if shapes[path]:
-                shape = value.shape if typed else value.shape[:-1]
-                fresh = jnp.broadcast_to(jax.random.split(fresh, shapes[path]), shape)
+                fresh = jnp.broadcast_to(jax.random.split(fresh, shapes[path]), value.shape[: None if typed else -1])
             value = fresh if typed else jax.random.key_data(fresh)
         else:
             value = jnp.zeros(value.shape, value.dtype)
@@ -108,7 +107,7 @@ def key_shapes(streams: nnx.State) -> _KeyShapes:
 def bind_nnx(model: nnx.Module, factory: Callable[..., nnx.Module] | None) -> BoundModel:
     """Find a module's variables, as ``bind``; ``factory`` makes it with values, if it has none."""
     model = nnx.clone(model)
-    nnx.pop(model, nnx.Intermediate)  # what calls before have sown
+    nnx.pop(model, lambda _, x: isinstance(x, nnx.Intermediate) and isinstance(x.get_raw_value(), tuple))  # sown before
     graphdef, params, streams, rest = nnx.split(model, nnx.Param, nnx.RngState, ...)
     _warn_of_optimizers(model)
     params_def, rest_def = jax.tree.structure(params), jax.tree.structure(rest)
@@ -174,7 +173,7 @@ def _call(
     A variable of its state that is sown to begins empty, and is left as it was.
     """
     variables = nnx.to_flat_state(state)
-    kinds = {(type(x), path[-1]) for path, x in variables}
+    kinds, known = {(type(x), path[-1]) for path, x in variables}, [path for path, _ in variables]
     sown: set[tuple[type[nnx.Variable], object]] = set()
     while True:
         model = make()
@@ -185,7 +184,8 @@ def _call(
         if observed.sown_variables & kinds <= sown:
             break
         sown |= observed.sown_variables & kinds
-    nnx.pop(model, nnx.Any(nnx.Intermediate, _of_kinds(observed.sown_variables)))
+    made_in_call = nnx.All(nnx.Intermediate, lambda path, _: path not in known)
+    nnx.pop(model, nnx.Any(made_in_call, _of_kinds(observed.sown_variables)))
     left = nnx.from_flat_state([(path, x) for path, x in variables if (type(x), path[-1]) in sown])
     left_behind = _settings(model)
     changed = [k for k in sorted({*settings, *left_behind}) if settings.get(k, []) != left_behind.get(k, [])]

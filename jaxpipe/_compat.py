@@ -396,7 +396,7 @@ def barrier(values: T) -> T:
 def flip(value: Array, bits: Array) -> Array:
     """An array of numbers whose elements are flipped in some bits; with a zero that shows at run time, in none.
 
-    Complex numbers are returned as they are.
+    Complex numbers, and those of four bits, are returned as they are.
     """
     if not _is_number(value):
         return value
@@ -417,7 +417,9 @@ def materialize(value: Array, after: Array) -> Array:
 
 
 def _is_number(value: Array) -> bool:
-    return jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+    """Return whether an array is of real numbers of whole bytes each."""
+    whole = jax.dtypes.itemsize_bits(value.dtype) == 8 * value.dtype.itemsize
+    return whole and (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer))
 
 
 def versions() -> list[str]:

@@ -12,7 +12,9 @@ from flax import nnx
 import jaxpipe
 from jaxpipe.residuals.two_passes import StoredPasses
 from jaxpipe.step.step_arguments import Call, without_values
+from jaxpipe.step.step_front import SMALLEST
 from jaxpipe.step.step_template import step_template
+from jaxpipe.step.step_variants import StepVariants
 
 
 W, X = (
@@ -166,3 +168,31 @@ def test_modules_of_linen_keep_their_streams():
         given(variables, X, jax.random.key(2)),
         plainly(step, variables, X, jax.random.key(2)),
     )
+
+
+def with_smallest_storage(step, *args):
+    variants = StepVariants(Call(step, {}, without_values(args), {}, jax.devices()[0]))
+    return variants.variant(SMALLEST).jitted(*args)
+
+
+@pytest.mark.versions
+def test_results_behind_barriers_are_of_weak_type_as_those_of_the_step():
+    """Arrays made of numbers of Python's take the type of what they are multiplied with."""
+
+    def step(scale, x):
+        loss = jaxpipe.memory_encoded(lambda scale: (jax.nn.relu(x * scale) * jnp.sin(scale)).sum())
+        return jax.grad(loss)(scale)
+
+    args = jnp.full((8,), 0.5), jnp.full((16, 8), 1.25)
+    given, expected = with_smallest_storage(step, *args), plainly(step, *args)
+    np.testing.assert_array_equal(given, expected)
+    assert expected.weak_type and given.weak_type
+
+
+def test_scalars_of_four_bits_are_not_what_steps_wait_for():
+    def step(scale, short, x):
+        loss = jaxpipe.memory_encoded(lambda scale: (jnp.tanh(x @ (short.astype(jnp.float32) * scale)) ** 2).sum())
+        return jax.grad(loss)(scale)
+
+    args = jnp.linspace(0.1, 0.2, 16), jnp.arange(256).reshape(16, 16).astype(jnp.int4), X
+    np.testing.assert_array_equal(with_smallest_storage(step, *args), plainly(step, *args))

@@ -61,10 +61,9 @@ class GroupedWalk(Walk):
         """Return the cotangents and the ``shared`` forward tensors of a group, and the zero for the next one."""
 
         def run() -> tuple[_Made, _Made, Array]:
-            rematerializer, received = self.rematerializer.copy(), dict(self.received)
-            alone = Walk(self.backward_graph, received, rematerializer, group.keep, {}, self.weights, self.waits)
-            alone.run(group.steps)
-            return {t: received[t] for t in group.written}, {t: rematerializer.values[t] for t in shared}, zero
+            copied, received = self.rematerializer.copy(), dict(self.received)
+            Walk(self.backward_graph, received, copied, group.keep, {}, self.weights, self.waits).run(group.steps)
+            return {t: received[t] for t in group.written}, {t: copied.values[t] for t in shared}, zero
 
         def nothing() -> tuple[_Made, _Made, Array]:
             source, graph = self.backward_graph.source, self.backward_graph.graph
@@ -72,7 +71,7 @@ class GroupedWalk(Walk):
             values = {t: _compat.zeros(graph.tensors[t].aval) for t in sorted(shared)}
             return cotangents, values, jnp.ones_like(zero)
 
-        return jax.lax.cond(zero == 0, run, nothing)
+        return jax.lax.cond(zero != 0, nothing, run)  # the last branch says which results are of weak type
 
     def _outline(self, steps: Sequence[BackwardOp]) -> list[_Group]:
         """Return the groups of steps, with what each makes and reads."""

@@ -23,7 +23,7 @@ from jaxpipe.models.decorated_class import twin_class
 from jaxpipe.models.purify_nnx import PureCall, purify, root_scope
 from jaxpipe.models.undecorated import undecorated, unless_disabled
 from jaxpipe.residuals.chosen_storage import DecoratedProgram, Passes, choosing
-from jaxpipe.residuals.encoded_scans import Held, encoded_scans, module_paths, run_around_scans
+from jaxpipe.residuals.encoded_bodies import Held, encoded_bodies, module_paths, run_around
 from jaxpipe.residuals.two_passes import CheckpointedPasses, StoredPasses
 from jaxpipe.targets.building import building_for, current, target_of_values
 from jaxpipe.targets.target import Target
@@ -48,7 +48,7 @@ def memory_encoded(target: object = None, *, codecs: Codecs = "fast", policy: Sa
 
     Between its forward and its backward pass the decorated module or function keeps 1-bit masks, pooling positions
     and the few tensors that cannot be recomputed cheaply, instead of every feature map; so does each iteration of a
-    ``scan`` inside. Loss, gradients and state are those of the undecorated model.
+    ``scan`` inside, and each shard of a ``shard_map``. Loss, gradients and state are those of the undecorated model.
 
     Works under ``jit``, ``grad``, ``value_and_grad``, ``vmap``, ``scan``, ``shard_map`` and ``remat``; decorated
     modules may nest. Use it under ``jit``: each eager call traces the model anew.
@@ -100,9 +100,8 @@ def memory_encoded(target: object = None, *, codecs: Codecs = "fast", policy: Sa
     parsed = parse(codecs, saves=policy)
     if target is None:
         return functools.partial(memory_encoded, codecs=codecs, policy=policy)
-    run = functools.partial(run_encoded, policy=parsed)
     if inspect.isclass(target) and issubclass(target, nn.Module):
-        return purify_linen.transform_class(target, run)
+        return purify_linen.transform_class(target, functools.partial(run_encoded, policy=parsed))
     if inspect.isclass(target) and issubclass(target, nnx.Module):
         return _encode_nnx_class(target, parsed)
     if isinstance(target, (nn.Module, nnx.Module)):
@@ -150,24 +149,22 @@ def _encode_nnx_class(cls: type[nnx.Module], policy: Policy) -> type[nnx.Module]
 
 def run_encoded(call: PureCall, *, policy: Policy) -> PyTree:
     """Run a pure call now; its derivative, if one is taken, goes through the stash."""
-    if any(_compat.is_forward_mode(leaf) for leaf in call.leaves):
-        raise DifferentiationError(_FORWARD_MODE)
     choices = choosing.value
     plain = None if choices is None or choices.plain is None or choices.plain.nested else choices.plain
     with choosing(None), undecorated(plain):  # decorated parts inside are parts of this program
         closed = jax.make_jaxpr(call.function)(*call.leaves)
     program, consts = _compat.hoist_constants(closed)
-    if any(_compat.is_forward_mode(value) for value in consts):
+    values = [*consts, *call.leaves]
+    if any(map(_compat.is_forward_mode, values)):
         raise DifferentiationError(_FORWARD_MODE)
     graph = read_graph(program, policy=policy).with_parameters([False] * len(consts) + list(call.parameters))
-    values = [*consts, *call.leaves]
     flags = zip(graph.inputs, [True] * len(consts) + list(call.held), strict=True)
     held, target = frozenset(t for t, flag in flags if flag), target_of_values(values)
     paths = tuple(module_paths(graph))
 
     def run(part: Graph, held: Held, values: Sequence[Array], iterations: int | None = None) -> Sequence[Array]:
-        if scans := encoded_scans(part, held):
-            return run_around_scans(part, scans, held, values, iterations, run)
+        if operators := encoded_bodies(part, held):
+            return run_around(operators, part, held, values, iterations, run)
         traced = program
         if part is not graph:
             traced = jax.make_jaxpr(lambda *values: part.evaluate(values))(*(part.tensors[t].aval for t in part.inputs))
@@ -218,12 +215,8 @@ def _encoded_function(
         if named:
             raise ModelError(_NAMED_SIZES.format(", ".join(sorted(named))))
         wrt = tuple(t for t, moves in zip(graph.inputs, perturbed, strict=True) if moves)
-        differentiated = DecoratedProgram(
-            program, graph, wrt, policy, held | (set(graph.inputs) - set(wrt)), iterations
-        )
-        if choices is None:
-            return _default_passes(differentiated), wrt
-        return choices.passes(differentiated), wrt
+        differentiated = DecoratedProgram(program, graph, wrt, policy, held | {*graph.inputs} - {*wrt}, iterations)
+        return (_default_passes if choices is None else choices.passes)(differentiated), wrt
 
     @jax.custom_vjp
     def encoded(*values: Array) -> Sequence[Array]:

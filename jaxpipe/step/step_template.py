@@ -174,9 +174,10 @@ def _evaluated(program: AnyJaxpr, storage: Storage, values: Sequence[Array]) -> 
         return _compat.evaluate_equation(equation.replace(params=inner), without_literals(equation, operands))
 
     def replaced(inner: AnyJaxpr) -> AnyJaxpr:
-        if not _is_opaque(inner):
+        opened, _ = _compat.open_jaxpr(inner)
+        if all(x.primitive is not FORWARD for x in equations_in(opened.eqns)):
             return inner
-        avals = [atom.aval for atom in _compat.open_jaxpr(inner)[0].invars]
+        avals = [atom.aval for atom in opened.invars]
         return jax.make_jaxpr(lambda *values: _evaluated(inner, storage, values))(*avals)
 
     return evaluate_otherwise(program, values, apply)
@@ -189,8 +190,3 @@ def _gradients(passes: Passes, stash: Any, params: Mapping[str, Any], operands: 
     gradients = passes.backward(stash, [next(rest) if flag else None for flag in given])
     by_input = dict(zip(program.wrt, gradients, strict=True))
     return [by_input[t] for t in has_gradient(program, given)]
-
-
-def _is_opaque(program: AnyJaxpr) -> bool:
-    """Return whether a program has opaque equations."""
-    return any(x.primitive is FORWARD for x in equations_in(_compat.open_jaxpr(program)[0].eqns))

@@ -127,6 +127,5 @@ _line: contextvars.ContextVar[_Line | None] = contextvars.ContextVar("line", def
 
 
 def _update(text: str) -> None:
-    line = _line.get()
-    if line is not None:
+    if (line := _line.get()) is not None:
         line.text = text

@@ -15,6 +15,7 @@ from jaxpipe.step.step_arguments import Call, without_values
 from jaxpipe.step.step_front import SMALLEST
 from jaxpipe.step.step_template import step_template
 from jaxpipe.step.step_variants import StepVariants
+from tests.support.compare import FUSION, relative_l2
 
 
 W, X = (
@@ -195,4 +196,4 @@ def test_scalars_of_four_bits_are_not_what_steps_wait_for():
         return jax.grad(loss)(scale)
 
     args = jnp.linspace(0.1, 0.2, 16), jnp.arange(256).reshape(16, 16).astype(jnp.int4), X
-    np.testing.assert_array_equal(with_smallest_storage(step, *args), plainly(step, *args))
+    assert relative_l2(with_smallest_storage(step, *args), plainly(step, *args)) < FUSION

@@ -1,5 +1,6 @@
 """Choices of storage without a solver: against closed forms, and without small items."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -125,3 +126,23 @@ def test_nothing_is_stored_that_nobody_reads():
     answer = choose(problem, SolverOptions())
     assert answer.choice == (NOT_STORED, 1)
     assert (answer.status, answer.outcome.swapped_bytes, answer.outcome.seconds) == ("optimal", 10, 0.0)
+
+
+@pytest.mark.parametrize("capacity", [40, 30, 20])
+def test_a_sum_is_stored_if_only_a_view_of_it_is_read(capacity):
+    """Each sum follows from the one before it and a term that cannot be computed again; a view of a sum costs nothing.
+
+    Stored sums cost nothing but their bytes; from stored terms, all sums before would be computed again.
+    """
+    items: list[Item] = []
+    for layer in range(4):
+        before = (len(items) - 2,) if items else ()
+        items.append(Item(f"term {layer}", (Option("keep", 10),), (), 10))
+        items.append(Item(f"sum {layer}", (Option("keep", 10),), (), 10, (*before, len(items) - 1), 1.0))
+        items.append(Item(f"view {layer}", (Option("keep", 10),), (3 - layer,), 10, (len(items) - 1,), 0.0))
+    # The sum before is two items ahead of a layer's term.
+    problem = Problem(tuple(items), (0,) * 4, capacity)
+    outcomes = (outcome_of(problem, choice) for choice in itertools.product((0, NOT_STORED), repeat=len(items)))
+    fitting = [outcome.seconds for outcome in outcomes if outcome is not None and outcome.fits()]
+    given = give_up(problem)
+    assert (None if given is None else given.seconds) == min(fitting, default=None)

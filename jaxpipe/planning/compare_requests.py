@@ -110,9 +110,4 @@ def state_parts(key: Array, batch: PyTree, model: BoundModel, slots: PyTree, ste
         parts["values of variables"] = {name: write(x) for name, x in pairs}
     if slots is not None:
         parts["optimizer_state="] = {str(k): write(x) for k, x in enumerate(slots)}
-    return {
-        "key": stable_text(key),
-        **shape_parts(batch),
-        "number of steps": str(step),
-        **parts,
-    }
+    return {"key": stable_text(key), **shape_parts(batch), "number of steps": str(step), **parts}

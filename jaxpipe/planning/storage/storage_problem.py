@@ -66,14 +66,17 @@ class Item:
 
     @property
     def fastest(self) -> tuple[float, int]:
-        """The seconds and the position of its fastest form, the smallest of equals; what is not read is not stored."""
+        """The seconds and the position of its fastest form; what is not read is not stored.
+
+        Of equals the smallest, and stored rather than computed again: a view of what else could be given up.
+        """
         if not self.uses:
             return 0.0, NOT_STORED
         forms = [(option.seconds, option.bytes, position) for position, option in enumerate(self.options)]
         if self.seconds is not None:
-            forms.append((self.seconds, self.bytes, NOT_STORED))
+            forms.append((self.seconds, self.bytes, len(forms)))
         seconds, _, position = min(forms)
-        return seconds, position
+        return seconds, position if position < len(self.options) else NOT_STORED
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpipe
 from jaxpipe.costs.count_products import count_products
+from jaxpipe.graph.graph import equations_in
+from jaxpipe.targets.building import building_for
 
 
 pytestmark = pytest.mark.optimized
@@ -234,6 +236,35 @@ def test_shards_store_less():
     )
     # As of iterations: what goes into gelu, not what is inside.
     assert decorated < 0.7 * without
+
+
+def test_on_a_gpu_gradients_of_weights_are_waited_for_before_devices_add_them_up():
+    """XLA would put off their products, and keep what they follow from: the sums over devices wait for nothing."""
+    mesh = jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
+
+    def shard(weights, x):
+        for w in weights:
+            x = x + jnp.tanh(x @ w)
+        return jax.lax.pmean(jnp.mean(x**2), "devices")
+
+    @jaxpipe.memory_encoded
+    def loss(weights):
+        x = jnp.linspace(-1, 1, 64 * WIDTH).reshape(64, WIDTH)
+        return jax.shard_map(shard, mesh=mesh, in_specs=(P(), P("devices")), out_specs=P())(weights, x)
+
+    with building_for("gpu"):
+        program = jax.make_jaxpr(jax.grad(loss))([jnp.eye(WIDTH)] * LAYERS)
+    joined = []
+    for body in (eqn.params["jaxpr"] for eqn in equations_in(program.eqns) if eqn.primitive.name == "shard_map"):
+        makers = {result: eqn for eqn in body.eqns for result in eqn.outvars}
+        for eqn in body.eqns:
+            if eqn.primitive.name.startswith("psum") and eqn.invars[0].aval.shape == (WIDTH, WIDTH):
+                maker = makers[eqn.invars[0]]
+                while maker.primitive.name == "reshape":
+                    maker = makers[maker.invars[0]]
+                joined.append(len(maker.invars) if maker.primitive.name == "optimization_barrier" else 0)
+    # Nothing comes after the last one.
+    assert len(joined) == LAYERS and sorted(joined)[1] > 1
 
 
 def test_checkpoints_written_by_hand_need_no_less():

@@ -56,12 +56,7 @@ def module_paths(graph: Graph) -> Iterator[str]:
 
 
 def run_around(
-    operators: Container[Operator],
-    graph: Graph,
-    held: Held,
-    values: Sequence[Array],
-    iterations: int | None,
-    run: Run,
+    operators: Container[Operator], graph: Graph, held: Held, values: Sequence[Array], iterations: int | None, run: Run
 ) -> list[Array]:
     """Run a graph, the bodies of some of its operators and all else in it with ``run``."""
     env = dict(graph.constants) | dict(zip(graph.inputs, values, strict=True))

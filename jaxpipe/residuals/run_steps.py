@@ -142,7 +142,7 @@ class JoinedWalk(Walk):
 
     def _run_product(self, step: BackwardOp, pending: deque[BackwardOp]) -> None:
         present = [t for t in step.cotangents_in if t in self.received]
-        loaded = self.rematerializer.load([step], [self.received[t] for t in present])
+        loaded = self._load([step], [self.received[t] for t in present])
         self.received.update(zip(present, loaded, strict=True))
         needs = self.rematerializer.fetch(step, self.awaited_by(step))
         values = dict(zip(step.needs, needs, strict=True))
@@ -158,7 +158,7 @@ class JoinedWalk(Walk):
                 else:
                     results.append((t, value))
             self._absorb_completed(part)
-            while pending and self.weights.issuperset(pending[0].cotangents_in) and not is_heavy(pending[0]):
+            while pending and self._follows_gradient(pending[0]):
                 self._run_light(self._next(pending))
         if self.backward_graph.graph.stage_shape:
             self._join_sums(results, pending)
@@ -208,12 +208,33 @@ class JoinedWalk(Walk):
         awaited = [t for t in dict.fromkeys(self.awaited) if t in self.received]
         sums = [self._flat(t) for t in awaited]
         operands = [x for _, read in self.late for x in read]
-        joined = iter(self.rematerializer.load(steps, [*arrays, *sums, *operands], always=bool(awaited)))
+        joined = iter(self._load(steps, [*arrays, *sums, *operands], always=bool(awaited)))
         unchanged = [next(joined) for _ in arrays]
         self.received.update((t, next(joined).reshape(self.received[t].shape)) for t in awaited)
         self.late = [(part, [next(joined) for _ in read]) for part, read in self.late]
         self.awaited = []
         return unchanged
+
+    def _follows_gradient(self, step: BackwardOp) -> bool:
+        """Return whether a step works on gradients of weights alone, and adds up none over mesh axes: that comes later.
+
+        Over the axes of a ``shard_map`` a sum does not vary as the results do that the gradient is joined with.
+        """
+        tensors = self.backward_graph.source.tensors
+        axes = {_compat.manual_axes(tensors[t].aval) for t in (*step.cotangents_in, *step.cotangents_out)}
+        return self.weights.issuperset(step.cotangents_in) and not is_heavy(step) and len(axes) == 1
+
+    def _load(self, steps: Iterable[BackwardOp], arrays: Sequence[Array], always: bool = False) -> Sequence[Array]:
+        """Return arrays unchanged, together with what some steps load.
+
+        In a ``shard_map`` what varies over other mesh axes than these waits for another cotangent that does.
+        """
+        known = {_compat.manual_axes(x) for x in arrays}
+        last = {_compat.manual_axes(x): t for t, x in self.received.items()}
+        others = [t for axes, t in last.items() if axes not in known]
+        loaded = self.rematerializer.load(steps, [*arrays, *(self.received[t] for t in others)], always=always)
+        self.received.update(zip(others, loaded[len(arrays) :], strict=True))
+        return loaded[: len(arrays)]
 
     def _run_late(self) -> None:
         """Run the products that were put off one after the other, those first that need a layout of their own."""

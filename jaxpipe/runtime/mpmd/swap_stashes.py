@@ -123,12 +123,7 @@ class _Mover(GraphWriter):
                 self._returned[k] |= returned
 
     def _send_away(
-        self,
-        pieces: Cut,
-        swap: StashSwap,
-        kept: Sequence[int],
-        place: Place,
-        when: tuple[int, int, int, int],
+        self, pieces: Cut, swap: StashSwap, kept: Sequence[int], place: Place, when: tuple[int, int, int, int]
     ) -> dict[int, int]:
         """Write a swap; return what is home then, by what has left.
 

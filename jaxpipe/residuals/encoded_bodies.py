@@ -33,14 +33,14 @@ def encoded_bodies(graph: Graph, held: Held) -> frozenset[Operator]:
 
     Under ``whole_scans`` only scans over layers: over a held input, as stacked parameters are, perhaps in another form.
     """
-    found = frozenset(filter(_stores_inside, graph.operators))
-    if not found or not whole_scans.value:
-        return found
+    storing = frozenset(filter(_stores_inside, graph.operators))
+    if not storing or not whole_scans.value:
+        return storing
     known = set(held)
     for op in graph.operators:
         if len(op.inputs) == 1 and known.issuperset(op.inputs):
             known.update(op.outputs)
-    return frozenset(op for op in found if op.name in SHARDS or not known.isdisjoint(scan_operands(op).scanned))
+    return frozenset(op for op in storing if op.name in SHARDS or not known.isdisjoint(scan_operands(op).scanned))
 
 
 def _stores_inside(op: Operator) -> bool:

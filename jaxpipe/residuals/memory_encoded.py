@@ -1,5 +1,6 @@
 """``@memory_encoded``: a whole module or function as one VJP program behind ``jax.custom_vjp``."""
 
+# More than 15 of our modules: models of three kinds, what they store and what they run on come together here.
 import functools
 import inspect
 from collections.abc import Callable, Sequence

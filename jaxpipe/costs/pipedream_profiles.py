@@ -80,7 +80,9 @@ def _costs(text: str, where: str) -> dict[str, float]:
         try:
             costs[field] = sum(map(float, parts))
         except ValueError:
-            raise PartitionError(f"{where}: {field} is {given.get(field)!r:.80}; write a number or [a; b].") from None
+            raise PartitionError(
+                f"{where}: {field} is {given.get(field)!r:.80}; it must be a number or [a; b]."
+            ) from None
     return costs
 
 

@@ -396,7 +396,7 @@ def barrier(values: T) -> T:
 def flip(value: Array, bits: Array) -> Array:
     """An array of numbers whose elements are flipped in some bits; with a zero that shows at run time, in none.
 
-    Complex numbers, and those of four bits, are returned as they are.
+    Complex numbers, and those of less than a byte, are returned as they are.
     """
     if not _is_number(value):
         return value

@@ -10,6 +10,7 @@ arrays alive. There
 - the next product waits for gradients of weights, for sums of cotangents, and for the parts of a cotangent that is
   split among several tensors: put off, they would keep all that they follow from;
 - in a sharded stage it waits for complete sums only, each of which devices add up at once;
+- in a ``shard_map`` it waits for a gradient before devices add it up: a barrier ties what varies over the same axes;
 - the gradient of a convolution's kernel comes before the cotangent of its input: what it alone reads is then gone, and
   what the steps behind it read is computed anew from what is stored;
 - a gradient much larger than what it follows from comes last. A convolution writes it in a layout of its own first, and
@@ -216,9 +217,9 @@ class JoinedWalk(Walk):
         return unchanged
 
     def _follows_gradient(self, step: BackwardOp) -> bool:
-        """Return whether a step works on gradients of weights alone, and adds up none over mesh axes: that comes later.
+        """Return whether a step works on gradients of weights alone, which vary over the same mesh axes behind it.
 
-        Over the axes of a ``shard_map`` a sum does not vary as the results do that the gradient is joined with.
+        What devices add up in a ``shard_map`` does not, and can be joined with a product's results only before.
         """
         tensors = self.backward_graph.source.tensors
         axes = {_compat.manual_axes(tensors[t].aval) for t in (*step.cotangents_in, *step.cotangents_out)}

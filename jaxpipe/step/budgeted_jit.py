@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
+from jax.dtypes import result_type
 from jax.extend.core import Jaxpr
 
 from jaxpipe import _compat, multihost
@@ -130,18 +130,12 @@ class BudgetedFunction:
                 "is a part of a larger program, whose bytes its budget does not limit. Call it outside, or give "
                 "jaxpipe.jit the outer function."
             )
-        try:
-            hash(static)
-        except TypeError as error:
-            raise ModelError(
-                f"{self._name} was given a static argument that has no hash ({error}). Static arguments are compared "
-                "from call to call: pass a tuple in place of a list, a frozen dataclass, or the argument as an array."
-            ) from None
-        same = Compared(structure), static, _compat.trace_context()
-        key = same, _compat.get_concrete_mesh(), tuple(map(_signature, leaves))
+        same = Compared((structure, static)), _compat.trace_context()
+        signatures = tuple(map(_signature, leaves))
+        key = same, _compat.get_concrete_mesh(), signatures
         if key not in self._lowered:
-            alike = same, tuple(map(_shape, leaves))
-            self._lowered[key] = self._planned(args, kwargs, leaves, alike)
+            shards = tuple((x, x if at is None else at.shard_shape(x), kind) for x, kind, _, at in signatures)
+            self._lowered[key] = self._planned(args, kwargs, leaves, (same, shards))
         return self._lowered[key]
 
     def trace(self, *args: PyTree, **kwargs: PyTree) -> Any:
@@ -308,13 +302,10 @@ def _level_within(variants: StepVariants, budget: int) -> str | None:
 
 def _signature(leaf: Any) -> Any:
     """Return an argument's shape, type and sharding, on which a program depends; a number is a scalar of weak type."""
-    weak, committed = getattr(leaf, "weak_type", not hasattr(leaf, "dtype")), getattr(leaf, "committed", True)
-    return _shape(leaf), weak, getattr(leaf, "sharding", None) if committed else None
-
-
-def _shape(leaf: Any) -> Any:
-    """Return the shape, that of a device's part, and the type; a number has those of the array that it becomes."""
-    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        sharding = getattr(leaf, "sharding", None)
-        return leaf.shape, leaf.shape if sharding is None else sharding.shard_shape(leaf.shape), leaf.dtype
-    return ((), (), jnp.result_type(leaf)) if isinstance(leaf, int | float | complex) else type(leaf)
+    try:
+        return leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding if leaf.committed else None
+    except AttributeError:  # no array of JAX: a shape, an array of NumPy, a number
+        number, is_typed = isinstance(leaf, int | float | complex), hasattr(leaf, "dtype")
+        kind = leaf.dtype if is_typed else result_type(leaf) if number else type(leaf)
+        sharding = getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
+        return getattr(leaf, "shape", ()), kind, getattr(leaf, "weak_type", not is_typed), sharding

@@ -1,5 +1,6 @@
 """Arguments of a step: the static ones, whose values count, and all others, of which shapes do."""
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,23 +57,25 @@ def jitter(arguments: PyTree) -> Callable[..., Any]:
 def split_arguments(arguments: PyTree) -> tuple[Hashable, list[Any]]:
     """Return the structure of arguments and their leaves, those of NNX modules and what these share included."""
     leaves, treedef = jax.tree.flatten(arguments)
-    if any(map(is_module, leaves)):  # others are trees, as most are
+    if any(map(is_module, {type(x): x for x in leaves}.values())) or _has_modules(Compared(treedef)):
         flat = flat_arguments(arguments)
         return (flat.treedef, flat.graphdef), flat.values
-    numbers: dict[int, int] = {}
-    variables = filter(_is_variable, jax.tree.leaves(arguments, is_leaf=_is_variable))
-    return (treedef, tuple(numbers.setdefault(id(x), len(numbers)) for x in variables)), leaves
+    return treedef, leaves  # as most are
 
 
-def _is_variable(value: object) -> bool:
-    return isinstance(value, nnx.Variable)
+@functools.lru_cache(maxsize=16)  # each call of a step asks
+def _has_modules(structure: Compared) -> bool:
+    """Return whether there are NNX modules among the nodes of a tree."""
+    node, children = structure.structure.node_data(), map(Compared, structure.structure.children())
+    is_one = node is not None and issubclass(node[0], nnx.Pytree) and not issubclass(node[0], nnx.Variable)
+    return is_one or any(map(_has_modules.__wrapped__, children))
 
 
 @dataclass(frozen=True, eq=False)
 class FlatArguments:
     """Arguments as arrays: leaves of trees, and the states of NNX modules, which may share variables.
 
-    Variables by themselves are treated as modules, as they change, too.
+    Beside modules, variables by themselves are treated as these, as under ``nnx.jit``; they change, too.
 
     Attributes:
       tree: leaves of trees and modules.
@@ -106,6 +109,8 @@ class FlatArguments:
 def flat_arguments(arguments: PyTree) -> FlatArguments:
     """Return arguments as arrays."""
     leaves, treedef = jax.tree.flatten(arguments, is_leaf=is_node)
+    if not any(map(is_module, leaves)):  # then variables are trees
+        leaves, treedef = jax.tree.flatten(arguments)
     return FlatArguments(leaves, treedef, *nnx.split(tuple(filter(is_node, leaves))))
 
 

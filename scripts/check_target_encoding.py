@@ -8,8 +8,8 @@ The models, steps and variants of ``scripts.bench_encoding``, and the same at si
 ``jaxpipe.targets.absent`` for the requirements. A product is a matrix product or a convolution of the traced step: what
 a variant has more than plain, it computes again. ``--shares`` adds ``jaxpipe.jit`` of the step with a decorated loss
 within shares of the plain step's bytes; a budget that is refused is null. ``--bfloat16`` casts parameters, inputs and
-state. Rows are added to those that are in ``--out``. Nothing runs: the workspace of library kernels is known on a GPU
-only, and a TPU's temporaries are those that XLA does not keep on the chip.
+state. Rows are added to those that are in ``--out``, and figures to those of their rows. Nothing runs: the workspace of
+library kernels is known on a GPU only, and a TPU's temporaries are those that XLA does not keep on the chip.
 """
 
 import argparse
@@ -38,6 +38,7 @@ from scripts.encoding_cases import CASES, GPU_CASES, WITH_BLOCKS, Case, Problem
 from scripts.measuring import header
 
 
+FIGURES = ("temporaries", "products", "flops")
 DEFAULT = [name for name in VARIANTS if name not in ("encoded", "smallest", "barrier")]
 
 
@@ -90,11 +91,10 @@ def measure(case: Case, names: Sequence[str], shares: Sequence[float], device: A
     for name, variant in variants.items():
         programs[name] = compiled(problem, variant, density, device)
     programs |= {f"{share:.0%}": within(problem, device, share) for share in shares}
-    figures = ("temporaries", "products", "flops")
     return {
         "name": case.name + " bfloat16" * bfloat16,
         "batch": case.batch,
-        **{key: {name: row and row[key] for name, row in programs.items()} for key in figures},
+        **{key: {name: row and row[key] for name, row in programs.items()} for key in FIGURES},
     }
 
 
@@ -115,7 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", choices=targets, default="H100")
     parser.add_argument("--models", nargs="+", choices=by_name, default=list(by_name), metavar="NAME")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=DEFAULT, help="besides plain")
+    parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=DEFAULT, help="besides plain")
     parser.add_argument("--shares", nargs="+", type=float, default=[])
     parser.add_argument("--bfloat16", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -125,6 +125,8 @@ def main() -> None:
     known = {row["name"]: row for row in json.loads(out.read_text())["rows"]} if out.exists() else {}
     for name in arguments.models:
         row = measure(by_name[name], arguments.variants, arguments.shares, device, arguments.bfloat16)
+        before = known.get(row["name"], {})
+        row |= {key: before.get(key, {}) | row[key] for key in FIGURES}
         known[row["name"]] = row
         sizes, products = row["temporaries"], row["products"]
         text = {key: value and f"{value / 2**20:.1f} MiB, {products[key]} products" for key, value in sizes.items()}

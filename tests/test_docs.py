@@ -210,6 +210,10 @@ def test_bytes_on_a_tpu_are_the_measured_ones():
     text = " ".join((DOCS / "devices.md").read_text().split())
     assert f"Within 86 %, the Llama-like model takes {size:,.1f} MiB and {count} products" in text
     assert size * 2**20 < llama["temporaries"]["dots-no-batch"] and count < llama["products"]["dots-no-batch"]
+    vit = next(row for row in rows if row["name"] == "ViT-B 16x224 bfloat16")
+    size, count = vit["temporaries"]["40%"] / 2**20, vit["products"]["40%"]
+    assert f"Within 40 %, ViT-B in bfloat16 takes {size:,.1f} MiB and {count} products, as many as" in text
+    assert size * 2**20 < vit["temporaries"]["blocks"] and count == vit["products"]["blocks"]
 
 
 def test_seconds_on_a_tpu_are_the_estimated_ones():

@@ -102,7 +102,7 @@ OTHER_CASES -= {("linen", 4, "mpmd"), ("nnx", 1, "spmd")}
 @pytest.mark.parametrize(
     ("kind", "stages", "runtime"),
     [
-        pytest.param("linen", 4, "mpmd", marks=pytest.mark.core),
+        ("linen", 4, "mpmd"),
         pytest.param("nnx", 1, "spmd", marks=pytest.mark.versions),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in sorted(OTHER_CASES)),
     ],

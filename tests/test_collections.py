@@ -77,7 +77,7 @@ def plain_sowing(params, state, batch, _):
         pytest.param(1, "mpmd", marks=pytest.mark.slow),
         pytest.param(2, "mpmd", marks=pytest.mark.core),
         pytest.param(4, "mpmd", marks=pytest.mark.slow),
-        (2, "spmd"),
+        pytest.param(2, "spmd", marks=pytest.mark.slow),
     ],
 )
 def test_what_a_call_sows_begins_empty_and_is_gone_after_it(stages, runtime):
@@ -248,7 +248,7 @@ def plain_fp8(variables, optimizer, batch, m, steps):
     ("stages", "replicas", "m"),
     [
         pytest.param(1, None, 4, marks=pytest.mark.slow),
-        (2, None, 4),
+        pytest.param(2, None, 4, marks=pytest.mark.slow),
         pytest.param(4, None, 4, marks=pytest.mark.slow),
         (2, 2, 2),
         (2, None, 1),

@@ -162,7 +162,9 @@ def compare_stages(name, parameters):
     assert_same_bits(actual, expected)
 
 
-@pytest.mark.parametrize("name", ["products", pytest.param("pools", marks=pytest.mark.slow), "decoder"])
+@pytest.mark.parametrize(
+    "name", ["decoder", *(pytest.param(name, marks=pytest.mark.slow) for name in ("products", "pools"))]
+)
 def test_stages_add_up_in_float32_what_plain_gradients_are(name):
     """In a process where XLA rounds to bfloat16 where it is told to.
 

@@ -75,7 +75,7 @@ def step(network, groups, size, m):
     return simulate(schedule, forward=work, backward=backward, communication=communication, lockstep=False).makespan
 
 
-@pytest.mark.parametrize(("p", "k"), [(4, 1), (5, 1), (6, 1)])
+@pytest.mark.parametrize(("p", "k"), [(4, 1), (5, 1), pytest.param(6, 1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_best_of_all_mappings_that_are_no_slower(p, k, seed):
     rng = np.random.default_rng(seed)

@@ -195,6 +195,7 @@ def test_stages_replicas_and_sharded_kernels_train_as_one_device(module):
     assert_close(nn.unbox(pipeline.parameters(state))["params"], plain_training(module, batch_of()))
 
 
+@pytest.mark.slow
 def test_cuts_do_not_change_a_bit():
     """Sums have the same order with two stages and with four; XLA:CPU fuses blocks of a GPT otherwise at a cut."""
     results = []
@@ -289,7 +290,14 @@ RULES = (("batch", ("data", "fsdp")), ("mlp", "tensor"), ("vocabulary", "tensor"
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("axes", [{}, {"tensor": 2}, {"fsdp": 2}, {"tensor": 2, "fsdp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"tensor": 2, "fsdp": 2},
+        *(pytest.param(axes, marks=pytest.mark.slow) for axes in ({}, {"tensor": 2}, {"fsdp": 2})),
+    ],
+    ids=str,
+)
 def test_logical_axes_with_and_without_the_mesh_axes(axes):
     pipeline = pipeline_of(Logical(), named_mesh(stage=2, **axes), options=PlanOptions(axis_rules=RULES))
     state = trained(pipeline)
@@ -319,6 +327,7 @@ class NnxModel(nnx.Module):
         return self.head(self.norm(x + self.narrow(nnx.relu(self.wide(x)))))
 
 
+@pytest.mark.slow
 def test_metadata_of_nnx():
     pipelines = [pipeline_of(NnxModel, mesh) for mesh in (named_mesh(stage=1), named_mesh(stage=2, model=4))]
     assert_close(*(pipeline.parameters(trained(pipeline)) for pipeline in pipelines))
@@ -391,6 +400,7 @@ def test_a_constraint_over_an_axis_of_the_stage_stays_and_others_are_dropped_wit
     assert_close(jax.tree.leaves(gradients), plain)
 
 
+@pytest.mark.slow
 def test_evaluation_and_prediction_of_sharded_stages():
     pipeline = pipeline_of(
         GPT(), named_mesh(stage=2, data=2, model=2), evaluate=loss, predict=lambda model, batch: model(batch["x"])
@@ -403,7 +413,7 @@ def test_evaluation_and_prediction_of_sharded_stages():
     assert relative_l2(*rows) < ORDER
 
 
-@pytest.mark.versions
+@pytest.mark.slow
 def test_checkpoints_go_from_any_layout_to_any(tmp_path):
     layouts = [
         (named_mesh(stage=2, data=2, model=2), PlanOptions(zero=1)),
@@ -530,6 +540,7 @@ def test_sharding_of_the_state():
     assert all(x.addressable_shards[0].data.size == x.size // 2 for x in sharded)
 
 
+@pytest.mark.slow
 def test_stages_of_unequal_numbers_of_groups():
     """Two groups share the micro-batches of the first stage; each is sharded over ``model``."""
     pipeline = pipeline_of(

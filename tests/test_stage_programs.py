@@ -56,10 +56,13 @@ def check_runtimes(name: str, stages: int, m: int, replicas: int | None, schedul
 
 @pytest.mark.parametrize(
     ("stages", "schedule", "replicas"),
-    [pytest.param(*size, marks=pytest.mark.core) for size in ((2, "zero_bubble", None), (2, "1f1b", 2))]
-    + [
-        pytest.param(*size, marks=pytest.mark.versions)
-        for size in ((1, "1f1b", None), (4, "gpipe", None), (2, "chunks", None))
+    [
+        pytest.param(2, "zero_bubble", None, marks=pytest.mark.core),
+        (2, "1f1b", 2),
+        *(
+            pytest.param(*size, marks=pytest.mark.versions)
+            for size in ((1, "1f1b", None), (4, "gpipe", None), (2, "chunks", None))
+        ),
     ],
 )
 def test_stage_programs_give_the_bits_of_one_program(stages, schedule, replicas):
@@ -201,6 +204,7 @@ def tokens(rows: int, length: int) -> dict:
     return {name: drawn.integers(0, 20, (rows, length), np.int32) for name in "xy"}
 
 
+@pytest.mark.slow
 def test_other_lengths_and_a_smaller_last_batch_train_as_plain_training_does():
     batches = [tokens(8, 6), tokens(8, 10), tokens(6, 6), tokens(8, 6)]
     model, optimizer = Tagger(), optax.sgd(0.1)
@@ -280,6 +284,7 @@ def test_a_state_of_another_optimizer_or_runtime_is_refused():
         stages_of("mlp", 2, 4, None, optimizer=optax.adam(1e-2), runtime="spmd").adopt(state)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_either_runtime_restores_into_the_other(tmp_path):
     case, restored = case_of("mlp"), {}
     for runtime, other in (("mpmd", "spmd"), ("spmd", "mpmd")):

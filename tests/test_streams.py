@@ -53,7 +53,7 @@ class Switched(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "stages", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.core), 4]
+    "stages", [pytest.param(2, marks=pytest.mark.core), *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))]
 )
 def test_every_stream_is_there_for_has_rng(stages):
     pipeline = partition(Switched(), lambda model, batch: jnp.square(model(batch["x"])).mean(), stages)

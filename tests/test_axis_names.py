@@ -94,7 +94,7 @@ def results(model, loss, stages, runtime):
 
 
 OTHER_CASES = set(itertools.product(["linen", "nnx"], [1, 2, 4], ["mpmd", "spmd"]))
-OTHER_CASES -= {("linen", 4, "mpmd"), ("nnx", 1, "spmd")}
+OTHER_CASES -= {("linen", 4, "mpmd")}
 
 
 @pytest.mark.optimized
@@ -103,7 +103,6 @@ OTHER_CASES -= {("linen", 4, "mpmd"), ("nnx", 1, "spmd")}
     ("kind", "stages", "runtime"),
     [
         ("linen", 4, "mpmd"),
-        pytest.param("nnx", 1, "spmd", marks=pytest.mark.versions),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in sorted(OTHER_CASES)),
     ],
 )

@@ -282,7 +282,9 @@ def test_a_profile_decides_for_its_own_program():
     assert again.names == profile.names and again.scan_groups == profile.scan_groups
 
 
-@pytest.mark.parametrize("stages", [(2, 1), (1, 2), pytest.param((2, 4), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "stages", [(2, 1), *(pytest.param(stages, marks=pytest.mark.slow) for stages in ((1, 2), (2, 4)))]
+)
 def test_states_move_between_pipelines_with_other_groups(stages):
     case = case_of("linen")
     first, second = (pipeline_of(case, n, 4, optimizer=optax.adam(1e-2)) for n in stages)

@@ -190,7 +190,11 @@ def test_gradients_are_those_of_the_plain_program(program, codecs):
 
 @pytest.mark.parametrize(
     "program",
-    [pytest.param(program, marks=pytest.mark.core if program is nested else ()) for program in PROGRAMS],
+    [
+        pytest.param(nested, marks=pytest.mark.core),
+        *(with_state, sharded, ring),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in (layers, recurrent, scan_in_scan, shared_weights)),
+    ],
     ids=lambda program: program.__name__,
 )
 def test_a_budget_keeps_the_values_of_the_plain_step(program):
@@ -267,6 +271,7 @@ def test_on_a_gpu_gradients_of_weights_are_waited_for_before_devices_add_them_up
     assert len(joined) == LAYERS and sorted(joined)[1] > 1
 
 
+@pytest.mark.slow
 def test_checkpoints_written_by_hand_need_no_less():
     def step_of(enc, block):
         net, x = enc(Layers)(block), jax.random.normal(jax.random.key(0), (256, 8))
@@ -363,7 +368,8 @@ class Recurrences(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("decorated", ["loss", *(pytest.param(x, marks=pytest.mark.slow) for x in ("model", "blocks"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("decorated", ["loss", "model", "blocks"])
 def test_small_budgets_of_recurrences_are_not_above_flax_s_remat(decorated):
     """A larger budget runs no more products, and gradients are those of the plain step."""
     x = jax.random.normal(jax.random.key(0), (8, 64, WIDTH))

@@ -98,7 +98,7 @@ def bytes_by_jax(function, *args):
 
 
 #: What is compiled before each change beside a perceptron with every policy: policies that differ in other models.
-OTHERS = [("nothing", "transformer"), ("dots without batch", "transformer"), ("marks", "cnn"), ("both", "cnn")]
+OTHERS = [("dots without batch", "transformer"), ("marks", "cnn")]
 
 
 @pytest.mark.parametrize(

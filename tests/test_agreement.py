@@ -93,7 +93,6 @@ def test_a_process_that_leaves_the_others_is_named(where, first, second):
     assert first in texts[0] and second in texts[1]
 
 
-@pytest.mark.slow
 def test_a_process_does_not_wait_forever_for_others_to_join():
     began = time.monotonic()
     with started(2, "join", 5, run=RUN) as processes:

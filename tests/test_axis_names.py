@@ -94,7 +94,7 @@ def results(model, loss, stages, runtime):
 
 
 OTHER_CASES = set(itertools.product(["linen", "nnx"], [1, 2, 4], ["mpmd", "spmd"]))
-OTHER_CASES -= {("linen", 4, "mpmd")}
+OTHER_CASES -= {("linen", 4, "mpmd"), ("nnx", 1, "spmd")}
 
 
 @pytest.mark.optimized
@@ -102,7 +102,8 @@ OTHER_CASES -= {("linen", 4, "mpmd")}
 @pytest.mark.parametrize(
     ("kind", "stages", "runtime"),
     [
-        ("linen", 4, "mpmd"),
+        pytest.param("linen", 4, "mpmd", marks=pytest.mark.core),
+        pytest.param("nnx", 1, "spmd", marks=pytest.mark.versions),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in sorted(OTHER_CASES)),
     ],
 )

@@ -50,8 +50,7 @@ def start():
     return model, model.init(jax.random.key(0), jnp.zeros((1, SIZE.context), jnp.int32))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["adamw 2bw corrected", "muon 2bw"])
+@pytest.mark.parametrize("name", [pytest.param("adamw 2bw corrected", marks=pytest.mark.slow), "muon 2bw"])
 def test_late_gradients_are_those_of_a_pipeline_with_double_buffers(name):
     """Four batches are four groups of two micro-batches of one step."""
     variant, (model, params), batches = variant_of(name), start(), batches_of(4)

@@ -5,9 +5,7 @@ import dataclasses
 import functools
 import gc
 import re
-import sys
 import weakref
-from collections import Counter
 
 import flax.linen as nn
 import jax
@@ -22,24 +20,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpipe
 from tests.support.compare import assert_same_bits
+from tests.support.plain_steps import plainly, reserved
 
 
 pytestmark = pytest.mark.optimized
-
-
-def reserved(compiled):
-    """The bytes that XLA states, with what is donated once."""
-    sizes = compiled.memory_analysis()
-    kept = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-    return kept + sizes.temp_size_in_bytes
-
-
-def plainly(step, *args, **options):
-    """The plain step's results and the bytes that it takes."""
-    with jaxpipe.without_encoding():
-        jitted = jax.jit(step, **options)
-        compiled = jitted.lower(*args).compile()
-        return jitted(*jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, args)), reserved(compiled)
 
 
 def assert_equal(given, expected):
@@ -201,56 +185,6 @@ def test_nnx_modules_with_a_configuration_that_has_no_hash():
     given = trained(jaxpipe.jit(step, memory="1GiB"))
     assert len(traced) == 1
     assert_equal(given, trained(nnx.jit(step)))
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("pytree", [True, False])
-def test_modules_that_share_variables_and_those_that_do_not_are_different_arguments(pytree):
-    class Net(nnx.Module, pytree=pytree):
-        def __init__(self, seed):
-            rngs = nnx.Rngs(seed)
-            self.layers = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(3)])
-
-        def __call__(self, x):
-            for layer in self.layers:
-                x = nnx.gelu(layer(x))
-            return x
-
-    @jaxpipe.memory_encoded
-    def loss(net, first, second, third, x):
-        return jnp.sum((net(x) + first(x)) * second(x) * (1 + third(x)))
-
-    a, b, net = map(Net, range(3))
-    x = jax.random.normal(jax.random.key(0), (1024, 16))
-    expected = nnx.jit(nnx.grad(loss))
-    with jaxpipe.without_encoding():
-        plain = reserved(expected.lower(net, a, a, b, x).compile())
-    budgeted = jaxpipe.jit(nnx.grad(loss), memory=int(0.8 * plain))
-    for others in (a, a, b), (a, b, b), (a, a, a):  # the first two have equal leaves
-        assert_same_bits(budgeted(net, *others, x), expected(net, *others, x))
-
-
-def test_states_of_nnx_modules_are_trees_as_under_jax_jit():
-    """A state that has a variable twice has two values of it there, and so it has within a budget."""
-    graphdef, state = nnx.split(
-        nnx.Sequential(nnx.Linear(32, 128, rngs=nnx.Rngs(0)), nnx.gelu, nnx.Linear(128, 32, rngs=nnx.Rngs(1)))
-    )
-
-    @jaxpipe.memory_encoded
-    def loss(states, graphdef, x):
-        for state in states:
-            x = x + nnx.merge(graphdef, state)(x)
-        return jnp.mean(x**2)
-
-    def step(states, graphdef, x):
-        return jax.tree.map(lambda w, g: w - 0.1 * g, states, jax.grad(loss)(states, graphdef, x))
-
-    x = jax.random.normal(jax.random.key(0), (4096, 32))
-    for states in ([state, state], [state, jax.tree.map(jnp.copy, state)]):
-        expected, plain = plainly(step, states, graphdef, x)
-        budgeted = jaxpipe.jit(step, memory=int(0.7 * plain))
-        assert_same_bits(budgeted(states, graphdef, x), expected)
-        assert reserved(budgeted.lower(states, graphdef, x).compile()) <= 0.7 * plain
 
 
 def test_micro_batches_in_a_scan():
@@ -557,33 +491,6 @@ def test_wrong_usage(training):
     for jitted in jax.jit(lambda x, sizes: x, **options), jaxpipe.jit(lambda x, sizes: x, memory="1GiB", **options):
         with pytest.raises(ValueError, match="on-hashable static argument"):
             jitted(1.0, sizes=[1, 2])
-
-
-def test_the_host_does_little_for_a_call():
-    """A call of ``jax.jit`` takes the host a microsecond for each argument; ours must not take several."""
-
-    @jaxpipe.memory_encoded
-    def loss(params, x):
-        for w in params.values():
-            x = jnp.tanh(x @ w)
-        return x.sum()
-
-    def step(state, x):
-        return state.apply_gradients(grads=jax.grad(loss)(state.params, x))
-
-    params = {f"layer {k}": jnp.eye(4) for k in range(50)}
-    state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
-    step, x, calls = jaxpipe.jit(step, memory="1GiB"), jnp.ones((4, 4)), []
-    state = step(step(state, x), x)  # the first step of an initial state has numbers without a device
-    before = sys.getprofile()
-    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
-    try:
-        jax.block_until_ready(step(state, x))
-    finally:
-        sys.setprofile(before)
-    leaves = len(jax.tree.leaves(state))
-    assert leaves == 152
-    assert len(calls) < 7 * leaves, Counter(calls)
 
 
 @pytest.mark.parametrize("options", [{"donate_argnum": 0}, {"donate_argnums": 9}, {"static_argnames": "states"}])

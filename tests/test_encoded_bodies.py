@@ -271,7 +271,6 @@ def test_on_a_gpu_gradients_of_weights_are_waited_for_before_devices_add_them_up
     assert len(joined) == LAYERS and sorted(joined)[1] > 1
 
 
-@pytest.mark.slow
 def test_checkpoints_written_by_hand_need_no_less():
     def step_of(enc, block):
         net, x = enc(Layers)(block), jax.random.normal(jax.random.key(0), (256, 8))
@@ -368,8 +367,7 @@ class Recurrences(nn.Module):
         return x
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("decorated", ["loss", "model", "blocks"])
+@pytest.mark.parametrize("decorated", ["loss", *(pytest.param(x, marks=pytest.mark.slow) for x in ("model", "blocks"))])
 def test_small_budgets_of_recurrences_are_not_above_flax_s_remat(decorated):
     """A larger budget runs no more products, and gradients are those of the plain step."""
     x = jax.random.normal(jax.random.key(0), (8, 64, WIDTH))

@@ -93,7 +93,6 @@ def test_train_resumable_goes_on_in_fewer_stages(capsys, tmp_path):
     assert first < second and second > 0.9
 
 
-@pytest.mark.slow
 def test_train_hosts_runs_alone(capsys, tmp_path):
     example = runpy.run_path(str(EXAMPLES / "train_hosts.py"))
     accuracy = example["main"](example["Options"](stages=2, replicas=2, steps=120, checkpoints=tmp_path))

@@ -179,9 +179,7 @@ def test_wrapped_modules_need_what_the_written_lines_need():
         assert shown.line == "Block = nn.remat(Block, static_argnums=(2,))  # below class Block"
 
 
-@pytest.mark.parametrize(
-    "lifted", [nn.remat, *(pytest.param(lifted, marks=pytest.mark.slow) for lifted in (nn.jit, jaxpipe.memory_encoded))]
-)
+@pytest.mark.parametrize("lifted", [nn.remat, nn.jit, jaxpipe.memory_encoded])
 def test_measures_of_a_module_under_a_lifted_transformation(lifted):
     """Flax runs functions of its own on such modules, which are no methods to be wrapped."""
     net = lifted(Net)()
@@ -308,7 +306,7 @@ def test_variables_that_nnx_modules_share_are_counted_once(optimizer):
     assert causes["batch"] == bytes_of(BATCH["x"])
 
 
-@pytest.mark.slow
+@pytest.mark.versions
 def test_nnx_modules_need_what_a_decorated_class_needs():
     plain = jaxpipe.explain(nnx.jit(nnx_step), *nnx_arguments())
     encoded = xla_bytes(nnx.jit(nnx_step), *nnx_arguments(jaxpipe.memory_encoded(NNXNet)))

@@ -59,7 +59,7 @@ def _fixed(build, stages, m):
     ("build", "stages", "m", "off"),
     [
         pytest.param(unet, 2, 4, 0.0, marks=pytest.mark.slow),
-        (mlp, 1, 2, 0.0),
+        pytest.param(mlp, 1, 2, 0.0, marks=pytest.mark.core),
         pytest.param(mlp, 3, 4, FUSION, marks=pytest.mark.slow),  # computes the exponentials of its softmax again
         pytest.param(unet, 1, 2, 0.0, marks=pytest.mark.slow),
         pytest.param(transformer, 2, 4, FUSION, marks=pytest.mark.slow),
@@ -279,7 +279,6 @@ def test_cuts_follow_what_storage_adds():
     assert type(balanced_plan).from_json(balanced_plan.to_json()) == balanced_plan
 
 
-@pytest.mark.slow
 def test_a_budget_logs_its_rounds():
     """The record of the plan's own cuts is the plan's; those of others are about right."""
     options = {"schedule": "1f1b", "options": jaxpipe.PlanOptions(compile=False)}

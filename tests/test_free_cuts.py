@@ -246,7 +246,7 @@ def check_wide(operators, devices, name, replicate, seconds, fewer):
 
 
 @pytest.mark.parametrize("name", ["uniform", "nodes"])
-@pytest.mark.parametrize("replicate", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("replicate", [False, True])
 def test_many_devices(name, replicate):
     partition = check_wide(200, 64, name, replicate, 10, fewer=(8, 32, 56))
     # One device for each of 64 stages takes 3.07 s.

@@ -132,7 +132,6 @@ def test_several_stages_on_a_device_take_as_many_cuts():
     assert begins(pipeline)[::2] == ["Net/Block_1/Dense_0", "Net/mid"]
 
 
-@pytest.mark.slow
 def test_several_devices_in_a_stage_and_a_budget():
     options = PlanOptions(devices_per_stage=(3, 1))
     pipeline = made(Net(), 4, ["head"], options=options, num_microbatches=None)

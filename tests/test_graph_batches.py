@@ -98,7 +98,6 @@ def test_one_micro_batch_is_the_whole_batch(variables, runtime):
     assert relative_l2(pipeline.parameters(state), updated) < FUSED
 
 
-@pytest.mark.slow
 def test_batches_of_other_sizes(variables):
     """Also of sizes that are equal by chance: what has no examples is not cut."""
     pipeline = pipeline_of(loss_alone, evaluate=loss_alone, runtime="mpmd")

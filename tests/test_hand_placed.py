@@ -50,7 +50,6 @@ def test_levels_run_the_products_that_flax_s_remat_runs(every, saved):
     assert count_products(variants.variant(level).jaxpr) == count_products(jax.make_jaxpr(remat)(VARIABLES, X).jaxpr)
 
 
-@pytest.mark.slow
 def test_blocks_with_sums_over_a_named_axis_have_levels_too():
     class Synced(nn.Module):
         @nn.compact

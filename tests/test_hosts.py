@@ -90,7 +90,7 @@ def test_messages_between_processes_keep_the_bits_of_every_type(tmp_path):
     assert not any(name.startswith("there") for name in first)
 
 
-@pytest.mark.slow
+@pytest.mark.versions
 def test_two_processes_send_the_bytes_that_the_plan_says(tmp_path):
     """By the kernel's count of what their sockets have delivered, in each step."""
     launch(2, tmp_path, run=str(ROOT / "tests" / "support" / "socket_bytes_run.py"))
@@ -220,7 +220,6 @@ def test_an_error_in_one_process_ends_the_others(tmp_path):
     assert "AssertionError: a mistake" in done.stdout and "Process 1 of 2 ends" in done.stdout
 
 
-@pytest.mark.slow
 def test_batches_of_unequal_sizes_are_refused_and_nobody_waits_forever():
     began = time.monotonic()
     with started(2, 2, "unequal") as processes:

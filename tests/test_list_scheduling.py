@@ -114,7 +114,6 @@ def test_two_stages_on_each_device_leave_less_bubble_than_zero_bubble_with_as_ma
     assert interleaved(p, m).in_flight(0) > 2 * p
 
 
-@pytest.mark.slow
 def test_no_fixed_table_with_as_many_stashes_is_shorter():
     draw = random.Random(0)
     makers = (one_f_one_b, zero_bubble, gpipe)

@@ -82,7 +82,7 @@ def test_the_arena_is_there_once():
     assert grown <= slots + batch + 0.02 * slots
 
 
-@pytest.mark.slow
+@pytest.mark.versions
 def test_parameters_are_not_copied_in_the_loop():
     """Twice the width of one stage's odd layer, which is packed: temporaries grow by what a backward pass needs.
 

@@ -146,7 +146,6 @@ def test_weighted_loss_is_divided_by_the_total_weight():
     assert relative_l2(jax.tree.leaves(gradient), jax.tree.leaves(wanted)) < 1e-6
 
 
-@pytest.mark.slow
 def test_evaluate_and_predict_run_on_the_same_placement():
     case = case_of("cnn-linen")
     pipeline = pipeline_of(

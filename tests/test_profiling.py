@@ -277,7 +277,6 @@ def test_equal_blocks_are_equal_stages_while_bursts_of_load_come_and_go(monkeypa
     assert cuts == {(4, 4, 4, 4)}
 
 
-@pytest.mark.slow
 def test_layers_that_draw_other_random_numbers_are_equal(stopwatch):
     measured(linearized_case(transformer(4)))
     once = len(stopwatch)

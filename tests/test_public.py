@@ -92,7 +92,6 @@ def test_import_initializes_no_device():
     run(code)
 
 
-@pytest.mark.slow
 def test_names_are_functions_whatever_is_imported_first():
     """``partition`` is a function, and the module that it is in."""
     assert run("import jaxpipe.partition; print(type(jaxpipe.partition).__name__)") == ["function"]

@@ -51,7 +51,6 @@ def pipelines() -> list[jaxpipe.Pipeline]:
     return [pipeline_of(stages, Layers(), optimizer=clipped) for stages in STAGES]
 
 
-@pytest.mark.slow
 def test_no_layer_is_lost_where_layers_do_not_divide(pipelines, key):
     plain = Layers().init(key, BATCH["x"])
     sizes = jax.tree.map(jnp.shape, plain)

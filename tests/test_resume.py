@@ -325,7 +325,6 @@ def test_a_function_of_variables(captured):
         assert_same(pipeline.optimizer_state(state), opt_state)
 
 
-@pytest.mark.slow
 def test_scanned_layers_that_are_cut():
     net, optimizer = zoo.ScannedMLP(num_layers=4, width=6), adam()
     params, opt_state = started(optimizer, net.init(KEY, BATCH["x"])["params"])

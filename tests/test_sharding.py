@@ -195,7 +195,6 @@ def test_stages_replicas_and_sharded_kernels_train_as_one_device(module):
     assert_close(nn.unbox(pipeline.parameters(state))["params"], plain_training(module, batch_of()))
 
 
-@pytest.mark.slow
 def test_cuts_do_not_change_a_bit():
     """Sums have the same order with two stages and with four; XLA:CPU fuses blocks of a GPT otherwise at a cut."""
     results = []
@@ -327,7 +326,6 @@ class NnxModel(nnx.Module):
         return self.head(self.norm(x + self.narrow(nnx.relu(self.wide(x)))))
 
 
-@pytest.mark.slow
 def test_metadata_of_nnx():
     pipelines = [pipeline_of(NnxModel, mesh) for mesh in (named_mesh(stage=1), named_mesh(stage=2, model=4))]
     assert_close(*(pipeline.parameters(trained(pipeline)) for pipeline in pipelines))
@@ -400,7 +398,6 @@ def test_a_constraint_over_an_axis_of_the_stage_stays_and_others_are_dropped_wit
     assert_close(jax.tree.leaves(gradients), plain)
 
 
-@pytest.mark.slow
 def test_evaluation_and_prediction_of_sharded_stages():
     pipeline = pipeline_of(
         GPT(), named_mesh(stage=2, data=2, model=2), evaluate=loss, predict=lambda model, batch: model(batch["x"])
@@ -413,7 +410,7 @@ def test_evaluation_and_prediction_of_sharded_stages():
     assert relative_l2(*rows) < ORDER
 
 
-@pytest.mark.slow
+@pytest.mark.versions
 def test_checkpoints_go_from_any_layout_to_any(tmp_path):
     layouts = [
         (named_mesh(stage=2, data=2, model=2), PlanOptions(zero=1)),
@@ -540,7 +537,6 @@ def test_sharding_of_the_state():
     assert all(x.addressable_shards[0].data.size == x.size // 2 for x in sharded)
 
 
-@pytest.mark.slow
 def test_stages_of_unequal_numbers_of_groups():
     """Two groups share the micro-batches of the first stage; each is sharded over ``model``."""
     pipeline = pipeline_of(

@@ -174,6 +174,7 @@ def test_on_a_gpu_no_barrier_stands_amid_elementwise_work():
     assert "optimization_barrier" not in names[elementwise[0] : elementwise[-1]]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", ["cnn", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_steps_behind_barriers_give_the_same_gradients(name):
     graph, leaves, (_, gradients) = traced(name)

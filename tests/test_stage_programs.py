@@ -204,7 +204,6 @@ def tokens(rows: int, length: int) -> dict:
     return {name: drawn.integers(0, 20, (rows, length), np.int32) for name in "xy"}
 
 
-@pytest.mark.slow
 def test_other_lengths_and_a_smaller_last_batch_train_as_plain_training_does():
     batches = [tokens(8, 6), tokens(8, 10), tokens(6, 6), tokens(8, 6)]
     model, optimizer = Tagger(), optax.sgd(0.1)
@@ -284,7 +283,6 @@ def test_a_state_of_another_optimizer_or_runtime_is_refused():
         stages_of("mlp", 2, 4, None, optimizer=optax.adam(1e-2), runtime="spmd").adopt(state)
 
 
-@pytest.mark.slow
 def test_a_checkpoint_of_either_runtime_restores_into_the_other(tmp_path):
     case, restored = case_of("mlp"), {}
     for runtime, other in (("mpmd", "spmd"), ("spmd", "mpmd")):

@@ -247,7 +247,6 @@ def test_running_statistics_of_convolutions(widths):
     check_statistics(widths, True)
 
 
-@pytest.mark.slow
 def test_a_checkpoint_goes_on_in_stages_that_are_alike(tmp_path):
     """With the same bits: what is saved knows nothing of replicas."""
     case = normalized_case(False)

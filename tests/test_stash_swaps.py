@@ -244,7 +244,6 @@ def test_one_program_has_no_memory_of_the_host():
         jaxpipe.partition(model, mesh, BATCH, runtime="spmd", **options)
 
 
-@pytest.mark.slow
 def test_a_plan_that_is_made_smaller_when_it_is_compiled_takes_steps(monkeypatch):
     """XLA is said to need more for the first plan: other tensors leave, and the graph has other values."""
     plain = chain(schedule="1f1b")

@@ -211,7 +211,6 @@ def test_all_negatives_are_those_of_one_micro_batch():
         partition(Net(nn.LayerNorm), rows=8, num_microbatches=1, loss=contrastive)
 
 
-@pytest.mark.slow
 def test_two_passes_have_all_negatives_of_the_batch():
     """As the warning and the guide on training say."""
     model, x = Net(nn.LayerNorm), jax.random.normal(jax.random.key(1), (8, 4))

@@ -248,7 +248,6 @@ def test_the_lowest_peak_with_and_without_a_solver():
     assert met >= 0.8 * 60
 
 
-@pytest.mark.slow
 def test_bounds_hold_where_a_solver_stops_early():
     """A solver that may stop 30 % from the best proves less than the value of its answer."""
     for seed in range(5000, 5012):

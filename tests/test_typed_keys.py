@@ -148,7 +148,6 @@ def test_keys_that_are_predicted(runtime):
     np.testing.assert_array_equal(jax.random.key_data(keys), jax.random.key_data(expected))
 
 
-@pytest.mark.slow
 def test_measured_profiles_and_keys_on_a_mesh():
     """Operators are timed on keys, too; a batch whose arrays are spread over devices is cut as one on the host."""
     model, batch, mesh = Noisy(), batch_of(), mesh_of(2, 2)

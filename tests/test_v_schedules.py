@@ -349,7 +349,6 @@ def test_other_maps_have_the_bits_of_plain_jax_grad(schedule, replicas, m, key):
     check_bits("NNX", key, schedule, 2, replicas, m)
 
 
-@pytest.mark.slow
 def test_a_checkpoint_goes_on_under_another_schedule(tmp_path, key):
     pipeline, state = check_bits("NNX", key, "zbv", 2)
     pipeline.save(state, tmp_path)
@@ -426,7 +425,6 @@ def test_one_program_does_not_consider_a_v():
     assert len(plan.search) > 1 and not any("-v" in line for line in plan.search)
 
 
-@pytest.mark.slow
 def test_a_v_follows_the_devices_of_a_network_and_keeps_a_budget():
     bandwidth = np.full((4, 4), 1e8)
     for a, b in ((2, 0), (0, 3), (3, 1)):  # links between neighbors in the only fast chain

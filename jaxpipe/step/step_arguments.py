@@ -67,8 +67,7 @@ def split_arguments(arguments: PyTree) -> tuple[Hashable, list[Any]]:
 def _has_modules(structure: Compared) -> bool:
     """Return whether there are NNX modules among the nodes of a tree."""
     node, children = structure.structure.node_data(), map(Compared, structure.structure.children())
-    is_one = node is not None and issubclass(node[0], nnx.Pytree) and not issubclass(node[0], nnx.Variable)
-    return is_one or any(map(_has_modules.__wrapped__, children))
+    return (node is not None and issubclass(node[0], nnx.Pytree)) or any(map(_has_modules.__wrapped__, children))
 
 
 @dataclass(frozen=True, eq=False)

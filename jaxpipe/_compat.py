@@ -98,6 +98,11 @@ def inside_transformation() -> bool:
     return not private_core.trace_state_clean()
 
 
+def names_axis(effect: object) -> bool:
+    """Return whether an effect is no more than that a collective names an axis."""
+    return isinstance(effect, private_core.NamedAxisEffect)
+
+
 def current_trace() -> object:
     """Return the trace that records operators here; each transformation has one of its own."""
     return private_core.trace_ctx.trace
@@ -308,43 +313,38 @@ def _vary(value: Array, axes: frozenset[str]) -> Array:
     return jax.lax.pcast(value, tuple(axes), to="varying") if axes else value
 
 
-def tie(values: Sequence[Array], after: Array) -> list[Array]:
-    """Return ``values`` unchanged, but not before ``after`` has been computed.
+def join(values: Sequence[Array], after: Array | None = None) -> list[Array]:
+    """Return arrays unchanged, none of them before all have been computed that vary over the same manual mesh axes.
 
-    Without this XLA decodes or recomputes in the forward pass what the backward pass needs, and keeps it. Inside
-    ``shard_map``, values that vary over other mesh axes than ``after`` are not tied: they would change their type.
+    Nor before ``after``, where that varies over no other axes: they would change their type. Without this XLA decodes
+    or recomputes in the forward pass what the backward pass needs, and keeps it.
     """
-    alike = {k: value for k, value in enumerate(values) if _varies_alike(value, after)}
-    held_back = jax.lax.optimization_barrier((list(alike.values()), after))[0] if alike else []
-    tied = dict(zip(alike, held_back, strict=True))
-    return [tied.get(k, value) for k, value in enumerate(values)]
-
-
-def join(values: Sequence[Array]) -> list[Array]:
-    """Return arrays unchanged, none of them before all have been computed that vary over the same manual mesh axes."""
     joined = list(values)
     alike: dict[frozenset[str], list[int]] = {}
     for k, value in enumerate(joined):
         alike.setdefault(manual_axes(value), []).append(k)
-    for places in alike.values():
-        for k, value in zip(places, jax.lax.optimization_barrier([joined[k] for k in places]), strict=True):
-            joined[k] = value
+    for axes, places in alike.items():
+        if after is None or axes >= manual_axes(after):
+            awaited = [] if after is None else [_vary(after, axes - manual_axes(after))]
+            barred = jax.lax.optimization_barrier([*(joined[k] for k in places), *awaited])
+            for k, value in zip(places, barred, strict=False):
+                joined[k] = value
     return joined
 
 
 def wait(value: Array, arrays: Sequence[Array]) -> Array:
     """Return ``value`` unchanged, but not before ``arrays`` have been computed, where XLA does things late.
 
-    XLA:CPU computes everything as early as it can. Inside ``shard_map``, arrays that vary over other mesh axes than
-    ``value`` are not waited for.
+    XLA:CPU computes everything as early as it can. Inside ``shard_map``, arrays that vary over mesh axes over which
+    ``value`` does not are not waited for.
     """
-    alike = [] if current().runs_early else [x for x in arrays if _varies_alike(x, value)]
-    return jax.lax.optimization_barrier((value, alike))[0] if alike else value
+    known = [] if current().runs_early else [vary_as(x, value) for x in arrays if _may_wait(value, x)]
+    return jax.lax.optimization_barrier((value, known))[0] if known else value
 
 
-def _varies_alike(value: Array, after: Array) -> bool:
-    """Return whether two arrays vary over the same manual mesh axes."""
-    return manual_axes(value) == manual_axes(after)
+def _may_wait(value: Array, after: Array) -> bool:
+    """Return whether an array varies over all manual mesh axes over which the one that it waits for does."""
+    return manual_axes(value) >= manual_axes(after)
 
 
 def manual_axes(value: Array | AbstractArray) -> frozenset[str]:
@@ -363,14 +363,12 @@ def disguise(value: Array, after: Array) -> Array:
     Bytes, that is packed masks and positions, pass through a conditional on that zero instead: XLA never fuses
     one, so the packing cannot be fused with the unpacking and run from the full map again; the copy is small.
     """
-    if barriers_hold() or not _varies_alike(value, after):
-        return value
-    zero = run_time_zero(after)
-    if zero is None or not _is_number(value):
+    if barriers_hold() or not _may_wait(value, after):
         return value
     if value.dtype == jnp.uint8:
-        return jax.lax.cond(zero == 0, lambda x: x, lambda x: ~x, value)
-    return flip(value, zero)
+        return materialize(value, after)
+    zero = run_time_zero(after)
+    return value if zero is None else flip(value, zero)
 
 
 def is_absent(device: Device) -> bool:
@@ -410,7 +408,7 @@ def materialize(value: Array, after: Array) -> Array:
     Barriers do not keep it from that; the conditional of ``disguise`` does. On other devices, where memory is slow
     beside arithmetic, fusing is right.
     """
-    if not current().fuses_into_readers or not _varies_alike(value, after):
+    if not current().fuses_into_readers or not _may_wait(value, after):
         return value
     zero = run_time_zero(after)
     return value if zero is None else jax.lax.cond(zero == 0, lambda x: x, lambda x: ~x, value)

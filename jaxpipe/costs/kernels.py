@@ -21,7 +21,7 @@ from jax.lax import Precision
 from jaxpipe import _compat
 from jaxpipe.array_types import Equation, TensorNumber
 from jaxpipe.graph.graph import Graph, Operator, Tensor, read_graph
-from jaxpipe.graph.op_cost import COMPUTE_AGAIN, contraction, is_product, weight
+from jaxpipe.graph.op_cost import COLLECTIVE, COMPUTE_AGAIN, contraction, is_product, weight
 from jaxpipe.graph.primitives import ADDITIONS, LOOKUPS, PRODUCTS, RANDOM, REDUCTIONS
 from jaxpipe.targets.rates import Rates
 
@@ -100,7 +100,7 @@ def operator_work(op: Operator, tensors: Sequence[Tensor], rates: Rates) -> Kern
     elif op.name == "dynamic_update_slice" or op.name.startswith("scatter"):  # into its operand, where that is
         moved = 3 * rest
     else:
-        moved = read + written
+        moved = (read + written) * (COLLECTIVE if op.is_collective else 1)
     elements = sum(t.size for t in (*inputs, *outputs))
     return KernelWork(KernelKind.ALONE, min(elements, moved), rates.element_flops, moved)
 

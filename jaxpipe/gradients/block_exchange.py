@@ -55,7 +55,6 @@ class Traffic:
 
     Attributes:
       values: elements of gradients, whole ones included.
-      blocks: that are sent of gradients that are not sent whole.
       indices: numbers of blocks.
       number_bytes: bytes of these (``jaxpipe.gradients.block_numbers``).
       norms: of blocks, 4 bytes each.
@@ -64,7 +63,6 @@ class Traffic:
     """
 
     values: int
-    blocks: int
     indices: int
     number_bytes: int
     norms: int
@@ -75,11 +73,6 @@ class Traffic:
     def bytes(self) -> int:
         """All that is sent."""
         return self.value_bytes + self.number_bytes + 4 * self.norms
-
-    @property
-    def run_length_bytes(self) -> int:
-        """Return the bytes of the gradients in ``jaxpipe.gradients.run_length``, a run for each block, or fewer."""
-        return self.value_bytes + 8 * self.blocks
 
 
 def traffic(plan: Sequence[Blocks], mode: str) -> Traffic:
@@ -95,7 +88,6 @@ def traffic(plan: Sequence[Blocks], mode: str) -> Traffic:
     own_blocks = mode == "own"
     return Traffic(
         values=sum(b.values for b in plan),
-        blocks=sum(b.indices for b in plan),
         indices=sum(b.indices for b in plan) if own_blocks else 0,
         number_bytes=sum(b.number_bytes for b in plan) if own_blocks else 0,
         norms=0 if own_blocks else sum(b.layers * b.count for b in plan if not b.is_whole),

@@ -21,8 +21,8 @@ from jax.extend.core import Jaxpr
 from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Atom, DType, Equation, PyTree, Shaped, TensorNumber
 from jaxpipe.graph.allowed_codecs import Policy
-from jaxpipe.graph.axis_names import NO_AXES, TracedIn
-from jaxpipe.graph.primitives import BODIES, CALLS, FUNCTIONS, SHARDS
+from jaxpipe.graph.axis_names import NO_AXES, TracedIn, names_in
+from jaxpipe.graph.primitives import BODIES, CALLS, FUNCTIONS, MARKS, SHARDS
 from jaxpipe.graph.reverse_walk import needed
 from jaxpipe.graph.save_policy import is_saved
 from jaxpipe.graph.words import by_word
@@ -126,7 +126,13 @@ class Operator:
     @property
     def has_effects(self) -> bool:
         """Return whether running it does more than compute."""
-        return self.equation is not None and bool(self.equation.effects)
+        return self.equation is not None and not all(map(_compat.names_axis, self.equation.effects))
+
+    @functools.cached_property
+    def is_collective(self) -> bool:
+        """Return whether all shards of the ``shard_map`` around it have to run it."""
+        inside = [] if self.equation is None or self.name in SHARDS else equations_in([self.equation])
+        return any(names_in(eqn) for eqn in inside if eqn.primitive.name not in MARKS)
 
     @functools.cached_property
     def saved(self) -> bool | None:
@@ -202,11 +208,12 @@ class Graph:
     def derived_from_parameters(self) -> frozenset[TensorNumber]:
         """Tensors that depend on parameters and numbers alone; constant arrays too, but not what depends on them.
 
-        (A constant array may be the data of a loss that closes over its batch.)
+        (A constant array may be the data of a loss that closes over its batch.) Nor what collectives return: it is
+        stored or takes time, as other tensors.
         """
         known = set(self.parameters) | {t for t in self.constants if self.tensors[t].size == 1}
         for op in self.operators:
-            if not op.has_effects and all(t in known for t in op.inputs):
+            if not op.has_effects and not op.is_collective and all(t in known for t in op.inputs):
                 known.update(op.outputs)
         return frozenset(known | set(self.constants))
 

@@ -5,7 +5,7 @@ import math
 from jaxpipe import _compat
 from jaxpipe.array_types import Equation
 from jaxpipe.graph.graph import Operator, read_graph
-from jaxpipe.graph.primitives import ARITHMETIC, LOOKUPS, PRODUCTS, TRANSCENDENTAL, VIEWS
+from jaxpipe.graph.primitives import ARITHMETIC, LOOKUPS, PRODUCTS, SHARD_GATHERS, TRANSCENDENTAL, VIEWS
 
 
 #: What several read is written if to compute it again reads more than this many times its own bytes.
@@ -37,8 +37,12 @@ def rerun_work(op: Operator) -> int | None:
     Besides views and arithmetic these are lookups, small windows, and products with so short a contraction that they
     cost no more than the arithmetic around them: the convolution of an image with three channels, attention scores
     from queries and keys of one head. ``PRODUCTS_PER_ELEMENT`` multiplications count as one
-    element. Random numbers are never drawn again: a dropout mask
-    takes 1 bit for each element, to draw it from its key takes about a hundred operations.
+    element. Random numbers are never drawn again: a dropout mask takes 1 bit for each element, to draw it from its key
+    takes about a hundred operations.
+
+    What shards gather is gathered again, parameters (S. Rajbhandari et al., "ZeRO: Memory optimizations toward training
+    trillion parameter models", SC 2020) and activations (V. Korthikanti et al., "Reducing activation recomputation in
+    large transformer models", MLSys 2023): each stores its own part.
     """
     cost = weight(op)
     if op.equation is None or cost == 0:
@@ -47,8 +51,8 @@ def rerun_work(op: Operator) -> int | None:
     if cost is not None:
         return cost * max(arrays, default=0)
     written = sum(math.prod(v.aval.shape) for v in op.equation.outvars)
-    if op.name in LOOKUPS:
-        return _LOOKUP * written
+    if op.name in LOOKUPS | SHARD_GATHERS:
+        return (_LOOKUP if op.name in LOOKUPS else COLLECTIVE) * written
     if op.name == "reduce_window_sum":
         return math.prod(op.params["window_dimensions"]) * written
     if is_product(op):
@@ -102,6 +106,10 @@ PRODUCTS_PER_ELEMENT = 4
 
 #: Elements moved in the time in which one is looked up; a guess, too.
 _LOOKUP = 4
+
+#: Elements moved to or from memory in the time in which one comes from another shard: 7 on an H100 (450 GB/s by NVLink
+#: of 3,350), 8 on a v5e (two of its four links, of 50 GB/s each, of 819).
+COLLECTIVE = 8
 
 
 def contraction(equation: Equation) -> int:

@@ -70,6 +70,9 @@ READ_BY_PRODUCTS = _names("slice transpose")
 #: Operators that read some elements of an operand, not all that is there.
 LOOKUPS = _names("dynamic_slice gather")
 
+#: Operators that put the parts of an array together that the shards of a ``shard_map`` have.
+SHARD_GATHERS = _names("all_gather all_gather_invariant all_gather_reduced")
+
 #: Operators that move elements, compute nothing, and add none: a share of them that is zero stays so.
 MOVES = VIEWS | _names("concatenate convert_element_type")
 

@@ -449,7 +449,8 @@ def with_fallbacks(
     for t in [t for op in graph.operators for t in op.outputs if t in uncertain]:
         program, leaves = fallback(graph, t, everything, available)
         expensive = sum(rerun_work(op) is None or is_product(op) for op in program)
-        if in_the_way(program, {*leaves, *available}) or expensive > FALLBACK_LIMIT:
+        shared = any(op.is_collective for op in program)  # only some shards would run it
+        if shared or in_the_way(program, {*leaves, *available}) or expensive > FALLBACK_LIMIT:
             hopeless.add(t)
             everything = ResidualPlan({**everything.formats, t: KEEP})
         else:

@@ -86,11 +86,9 @@ class DecoratedProgram:
         a result follows from such inputs alone, batches are among them.
         """
         vjp, graph = vjp_program.assemble(backward_graph, plan), self.graph
-        if graph.parameters:
-            return vjp
         weights = graph.with_parameters([t in self.held and t in self.wrt for t in graph.inputs])
         known = weights.derived_from_parameters
-        return vjp if known.intersection(graph.outputs) else replace(vjp, weights=known)
+        return vjp if graph.parameters or known.intersection(graph.outputs) else replace(vjp, weights=known)
 
 
 class Passes(Protocol):

@@ -49,7 +49,8 @@ def memory_encoded(target: object = None, *, codecs: Codecs = "fast", policy: Sa
 
     Between its forward and its backward pass the decorated module or function keeps 1-bit masks, pooling positions
     and the few tensors that cannot be recomputed cheaply, instead of every feature map; so does each iteration of a
-    ``scan`` inside, and each shard of a ``shard_map``. Loss, gradients and state are those of the undecorated model.
+    ``scan`` inside, and each shard of a ``shard_map``, which gathers again what it has gathered from others. Loss,
+    gradients and state are those of the undecorated model.
 
     Works under ``jit``, ``grad``, ``value_and_grad``, ``vmap``, ``scan``, ``shard_map`` and ``remat``; decorated
     modules may nest. Use it under ``jit``: each eager call traces the model anew.

@@ -50,8 +50,12 @@ class Rematerializer:
         stash: dict[TensorNumber, Sequence[Array]],
         barriers: bool,
     ):
-        self._graph, self._plan, self._stash = graph, plan, stash
-        self._given: dict[TensorNumber, Array] = {**graph.constants, **parameters}
+        # Where shards gather parameters, these are loaded when they are needed, as what is stored is: else XLA would
+        # gather them once, and keep that.
+        loaded = parameters if any(op.is_collective for op in graph.operators) else {}
+        self._graph, self._stash = graph, {**stash, **{t: (value,) for t, value in loaded.items()}}
+        self._plan = ResidualPlan({**plan.formats, **dict.fromkeys(loaded, KEEP)})
+        self._given = {**graph.constants, **({} if loaded else parameters)}
         self._loaded: dict[TensorNumber, Array] = {}
         self._rerun: set[TensorNumber] = set()
         self.values = dict(self._given)
@@ -89,7 +93,7 @@ class Rematerializer:
             program, loads = self.sources(step, self.values)
             parts = {t: list(self._stash[t]) for t in loads}
             if after is not None:
-                tied = iter(_compat.tie([part for t in loads for part in parts[t]], after))
+                tied = iter(_compat.join([part for t in loads for part in parts[t]], after))
                 parts = {t: [next(tied) for _ in parts[t]] for t in loads}
             for t in loads:
                 hidden = parts[t] if after is None else [_compat.disguise(part, after) for part in parts[t]]

@@ -216,6 +216,29 @@ def test_bytes_on_a_tpu_are_the_measured_ones():
     assert size * 2**20 < vit["temporaries"]["blocks"] and count == vit["products"]["blocks"]
 
 
+def test_bytes_of_shards_that_gather_are_the_compiled_ones():
+    shown = table_rows(DOCS / "benchmarks.md")
+    for target in ("H100", "v5e"):
+        rows = {
+            (row["form"], row["variant"]): row for row in results(f"shard-gathers-{target.lower()}-jax0.12")["rows"]
+        }
+        forms = dict.fromkeys(form for form, _ in rows)
+        assert len(forms) == 3
+        for form in forms:
+            variants = [rows[form, name] for name in ("plain", "checkpoint", "decorated", "budget")]
+            cells = [
+                f"{row['temporaries'] / 2**20:,.0f} / {row['products']}" if "products" in row else "refused"
+                for row in variants
+            ]
+            assert shown[f"{target}, {form}"] == cells, form
+            plain, written, decorated, budget = variants
+            assert decorated["temporaries"] < plain["temporaries"]
+            if "products" not in budget:
+                assert (target, form) == ("v5e", "by columns, and in sequence")
+                continue
+            assert budget["temporaries"] <= written["temporaries"] and budget["products"] < written["products"]
+
+
 def test_seconds_on_a_tpu_are_the_estimated_ones():
     shown, rows = table_rows(DOCS / "devices.md"), results("seconds-v5e-jax0.12")["rows"]
     titles = {"GPT-2 8x512": "GPT-2 small, 8 x 512", "ResNet50": "ResNet-50"}

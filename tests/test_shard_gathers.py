@@ -11,6 +11,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import Density, measure_density, memory_encoded, with_density
+from jaxpipe.graph.graph import equations_in
+from jaxpipe.residuals.chosen_storage import Choices, choosing
+from jaxpipe.residuals.two_passes import StoredPasses
+from jaxpipe.targets.building import building_for
 
 
 pytestmark = pytest.mark.optimized
@@ -143,6 +147,29 @@ def test_weights_are_gathered_again(program):
     for a, b in zip(*(jax.tree.leaves(way(params, batch())) for way in ways), strict=True):
         # XLA fuses other operators, and then rounds otherwise.
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6 * float(jnp.abs(b).max()))
+
+
+@pytest.mark.parametrize("budget", [True, False])
+def test_on_a_tpu_a_budget_does_not_wait_for_gradients_of_many_rows(budget):
+    """Put off, to overlap with what shards send, they would keep their operands; who has memory lets them overlap."""
+
+    def shard(pairs, x):
+        for up, down in pairs:
+            rows = jax.lax.all_gather(x, "columns", tiled=True)
+            x = x + jax.lax.psum_scatter(jnp.tanh(rows @ up) @ down, "columns", tiled=True)
+        return jax.lax.pmean(jnp.mean(x**2), "columns")
+
+    specs = ([[P(None, "columns"), P("columns")]] * LAYERS, P("columns"))
+    loss = memory_encoded(jax.shard_map(shard, mesh=mesh_of(columns=4), in_specs=specs, out_specs=P()))
+    passes = Choices(lambda program: StoredPasses(program.default, barriers=budget))
+    with building_for("tpu"), choosing(passes):
+        program = jax.make_jaxpr(jax.grad(loss))(weights(), jnp.tile(batch(), (64, 1)))
+    bodies = [eqn.params["jaxpr"] for eqn in equations_in(program.eqns) if eqn.primitive.name == "shard_map"]
+    makers = {result: eqn.primitive.name for body in bodies for eqn in body.eqns for result in eqn.outvars}
+    barriers = [eqn for body in bodies for eqn in body.eqns if eqn.primitive.name == "optimization_barrier"]
+    read = [[makers.get(x) in ("dot_general", "transpose") for x in eqn.invars].count(True) for eqn in barriers]
+    # Of the first product one operand is the batch, which has no gradient.
+    assert read.count(2) == (2 * LAYERS - 1 if budget else 0)
 
 
 def test_a_map_that_overflows_in_one_shard_needs_no_other():

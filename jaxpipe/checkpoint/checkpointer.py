@@ -142,8 +142,7 @@ class Checkpointer:
           CheckpointError: if ``data`` is not JSON, or there is a checkpoint of this or a later step; or if the save
             before has failed, when this one has begun.
         """
-        contents = self._pipeline._contents(state, data)
-        failure = self._writer.write(contents)
+        failure = self._writer.write(self._pipeline._contents(state, data))
         self._step = self._saved = int(state.step)
         if failure is not None:
             raise failure

@@ -27,8 +27,7 @@ def encode(numbers: Array, count: int) -> Array:
     *rows, k = numbers.shape
     width = _width(count)
     if number_bytes(count, k) == k * width:
-        codes = lax.bitcast_convert_type(numbers.astype(f"uint{8 * width}"), jnp.uint8)
-        return codes.reshape(*rows, k * width)
+        return lax.bitcast_convert_type(numbers.astype(f"uint{8 * width}"), jnp.uint8).reshape(*rows, k * width)
     flat = numbers.reshape(-1, k)
     nothing = _compat.vary_as(jnp.zeros((len(flat), -(-count // 8) * 8), jnp.uint8), flat)
     bits = nothing.at[jnp.arange(len(flat))[:, None], flat].set(1)

@@ -186,8 +186,7 @@ class _Rows:
 
     def _copy(self, op: Operator) -> None:
         """The operator as it is, over whole tensors."""
-        inputs = [self._joined(t, op) for t in op.inputs]
-        results = self.builder.emit(op.equation, inputs, op.path, op.policy)
+        results = self.builder.emit(op.equation, [self._joined(t, op) for t in op.inputs], op.path, op.policy)
         self.whole.update(zip(op.outputs, results, strict=True))
 
     def _boundary(self, op: Operator) -> None:

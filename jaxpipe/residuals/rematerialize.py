@@ -59,6 +59,8 @@ class Rematerializer:
         self._loaded: dict[TensorNumber, Array] = {}
         self._rerun: set[TensorNumber] = set()
         self.values = dict(self._given)
+        #: Whether a budget asks for an order that XLA keeps to, although shards could send and compute at once.
+        self.ordered = barriers and current().order == "stepwise" and _compat.is_in_shard_map()
         #: A zero that XLA does not know, if steps run behind barriers.
         self.zero = None
         if barriers and current().order == "grouped":

@@ -77,7 +77,18 @@ class Walk:
         """Run a step."""
         needs = self.rematerializer.fetch(step, self.awaited_by(step))
         self.waits |= is_heavy(step)
-        return _evaluate(step, needs, self.take(step))
+        seeds = self.take(step)
+        results = _evaluate(step, needs, seeds)
+        return _compat.join(results) if self._is_due(step, results, [*needs, *seeds]) else results
+
+    def _is_due(self, step: BackwardOp, results: Sequence[Array], operands: Sequence[Array]) -> bool:
+        """Return whether all results of a product come at once, within a budget and in a ``shard_map`` on a TPU.
+
+        There XLA puts off gradients, to overlap them with what shards send, and keeps operands many times their size.
+        """
+        if not (self.rematerializer.ordered and step.name == "dot_general" and len(results) > 1):
+            return False
+        return _LATE[step.name] * min(x.nbytes for x in results) <= sum(x.nbytes for x in operands)
 
     def awaited_by(self, step: BackwardOp) -> Array | None:
         """Return what a step's values wait for: the first of the cotangents that it reads; None if they do not."""

@@ -168,8 +168,7 @@ def _starting_points(backward_graph: BackwardGraph, there: frozenset[TensorNumbe
 
     def is_one(t: TensorNumber) -> bool:
         op = producers.get(t)
-        is_mask = t in needs and graph.tensors[t].bits == 1
-        return op is None or weight(op) is None or t in sums or is_mask
+        return op is None or weight(op) is None or t in sums or (t in needs and graph.tensors[t].bits == 1)
 
     follower = _followers(graph, needs)
 

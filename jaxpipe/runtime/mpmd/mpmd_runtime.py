@@ -92,8 +92,7 @@ class MpmdRuntime:
         compiled = self._compiled_for(shapes)
         outputs, loss, metrics = compiled.run(state, batch)
         new = made_for(self._token, compiled.state_of(state, outputs))
-        counters = compiled.reports(outputs, "counters")
-        return StepResults(new, loss, counters, metrics)
+        return StepResults(new, loss, compiled.reports(outputs, "counters"), metrics)
 
     def gradients(self, state: TrainState, batch: PyTree, shapes: PyTree) -> Gradients:
         """Return loss, metrics and the mean gradient of each trained parameter, None of others."""

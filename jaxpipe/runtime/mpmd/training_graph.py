@@ -57,8 +57,7 @@ def prediction_graph(layout: StageLayout) -> StepGraph:
         microbatches = range(layout.num_microbatches)
         rows = [[writer.results[k, r, j] for j in microbatches] for k in range(len(layout.objective.results))]
         work = functools.partial(stacked_predictions, layout.objective.joined)
-        predictions = writer.run(place, "predictions", work, {"results": rows})
-        rows = predictions["predictions"]
+        rows = writer.run(place, "predictions", work, {"results": rows})["predictions"]
         if layout.rows_cross:
             rows = writer.spread(place, [r], rows)
         outputs |= {Port(place, "predictions", k): number for k, number in enumerate(rows)}

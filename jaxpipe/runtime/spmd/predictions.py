@@ -61,8 +61,7 @@ def predict(planned: Program, update: Update, batch: Sequence[Shaped]) -> dict[s
     }
     if program.lent:
         # Values, gradients, and the words of both while they are exchanged.
-        layouts = program.parameters, sums
-        held["shared"] = 2 * sum(_bytes(program.added(layout)[1].values()) for layout in layouts)
+        held["shared"] = 2 * sum(_bytes(program.added(x)[1].values()) for x in (program.parameters, sums))
     # A new value is made of a gradient and of state, and written over the old one before the next is made.
     written = [program.sum_bytes([t]) for d in program.device_numbers for t in program.trained(d)]
     at_the_end = 2 * max([*written, *(_bytes([a]) for a, owner in owned if owner is not None)], default=0)

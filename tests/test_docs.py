@@ -226,17 +226,11 @@ def test_bytes_of_shards_that_gather_are_the_compiled_ones():
         assert len(forms) == 3
         for form in forms:
             variants = [rows[form, name] for name in ("plain", "checkpoint", "decorated", "budget")]
-            cells = [
-                f"{row['temporaries'] / 2**20:,.0f} / {row['products']}" if "products" in row else "refused"
-                for row in variants
-            ]
+            cells = [f"{row['temporaries'] / 2**20:,.0f} / {row['products']}" for row in variants]
             assert shown[f"{target}, {form}"] == cells, form
             plain, written, decorated, budget = variants
             assert decorated["temporaries"] < plain["temporaries"]
-            if "products" not in budget:
-                assert (target, form) == ("v5e", "by columns, and in sequence")
-                continue
-            assert budget["temporaries"] <= written["temporaries"] and budget["products"] < written["products"]
+            assert budget["temporaries"] <= written["temporaries"] and budget["products"] <= written["products"]
 
 
 def test_seconds_on_a_tpu_are_the_estimated_ones():

@@ -316,8 +316,8 @@ def _vary(value: Array, axes: frozenset[str]) -> Array:
 def join(values: Sequence[Array], after: Array | None = None) -> list[Array]:
     """Return arrays unchanged, none of them before all have been computed that vary over the same manual mesh axes.
 
-    Nor before ``after``, where that varies over no other axes: they would change their type. Without this XLA decodes
-    or recomputes in the forward pass what the backward pass needs, and keeps it.
+    Nor before ``after``; arrays that do not vary over all of its axes are left alone then, as they would change their
+    type. Without this XLA decodes or recomputes in the forward pass what the backward pass needs, and keeps it.
     """
     joined = list(values)
     alike: dict[frozenset[str], list[int]] = {}

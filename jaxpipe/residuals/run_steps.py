@@ -2,6 +2,8 @@
 
 XLA:CPU runs whatever it can as early as it can: there each step's values wait for its cotangent. So they do on a TPU
 after the first product; its arrays lie in tiles: there a barrier across kernels, or another shape behind it, is a copy.
+Within a budget, in a ``shard_map``, gradients much smaller than their operands are made there before anything else.
+
 A GPU's scheduler puts off what nobody waits for, and whatever writes more than it frees, for as long as that keeps
 arrays alive. There
 
@@ -35,7 +37,8 @@ from jaxpipe.residuals.rematerialize import Rematerializer, is_heavy
 Absorb = Mapping[TensorNumber, Callable[[Array], Array]]
 
 #: A gradient comes last if it has more than so many times the bytes of what its product reads. A convolution's takes
-#: its bytes twice, for a layout of its own; a matrix product's costs nothing but its place.
+#: its bytes twice, for a layout of its own; a matrix product's costs nothing but its place. On a TPU (see
+#: ``Walk._is_due``) one is made at once if what its product reads has at least so many times its bytes.
 _LATE = {"conv_general_dilated": 1, "dot_general": 8}
 
 

@@ -134,8 +134,7 @@ def _fits_some(codec: Codec, tensor: SavedTensor, values: np.ndarray) -> bool:
     forth = functools.partial(encode, codec=codec)
     compiled, batched = (jax.jit(forth), jax.jit(back)), (jax.jit(jax.vmap(forth)), jax.jit(jax.vmap(back)))
     try:
-        parts = jax.eval_shape(forth, form)
-        fits = jax.eval_shape(back, parts)[1]
+        fits = jax.eval_shape(back, jax.eval_shape(forth, form))[1]
         counted, returned = codec.nbytes(form), Codec.nbytes(codec, form)
         results = {"jit": [compiled[1](compiled[0](x)) for x in values]}
         results["vmap"] = list(zip(*batched[1](batched[0](values)), strict=True))

@@ -183,5 +183,4 @@ def _program(objective: MicrobatchProgram) -> tuple[BackwardGraph, tuple[TensorN
         avals = [tensor.aval for tensor in graph.tensors]
         operators = (without_annotations(op, [avals[t] for t in op.inputs]) for op in graph.operators)
         graph = replace(graph, operators=tuple(operators), stage_shape={})
-    backward_graph = build_backward_graph(graph, objective.differentiated, seeds=[objective.results[0]])
-    return backward_graph, objective.given
+    return build_backward_graph(graph, objective.differentiated, seeds=[objective.results[0]]), objective.given

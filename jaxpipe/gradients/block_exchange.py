@@ -305,8 +305,7 @@ def _add_up(b: Blocks, codes: Array, values: Array) -> Array:
     layer = jnp.arange(b.layers)[:, None]
 
     def add(r: Array, total: Array) -> Array:
-        where = total.at[layer, numbers[r]]
-        return where.add(values[r], unique_indices=True, mode="promise_in_bounds")
+        return total.at[layer, numbers[r]].add(values[r], unique_indices=True, mode="promise_in_bounds")
 
     empty = _compat.vary_as(jnp.zeros((b.layers, b.count, b.size), values.dtype), values)
     return b.from_blocks(lax.fori_loop(0, values.shape[0], add, empty))

@@ -84,8 +84,7 @@ class LargestOfEight:
         """Return the blocks of a code, zero but for the largest elements."""
         scale = lax.bitcast_convert_type(codes[..., :4], jnp.float32)[..., None]
         groups = _unpacked(codes[..., 4:], 4)
-        signed = jnp.where(groups >= 8, -scale, scale)
-        elements = jax.nn.one_hot(groups % 8, 8) * signed[..., None]
+        elements = jax.nn.one_hot(groups % 8, 8) * jnp.where(groups >= 8, -scale, scale)[..., None]
         return elements.reshape(*codes.shape[:-1], -1)[..., : k * size].reshape(*codes.shape[:-1], k, size)
 
 

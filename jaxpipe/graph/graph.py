@@ -96,8 +96,7 @@ class Operator:
         """A name that a person recognizes: ``relu`` rather than ``custom_jvp_call``; what ``checkpoint_name`` gave."""
         if self.origin or self.name == "name":
             return self.origin or self.params["name"]
-        named = self.name in FUNCTIONS
-        return (_compat.function_name(self.equation) if named else None) or self.name
+        return (_compat.function_name(self.equation) if self.name in FUNCTIONS else None) or self.name
 
     @property
     def place(self) -> str:

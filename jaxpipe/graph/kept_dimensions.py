@@ -54,8 +54,7 @@ def _others(operand: Shape, gone: Iterable[int]) -> list[Kept]:
 
 
 def _broadcast(params: Mapping[str, Any], operands: Sequence[Shape], result: Shape) -> list[Kept]:
-    places = enumerate(params["broadcast_dimensions"])
-    return [{d: to for d, to in places if operands[0][d] == result[to]}]
+    return [{d: to for d, to in enumerate(params["broadcast_dimensions"]) if operands[0][d] == result[to]}]
 
 
 def _reshape(params: Mapping[str, Any], operands: Sequence[Shape], result: Shape) -> list[Kept]:

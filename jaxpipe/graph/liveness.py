@@ -385,5 +385,4 @@ def _positions(op: Operator, graph: Graph) -> int:
     Those of all elements, and of the one that each window has found, with its value.
     """
     source, operand = (graph.tensors[t] for t in op.inputs)
-    indices = 4 * len(operand.shape)
-    return indices * (operand.size + source.size) + source.bytes
+    return 4 * len(operand.shape) * (operand.size + source.size) + source.bytes

@@ -48,8 +48,7 @@ def parameter_work_in_place(graph: Graph, everywhere: Iterable[TensorNumber] = (
     rank = list(latest)
     for k, op in enumerate(graph.operators):
         if early[k]:
-            latest_use = max((first_use.get(t, 0) for t in op.inputs), default=0)
-            rank[k] = min(latest[k], latest_use)
+            rank[k] = min(latest[k], max((first_use.get(t, 0) for t in op.inputs), default=0))
         if free[k]:
             first_use.update((t, rank[k]) for t in op.outputs)
     order = sorted(range(end), key=lambda k: (rank[k], not free[k], k))

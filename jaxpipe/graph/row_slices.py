@@ -256,8 +256,7 @@ def _run(op: Operator, step: _Step, values: Sequence[Array], count: int) -> Sequ
 def _cut(value: Array, axis: int, count: int) -> Array:
     """Return an array's slices along an axis, stacked."""
     shape = value.shape
-    pieces = value.reshape(*shape[:axis], count, shape[axis] // count, *shape[axis + 1 :])
-    return jnp.moveaxis(pieces, axis, 0)
+    return jnp.moveaxis(value.reshape(*shape[:axis], count, shape[axis] // count, *shape[axis + 1 :]), axis, 0)
 
 
 def _joined(stacked: Array, axis: int) -> Array:

@@ -25,7 +25,7 @@ from jaxpipe.models.check_batch import shape_of
 from jaxpipe.models.joined_replicas import ReplicaAxis
 from jaxpipe.models.variable_trees import Path, by_path, path_text, select
 from jaxpipe.options import AxisRules
-from jaxpipe.text.value_text import listed
+from jaxpipe.text.value_text import listed, shown
 
 
 #: ``function(model, batch)``: a loss, an evaluation or a prediction.
@@ -216,11 +216,11 @@ def named(tree: PyTree) -> tuple[Variable, ...]:
 def check_variables(tree: PyTree) -> None:
     """Raise ``ModelError`` unless a model's variables are arrays, or shapes of some."""
     for path, x in by_path(tree).items():
-        if not hasattr(x, "dtype"):
+        if not hasattr(x, "dtype") or isinstance(x, jax.Ref):
             raise ModelError(
-                f"The model's variable {path_text(path)} is {x!r} ({type(x).__name__}); variables are arrays. Make it "
-                "one with jax.numpy.asarray; put settings into attributes of the module, or into the function, with "
-                "functools.partial."
+                f"The model's variable {path_text(path)} is {shown(x)}; variables are arrays. Make it one with "
+                "jax.numpy.asarray, of a reference (jax.new_ref) with ref[...]; put settings into attributes of the "
+                "module, or into the function, with functools.partial."
             )
 
 

@@ -29,8 +29,7 @@ def listed_batches(batch: PyTree) -> list[PyTree]:
     """Return the batches of a list: several elements of one structure, none an array by itself; or the one batch."""
     if not isinstance(batch, list) or len(batch) < 2 or any(jax.tree_util.all_leaves([x]) for x in batch):
         return [batch]
-    structures = {jax.tree.structure(x) for x in batch}
-    return list(batch) if len(structures) == 1 else [batch]
+    return list(batch) if len({jax.tree.structure(x) for x in batch}) == 1 else [batch]
 
 
 def batch_size(batch: PyTree) -> int:

@@ -132,8 +132,7 @@ def trace_results(
         added = [seen["weighted"] or summed for summed in (False, False, *seen["summed"])]
         return list(map(joined_replicas.total, values, added))
 
-    objective = _trace(model, function, batch, results, join, name)
-    return replace(objective, **seen), shapes
+    return replace(_trace(model, function, batch, results, join, name), **seen), shapes
 
 
 def trace_prediction(
@@ -261,6 +260,11 @@ def _trace(
     shape = model.stage_shape
     numbers = [jax.ShapeDtypeStruct((), jnp.int32)] * counts[3]
     closed, mentioned = sharding_annotations.trace(body, *parameters, *state, key, *numbers, *batch_leaves, shape=shape)
+    if any(isinstance(x, jax.Ref) for x in closed.consts):
+        raise PartitionError(
+            f"{name} or the model reads or writes a reference (jax.new_ref) that was made outside, and each stage may "
+            "run on a device of its own. Make the reference in the model, or keep the value in a variable of it."
+        )
     graph = read_graph(closed)
     graph = with_layer_paths(graph, dict(zip(graph.inputs, (v.name for v in original.parameters), strict=False)))
     if model.cuts is not None:

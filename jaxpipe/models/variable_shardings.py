@@ -212,8 +212,7 @@ def _check_divides(variable: Variable, spec: P, shape: Mapping[str, int]) -> Non
 
 def _check_used(shardings: Shardings, objective: MicrobatchProgram) -> None:
     """Raise ``PartitionError`` if devices along an axis would all do the same."""
-    propagated = shardings.propagated(objective)
-    used = {axis for axes in propagated.products.values() for axis in axes}
+    used = {axis for axes in shardings.propagated(objective).products.values() for axis in axes}
     used.update(axis for axis, _ in objective.annotations.mapped)
     idle = [axis for axis, size in shardings.submesh.shape.items() if size > 1 and axis not in used]
     if idle:

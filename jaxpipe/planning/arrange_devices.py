@@ -21,8 +21,7 @@ def arrange(mesh: Mesh, groups: Sequence[Sequence[int]], network: Network) -> Me
     rows = [tuple(groups[0])]
     for group in groups[1:]:
         rows.append(pair(rows[-1], group, network))
-    axis = mesh.axis_names.index(STAGE)
-    places = np.moveaxis(np.array(rows), 0, axis).reshape(mesh.devices.shape)
+    places = np.moveaxis(np.array(rows), 0, mesh.axis_names.index(STAGE)).reshape(mesh.devices.shape)
     return Mesh(flat[places], mesh.axis_names, axis_types=mesh.axis_types)
 
 

@@ -102,8 +102,7 @@ def module_calls(graph: Graph) -> dict[str, list[int]]:
     calls: dict[str, list[int]] = {}
     before: set[str] = set()
     for k, op in enumerate(graph.operators):
-        parts = op.path.split("/") if op.path else []
-        now = set(itertools.accumulate(parts, "{}/{}".format))
+        now = set(itertools.accumulate(op.path.split("/") if op.path else [], "{}/{}".format))
         for path in sorted(now - before):
             calls.setdefault(path, []).append(k)
         before = now

@@ -62,8 +62,7 @@ def leanest(candidates: Sequence[Candidate]) -> Candidate:
     fastest = min(candidates, key=price)
     if fastest.traced.request.runtime == "spmd":
         return fastest
-    limit = (1 + ALIKE) * fastest.seconds
-    alike = [x for x in candidates if x.traced is fastest.traced and x.seconds <= limit]
+    alike = [x for x in candidates if x.traced is fastest.traced and x.seconds <= (1 + ALIKE) * fastest.seconds]
     return min(alike, key=lambda candidate: candidate.waiting_bytes)
 
 
@@ -242,8 +241,7 @@ def searched_candidates(candidates: Sequence[Candidate], sources: Sequence[Candi
             count = fixed.schedule.total_stages
             tell(f"Searching for a schedule of {count} stages with {list(limits)} stashes in flight")
             maker = functools.partial(list_schedule, **arguments)
-            schedule = schedule_makers.check_schedule(maker(*size), *size)
-            candidate = build_candidate(fixed.cut, schedule, maker)
+            candidate = build_candidate(fixed.cut, schedule_makers.check_schedule(maker(*size), *size), maker)
             if not needless(candidate.seconds, candidate.waiting_bytes):
                 best.append(candidate)
     return best[len(candidates) :]

@@ -83,8 +83,7 @@ def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> 
     )
     seconds = time.perf_counter() - start
     model, objective, update = layers.model, layers.objective, layers.update
-    rows = check_batch.batch_size(batch) // request.replicas
-    local = jax.tree.leaves(with_rows(batch, rows))
+    local = jax.tree.leaves(with_rows(batch, check_batch.batch_size(batch) // request.replicas))
     if request.exchange is None or request.replicas == 1:
         update = without_frozen(update)
     objective = objective.training(update.trained)

@@ -99,8 +99,7 @@ def measure_density(function: Callable[..., PyTree], *args: PyTree, **kwargs: Py
 
     @jax.jit
     def fractions(*leaves: Array) -> list[Array]:
-        tensors = replace(graph, outputs=tuple(names)).evaluate(leaves)
-        return [jnp.mean(is_occupied(x)) for x in tensors]
+        return [jnp.mean(is_occupied(x)) for x in replace(graph, outputs=tuple(names)).evaluate(leaves)]
 
     return Density(dict(zip(names.values(), map(float, fractions(*call.leaves)), strict=True)))
 

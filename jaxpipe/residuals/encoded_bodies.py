@@ -31,7 +31,8 @@ Run: TypeAlias = Callable[[Graph, Held, Sequence[Array], int | None], Sequence[A
 def encoded_bodies(graph: Graph, held: Held) -> frozenset[Operator]:
     """Return the operators whose bodies store by themselves: shard_maps, and scans, of which each iteration does.
 
-    Under ``whole_scans`` only scans over layers: over a held input, as stacked parameters are, perhaps in another form.
+    Under ``whole_scans`` only scans over layers: over a held input, as stacked parameters are, perhaps in another form;
+    and those with side effects, which never run again.
     """
     storing = frozenset(filter(_stores_inside, graph.operators))
     if not storing or not whole_scans.value:
@@ -40,7 +41,8 @@ def encoded_bodies(graph: Graph, held: Held) -> frozenset[Operator]:
     for op in graph.operators:
         if len(op.inputs) == 1 and known.issuperset(op.inputs):
             known.update(op.outputs)
-    return frozenset(op for op in storing if op.name in SHARDS or not known.isdisjoint(scan_operands(op).scanned))
+    inside = frozenset(op for op in storing if op.name in SHARDS or op.has_effects)
+    return inside | {op for op in storing - inside if not known.isdisjoint(scan_operands(op).scanned)}
 
 
 def _stores_inside(op: Operator) -> bool:

@@ -5,7 +5,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, TypeVar, overload
+from typing import NoReturn, TypeVar, cast, overload
 
 import flax.linen as nn
 import jax
@@ -83,7 +83,8 @@ def memory_encoded(target: object = None, *, codecs: Codecs = "fast", policy: Sa
       ModelError: if ``target`` is neither a module class nor a function, a codec name is unknown, or ``policy`` is no
         function or returns neither a boolean nor a mark of ``jax.ad_checkpoint``. Or when differentiated, if shapes
         have dimensions of ``jax.export.symbolic_shape``.
-      DifferentiationError: on ``jax.jvp``, ``jax.hessian`` and other derivatives than the first in reverse mode.
+      DifferentiationError: on ``jax.jvp``, ``jax.hessian`` and other derivatives than the first in reverse mode, or of
+        references (``jax.new_ref``) that come from outside.
 
     The method: feature-map encoding, after A. Jain et al., "Gist: Efficient data encoding for deep neural network
     training", ISCA 2018; here the demand on every tensor follows from the jaxpr, not from layer names.
@@ -226,8 +227,9 @@ def _encoded_function(
 
     @building_for(target)
     def encoded_forward(*primals: CustomVJPPrimal) -> tuple[Sequence[Array], _Residuals]:
+        values = list(map(_value, primals))
         passes, wrt = passes_for(tuple(p.perturbed for p in primals))
-        outputs, kept = passes.forward([jax.numpy.asarray(p.value) for p in primals])  # a Python number, too
+        outputs, kept = passes.forward(values)
         return [_first_order(y) for y in outputs], _Residuals(kept, passes, wrt)
 
     @building_for(target)
@@ -238,6 +240,15 @@ def _encoded_function(
 
     encoded.defvjp(encoded_forward, encoded_backward, symbolic_zeros=True)
     return encoded
+
+
+def _value(primal: CustomVJPPrimal) -> Array:
+    """Return the value of an argument, which may be a Python number, or a reference that is not differentiated."""
+    if not isinstance(primal.value, jax.Ref):
+        return jax.numpy.asarray(primal.value)
+    if primal.perturbed:
+        raise DifferentiationError(_REFERENCE)
+    return cast(Array, primal.value)
 
 
 def _default_passes(program: DecoratedProgram) -> Passes:
@@ -276,6 +287,11 @@ _SECOND_ORDER = (
     "it stores is planned for the first derivative in reverse mode only. Use the undecorated model here, or call it "
     "under `with jaxpipe.without_encoding():`. An inner gradient that is a constant of the outer one, as of "
     "first-order MAML, is taken where nothing is differentiated: jax.grad(loss)(jax.lax.stop_gradient(params))."
+)
+_REFERENCE = (
+    "A memory_encoded module or function reads or writes a reference (jax.new_ref) that was made in the function which "
+    "is differentiated, so that gradients would go through it. Make the reference outside of that function, or in the "
+    "decorated one, or pass its value in and return the new one."
 )
 _NAMED_SIZES = (
     "A memory_encoded module or function was differentiated with sizes of jax.export.symbolic_shape in it ({}). What "

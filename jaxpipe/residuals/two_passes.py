@@ -103,10 +103,11 @@ def checkpointed_blocks(program: DecoratedProgram, family: str | None, every: in
     """Return the ranges of equations of every n-th module of a family, or of the whole program without one.
 
     None if no such ranges are apart from each other, if decorated functions are within the program, or if it has a save
-    policy of its own.
+    policy of its own, or side effects, which JAX would run again.
     """
-    equations = _compat.open_jaxpr(program.jaxpr)[0].eqns
-    if program.policy.saves is not None or any(encoded_policy(equation) is not None for equation in equations):
+    equations, operators = _compat.open_jaxpr(program.jaxpr)[0].eqns, program.graph.operators
+    keeps = program.policy.saves is not None or any(op.has_effects for op in operators)
+    if keeps or any(encoded_policy(equation) is not None for equation in equations):
         return None
     if family is None:
         return [(0, len(equations))]

@@ -79,8 +79,7 @@ def _parts(allocations: Sequence[Allocation], arguments: Sequence[Argument], ste
     updated = Counter(a.bytes for a in arguments if a.updated and not a.donated)
     for allocation in allocations:
         if allocation.parameter is not None:
-            known = allocation.parameter < len(arguments)
-            argument = arguments[allocation.parameter] if known else None
+            argument = arguments[allocation.parameter] if allocation.parameter < len(arguments) else None
             cause, name, shape = (argument.role.value, argument.name, argument.shard) if argument else (UNKNOWN, "", ())
             yield PeakPart(cause, name, allocation.bytes, shape)
         elif allocation.is_result:

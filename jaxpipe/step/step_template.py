@@ -61,8 +61,7 @@ class OpaquePasses:
 
 def has_gradient(program: DecoratedProgram, given: Sequence[bool]) -> list[int]:
     """Return those of a program's ``wrt`` whose gradient is not zero where some cotangents are given."""
-    seeds = [t for t, flag in zip(program.graph.outputs, given, strict=True) if flag]
-    some = reached(program.default, seeds)
+    some = reached(program.default, [t for t, flag in zip(program.graph.outputs, given, strict=True) if flag])
     return [t for t in program.wrt if t in some]
 
 

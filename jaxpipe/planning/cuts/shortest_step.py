@@ -74,8 +74,7 @@ def _likely(space: CutSpace, model: CostModel, order: tuple[int, ...], limits: L
         count, sizes = len(widths), np.array(widths)
         if count > places:
             continue
-        starts = np.cumsum(sizes) - sizes
-        rates = sizes * np.minimum.reduceat(speeds[: sizes.sum()], starts)
+        rates = sizes * np.minimum.reduceat(speeds[: sizes.sum()], np.cumsum(sizes) - sizes)
         together = math.lcm(*set(widths))
         rounds = math.ceil((model.num_microbatches or 1) / together)
         slowest = together * max(total / rates.sum(), longest / rates.max())

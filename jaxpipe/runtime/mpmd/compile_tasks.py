@@ -75,8 +75,7 @@ def compile_jobs(jobs: Mapping[TaskAt, CompileJob], platform: str) -> dict[TaskA
     groups: dict[Hashable, list[TaskAt]] = {}
     for name, job in jobs.items():
         where = job.devices if job.is_bound else tuple(job.mesh.shape.items())
-        key = (job.task.program.form, job.donated, where, job.reads, job.writes)
-        groups.setdefault(key, []).append(name)
+        groups.setdefault((job.task.program.form, job.donated, where, job.reads, job.writes), []).append(name)
     local_jobs = {name for name, job in jobs.items() if multihost.mine(job.devices)}
     local_groups = [names for names in groups.values() if not local_jobs.isdisjoint(names)]
     tell(f"Compiling {len(local_jobs)} programs, {len(local_groups)} of which differ")
@@ -152,8 +151,7 @@ def _lower(jobs: Sequence[CompileJob], platform: str) -> tuple[Lowered, list[np.
     donated = tuple(sorted(offset + k for k in first.donated))
     to = tuple(None if spec is None else NamedSharding(mesh, spec) for spec in first.writes)
     jitted = jax.jit(function, donate_argnums=donated, out_shardings=to, keep_unused=True)
-    lowered = _compat.lower(jitted.trace(*shaped), platform)
-    return lowered, [row if varies else None for row in rows]
+    return _compat.lower(jitted.trace(*shaped), platform), [row if varies else None for row in rows]
 
 
 def _abstract(mesh: Mesh) -> AbstractMesh:

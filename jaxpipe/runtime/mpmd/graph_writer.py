@@ -120,8 +120,7 @@ class GraphWriter:
         if self.devices.firsts(source) == self.devices.firsts(target):
             return numbers
         if target.replica < 0:
-            members = self.devices.members(target.stage)
-            return self.join(target.stage, [numbers for _ in members], own=False)
+            return self.join(target.stage, [numbers for _ in self.devices.members(target.stage)], own=False)
         if source.replica < 0:
             shares = [self._split(number) for number in numbers]
             return self.at(target, [parts[target.replica % len(parts)] for parts in shares])

@@ -101,8 +101,7 @@ def _stored_alike(stage: Stage, planned: Stage) -> Stage:
     if stage.vjp is None or planned.vjp is None or planned.vjp.plan.uncertain:
         return stage
     try:
-        plan = refitted(planned.vjp.plan, stage.vjp.graph)
-        vjp = vjp_program.assemble(stage.vjp.backward_graph, plan)
+        vjp = vjp_program.assemble(stage.vjp.backward_graph, refitted(planned.vjp.plan, stage.vjp.graph))
     except (ValueError, KeyError, IndexError):  # its backward pass needs other tensors, or codecs allow others
         return stage
     return replace(stage, vjp=vjp)

@@ -54,8 +54,7 @@ def pair_slots(message: Send, avals: Sequence[jax.ShapeDtypeStruct], specs: Sequ
     slots: list[Slot] = [{0: pair} for pair in pairs[:first]]
     form = {k: (_form(avals[k]), specs[k]) for k in message.reads}
     for pair in pairs[first:]:
-        fitting = (slot for slot in slots if slot.keys() == {0} and form[slot[0][0]] == form[pair[0]])
-        slot = next(fitting, None)
+        slot = next((slot for slot in slots if slot.keys() == {0} and form[slot[0][0]] == form[pair[0]]), None)
         if slot is None:
             slots.append({1: pair})
         else:

@@ -156,8 +156,7 @@ def adopt(layout: StageLayout, state: TrainState) -> TrainState:
         _check(field, arrays, getattr(expected, field))
     check_key(state.key, expected.key)
     _check("optimizer (shared)", state.shared, expected.shared)
-    residual = _residuals(state.residual, expected.residual)
-    new = replace(state, **given, residual=residual, plan=expected.plan)
+    new = replace(state, **given, residual=_residuals(state.residual, expected.residual), plan=expected.plan)
     return jax.tree.map(lambda x, aval: jax.device_put(x.copy(), aval.sharding), new, expected)
 
 

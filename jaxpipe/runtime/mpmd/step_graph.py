@@ -257,8 +257,7 @@ def trace_task(
         writes.append(n)
     program, reads = _part(closed, writes)
     names = tuple(results[n] for n in writes)
-    forms = tuple(map(form, names))
-    task = Task(label, program, tuple(given[k] for k in reads), names, forms, consumes)
+    task = Task(label, program, tuple(given[k] for k in reads), names, tuple(map(form, names)), consumes)
     tree = jax.tree.structure(shapes)
     return Traced(task, jax.tree.structure(operands), reads, tree, tuple(sources[n] for n in range(len(results))))
 

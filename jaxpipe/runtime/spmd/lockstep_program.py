@@ -111,8 +111,7 @@ class LockstepProgram(Program):
 
     def outer_parameters(self, outer: Mapping[Outer, Any]) -> dict[TensorNumber, Any]:
         """Return the outer parameters among some arrays, in the types of the model's."""
-        tensors = self.objective.graph.tensors
-        return {t: x.astype(tensors[t].dtype) for (t, i), x in outer.items() if i == 0}
+        return {t: x.astype(self.objective.graph.tensors[t].dtype) for (t, i), x in outer.items() if i == 0}
 
     def added(self, layout: BufferLayout) -> tuple[list[Shaped], dict[TensorNumber, Shaped]]:
         """Shapes of gradients in a layout, and of those of borrowed parameters, which all devices have beside them."""

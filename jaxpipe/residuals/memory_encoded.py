@@ -230,7 +230,7 @@ def _encoded_function(
         values = list(map(_value, primals))
         passes, wrt = passes_for(tuple(p.perturbed for p in primals))
         outputs, kept = passes.forward(values)
-        return [_first_order(y) for y in outputs], _Residuals(kept, passes, wrt)
+        return [_first_order(jax.numpy.asarray(y)) for y in outputs], _Residuals(kept, passes, wrt)
 
     @building_for(target)
     def encoded_backward(residuals: _Residuals, cotangents: Sequence[Array | SymbolicZero]) -> tuple[Array | None, ...]:

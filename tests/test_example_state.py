@@ -219,6 +219,89 @@ def test_several_rows_for_an_example_are_refused_by_name():
             partition(TwiceNNX(nnx.Rngs(0), rows=rows), 1)
 
 
+class Remembering(nnx.Module):
+    """A carry for each example, beside as many rows that all of them read, as features, and as lengths."""
+
+    def __init__(self, rngs):
+        self.a, self.b, self.c = (nnx.Linear(k, n, rngs=rngs) for k, n in ((8, N), (N, 8), (8, 5)))
+        self.norm = nnx.BatchNorm(N, rngs=rngs)
+        self.h = nnx.Cache(jnp.zeros((N, 8)))
+        self.mean, self.calls = nnx.Cache(jnp.zeros(N)), nnx.Cache(jnp.zeros(N))
+        self.bank = nnx.Variable(jax.random.normal(jax.random.key(3), (N, 8)))
+        self.table = nnx.Variable(jax.random.normal(jax.random.key(4), (N, 8)))
+
+    def __call__(self, x):
+        x = jnp.tanh(self.norm(self.a(x)))
+        self.mean[...] = 0.9 * self.mean[...] + jax.lax.stop_gradient(x.mean(1))
+        self.calls[...] += 1
+        h = jnp.tanh(self.b(x * (1 + self.mean[...][:, None])) + self.h[: len(x)]) + 0.1 * self.calls[...][:, None]
+        self.h[...] = self.h[...].at[: len(x)].set(jax.lax.stop_gradient(h))
+        places = jnp.argmax(jax.lax.stop_gradient(x), axis=1)
+        return self.c(h + nnx.softmax(h @ self.bank[...].T) @ self.bank[...] + self.table[...][places])
+
+
+def test_only_what_is_paired_with_examples_has_a_row_for_each():
+    pipeline = partition(Remembering(nnx.Rngs(0)), 2)
+    state = pipeline.init(KEY)
+    structure, params, rows, rest = nnx.split(Remembering(nnx.Rngs(0)), nnx.Param, nnx.Cache, ...)
+
+    @jax.jit
+    def of(params, rows, rest, batch):
+        model = nnx.merge(structure, params, rows, rest, copy=True)
+        return loss(model, batch), nnx.state(model, nnx.Param, nnx.Cache, ...)[1:]
+
+    step = jax.value_and_grad(of, has_aux=True)
+
+    def part(tree, j):
+        return jax.tree.map(lambda x: x[j * N // M : (j + 1) * N // M], tree)
+
+    for _ in range(2):
+        value, gradients = pipeline.value_and_grad(state, BATCH)[0][0], None
+        expected, news = [], []
+        for j in range(M):
+            (one, (new, rest)), gradient = step(params, part(rows, j), rest, part(BATCH, j))
+            expected.append(one)
+            news.append(new)
+            gradients = gradient if gradients is None else jax.tree.map(jnp.add, gradients, gradient)
+        rows = jax.tree.map(lambda *x: jnp.concatenate(x), *news)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g / M, params, gradients)
+        np.testing.assert_allclose(value, sum(expected) / M, rtol=3 * FUSION)
+        state, _ = pipeline.step(state, BATCH)
+    after = pipeline.parameters(state)
+    for kind, values in ((nnx.Cache, rows), (nnx.Param, params)):
+        got = nnx.to_flat_state(nnx.filter_state(after, kind))
+        assert relative_l2([x.get_value() for _, x in got], jax.tree.leaves(values)) < 5 * FUSION
+
+
+class Cached(nn.Module):
+    """Flax's own cache, with an index that all examples share."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.MultiHeadDotProductAttention(2, decode=True)(x, x)
+        return nn.Dense(5)(x)[:, 0]
+
+
+def test_rows_that_follow_from_a_count_of_calls_are_refused_by_name():
+    batch = {"x": jax.random.normal(KEY, (8, 1, 6)), "y": jnp.ones((8, 5))}
+    variables = Cached().init(KEY, jnp.zeros((8, 4, 6)))
+    losses, cache = [], variables["cache"]
+    for _ in range(2):
+        given = {"params": variables["params"], "cache": cache}
+        out, new = Cached().apply(given, batch["x"], mutable=["cache"])
+        losses.append(float(jnp.square(out - batch["y"]).mean()))
+        cache = new["cache"]
+    options = {"loss": loss, "optimizer": optax.sgd(0.0), "profile": "analytic"}
+    pipeline = jaxpipe.partition(Cached(), mesh_of(1), num_microbatches=1, **options)
+    state, got = pipeline.init(KEY, batch, variables=variables), []
+    for _ in range(2):
+        state, metrics = pipeline.step(state, batch)
+        got.append(float(metrics["loss"]))
+    np.testing.assert_allclose(got, losses, rtol=3 * FUSION)
+    with pytest.raises(jaxpipe.ModelError, match=r"cache_index counts calls.*cached_.*num_microbatches=1"):
+        jaxpipe.partition(Cached(), mesh_of(1), num_microbatches=4, **options).init(KEY, batch, variables=variables)
+
+
 @pytest.mark.parametrize("runtime", ["mpmd", "spmd"])
 def test_predictions_begin_with_the_state_in_every_micro_batch(runtime):
     """A decoder counts the tokens that it has read; what one micro-batch counts is no matter of the next one."""

@@ -45,7 +45,7 @@ def _equal(operand: Shape, result: Shape) -> Kept:
 
 def _same_dimensions(params: Mapping[str, Any], operands: Sequence[Shape], result: Shape) -> list[Kept]:
     """Dimensions of unchanged length: of slices, padding, concatenation, windows."""
-    return [_equal(operands[0], result)]
+    return [_equal(shape, result) if len(shape) == len(result) else {} for shape in operands]
 
 
 def _others(operand: Shape, gone: Iterable[int]) -> list[Kept]:

@@ -10,16 +10,16 @@ import flax.linen as nn
 import jax
 from flax import nnx
 
-from jaxpipe.array_types import Array, PyTree, Shaped
+from jaxpipe.array_types import Array, PyTree
 from jaxpipe.errors import ModelError
-from jaxpipe.graph.graph import is_differentiable
+from jaxpipe.graph.graph import is_differentiable, read_graph
 from jaxpipe.graph.sharding_annotations import with_axes
 from jaxpipe.models.bind_linen import bind_linen
 from jaxpipe.models.bind_nnx import bind_nnx, check_factory, nnx_factory
 from jaxpipe.models.bound_model import BoundModel, Called, Model, UserFunction, Variable, check_variables, with_values
 from jaxpipe.models.call_function import call_function
 from jaxpipe.models.check_batch import batch_size, shape_of
-from jaxpipe.models.example_state import Axes, example_axes
+from jaxpipe.models.example_state import Axes, StateCall, example_axes
 from jaxpipe.models.microbatch_program import with_rows
 from jaxpipe.models.variable_trees import by_path, common_level, is_train_state, key_name, plain_tree
 from jaxpipe.options import AxisRules
@@ -104,13 +104,16 @@ def bind(
 def _example_axes(bound: BoundModel, function: UserFunction, microbatch: PyTree, batch: PyTree) -> Axes:
     """Find the axes of examples of state that was given."""
 
-    def call(rows: int, state: Sequence[jax.ShapeDtypeStruct]) -> Sequence[Shaped]:
-        def run(parameters: Sequence[Array], state: Sequence[Array], key: Array, batch: PyTree) -> list[Array]:
-            return bound.run(function, parameters, state, key, batch)[1]
+    def call(rows: int, state: Sequence[jax.ShapeDtypeStruct]) -> StateCall:
+        def run(state: Sequence[Array], batch: PyTree, parameters: Sequence[Array], key: Array) -> list[Array]:
+            returned, new = bound.run(function, parameters, state, key, batch)
+            return [*new, *(x for x in jax.tree.leaves(returned) if isinstance(x, jax.Array))]
 
-        parameters = [v.aval for v in bound.parameters]
-        some = with_rows(microbatch, rows)
-        return with_axes(lambda: jax.eval_shape(run, parameters, state, jax.random.key(0), some))[0]
+        parameters, some = [v.aval for v in bound.parameters], with_rows(microbatch, rows)
+        closed = with_axes(lambda: jax.make_jaxpr(run)(state, some, parameters, jax.random.key(0)))[0]
+        graph, count = read_graph(closed), len(state)
+        given = graph.inputs[count : count + len(jax.tree.leaves(some))]
+        return StateCall(graph, given, graph.inputs[:count], graph.outputs[:count])
 
     names, avals = [v.name for v in bound.state], [v.aval for v in bound.state]
     return example_axes(names, avals, batch_size(microbatch), batch_size(batch), call)

@@ -2,23 +2,40 @@
 
     state of the batch ──rows of a micro-batch──▶ call ──▶ new rows ──▶ state of the batch
 
-Such state is as large as for a whole batch, as plain code has it. Each micro-batch reads and writes its own rows.
+Such state is as large as for a whole batch, as plain code has it. Each micro-batch reads and writes its own rows. What
+has them is read from a trace: a call pairs them with the examples of its batch.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import jax
+import numpy as np
 from jax import lax
 
-from jaxpipe.array_types import Array, Shaped
+from jaxpipe.array_types import Array, Shaped, TensorNumber
 from jaxpipe.errors import ModelError
+from jaxpipe.graph.graph import Graph, dependents
+from jaxpipe.graph.paired_dimensions import paired_dimensions
+from jaxpipe.text.value_text import listed
 
 
 #: By state variable, the axis of examples, if it has one.
 Axes = tuple[int | None, ...]
 
-#: ``(rows, shapes of the state) -> shapes of the new state``: one call; raises what the model raises.
-Call = Callable[[int, Sequence[jax.ShapeDtypeStruct]], Sequence[Shaped]]
+
+@dataclass(frozen=True)
+class StateCall:
+    """One call, traced: its inputs for the batch and for the state, and what becomes of the state."""
+
+    graph: Graph
+    batch: Sequence[TensorNumber]
+    state: Sequence[TensorNumber]
+    new: Sequence[TensorNumber]
+
+
+#: ``(rows, shapes of the state) -> one call``; raises what the model raises.
+Call = Callable[[int, Sequence[jax.ShapeDtypeStruct]], StateCall]
 
 
 def rows_of(state: Sequence[Array], axes: Axes, rows: int, index: Array) -> list[Array]:
@@ -67,46 +84,100 @@ def _own_rows(name: str, x: Shaped, rows: int, size: int) -> str:
     )
 
 
-def example_axes(names: Sequence[str], state: Sequence[jax.ShapeDtypeStruct], rows: int, size: int, call: Call) -> Axes:
-    """Find the axes of examples of state that was given, by calls of other numbers of examples.
+def _not_divided(names: Sequence[str], rows: int, size: int, error: Exception) -> str:
+    return (
+        f"The state variable(s) {listed(names)} have a row for each of the {size} examples of the batch, and the model "
+        f"does not run on the rows of {rows} alone ({type(error).__name__}: {str(error)[:300]}). Pass "
+        "num_microbatches=1, or give an axis of examples to all state that is used with them."
+    )
 
-    Where the model runs for any number of examples on its state as it is, the state has no such axis.
+
+def example_axes(names: Sequence[str], state: Sequence[jax.ShapeDtypeStruct], rows: int, size: int, call: Call) -> Axes:
+    """Find the axes of examples of state that was given.
 
     Args:
       rows, size: examples of a micro-batch and of the batch.
 
     Raises:
-      ModelError: if state has a row for each example of a micro-batch, or several rows for each.
+      ModelError: if state has a row for each example of a micro-batch, or several rows for each; or if the model does
+        not run on some of the rows.
     """
     none: Axes = (None,) * len(state)
     if rows == size or not any(n and n % rows == 0 for x in state for n in x.shape):
         return none
     other = next(n for n in (2 * rows, 3 * rows) if n != size)
 
+    def resized(axes: Axes, examples: int, number: int) -> list[jax.ShapeDtypeStruct]:
+        return [_resized(x, axis, number, examples) for x, axis in zip(state, axes, strict=True)]
+
     def runs(axes: Axes, examples: int) -> bool:
-        shapes = [_resized(x, axis, other, examples) for x, axis in zip(state, axes, strict=True)]
+        shapes = resized(axes, examples, other)
         try:
-            new = call(other, shapes)
+            called = call(other, shapes)
         except Exception:  # whatever a model raises whose state does not fit
             return False
-        return all(a.shape == b.shape for a, b in zip(shapes, new, strict=True))
+        return all(x.shape == called.graph.tensors[t].shape for x, t in zip(shapes, called.new, strict=True))
 
-    def fitting(examples: int, several: bool) -> Axes:
-        """Return the first choice of axes with a row, or with several, for each example, for which the model runs."""
-        fits = (lambda n: n % examples == 0) if several else (lambda n: n == examples)
-        axes = tuple(next((k for k, n in enumerate(x.shape) if n and fits(n)), None) for x in state)
-        return next((choice for choice in _choices(axes, state) if runs(choice, examples)), none)
-
+    for examples in (size, rows):
+        dimensions = _paired(call, examples, state)
+        with_rows = [k for k, own in enumerate(dimensions) if own]
+        for k in with_rows:
+            if [state[k].shape[d] for d in dimensions[k]] != [examples]:
+                raise ModelError(_several_rows(names[k], state[k], examples))
+            if examples == rows:
+                raise ModelError(_own_rows(names[k], state[k], rows, size))
+        if with_rows:
+            axes = tuple(next(iter(own), None) for own in dimensions)
+            try:
+                call(rows, resized(axes, size, rows))
+            except Exception as error:  # see above
+                raise ModelError(_not_divided([names[k] for k in with_rows], rows, size, error)) from error
+            return axes
     if runs(none, rows):
         return none
-    if (axes := fitting(size, several=False)) != none:
-        return axes
-    for examples, several in ((rows, False), (rows, True), (size, True)):
-        k = next((k for k, axis in enumerate(fitting(examples, several)) if axis is not None), None)
-        if k is not None:
-            text = _several_rows(names[k], state[k], examples) if several else _own_rows(names[k], state[k], rows, size)
-            raise ModelError(text)
+    for examples in (rows, size):
+        axes = tuple(next((k for k, n in enumerate(x.shape) if n and n % examples == 0), None) for x in state)
+        for choice in _choices(axes, state):
+            if runs(choice, examples):
+                k = next(k for k, axis in enumerate(choice) if axis is not None)
+                raise ModelError(_several_rows(names[k], state[k], examples))
     return none
+
+
+def _paired(call: Call, examples: int, state: Sequence[jax.ShapeDtypeStruct]) -> Sequence[Sequence[int]]:
+    """Return by state variable the dimensions that a call pairs with examples, as it reads them and leaves them."""
+    if not any(examples in x.shape for x in state):
+        return ()
+    try:
+        called = call(examples, state)
+    except Exception:  # the state is not one of so many
+        return ()
+    graph, read = called.graph, {t for op in called.graph.operators for t in op.inputs}
+    paired = paired_dimensions(graph, [t for t in called.batch if graph.tensors[t].shape[:1] == (examples,)])
+    return [
+        [d for d in range(len(x.shape)) if (new, d) in paired and (old not in read or (old, d) in paired)]
+        for x, old, new in zip(state, called.state, called.new, strict=True)
+    ]
+
+
+def check_counts(called: StateCall, names: Sequence[str], axes: Axes) -> None:
+    """Raise ``ModelError`` if rows follow from state that counts calls: a step has one for each micro-batch."""
+    tensors, operators = called.graph.tensors, called.graph.operators
+    state = list(zip(names, called.state, called.new, axes, strict=True))
+    rows = [(name, new) for name, _, new, axis in state if axis is not None]
+    if not rows:
+        return
+    given = dependents(operators, [*called.batch, *(old for _, old, _, axis in state if axis is not None)])
+    for name, old, new, axis in state:
+        is_number = any(jax.dtypes.issubdtype(tensors[old].aval.dtype, kind) for kind in (np.inexact, np.signedinteger))
+        counts = axis is None and is_number and new != old and new not in given
+        after = dependents(operators, [old]) if counts else ()
+        for other in (other for other, row in rows if row in after):
+            raise ModelError(
+                f"The state variable {name} counts calls, of which a step has one for each micro-batch, and the rows "
+                f"of {other}, of which each micro-batch has its own, follow from it: in the second one they would be "
+                "those of a later call. Pass num_microbatches=1."
+            )
 
 
 def _resized(x: jax.ShapeDtypeStruct, axis: int | None, size: int, examples: int) -> jax.ShapeDtypeStruct:

@@ -262,6 +262,19 @@ def test_gradient_of_a_python_number_without_jit():
     np.testing.assert_allclose(gradient["w"], np.cos(2 * w * x) * 2 * x, rtol=1e-6)
 
 
+def test_constant_results_without_jit_are_arrays():
+    @jaxpipe.memory_encoded
+    def loss(w, x):
+        return jnp.square(jax.nn.relu(x @ w)).mean(), {"rows": jnp.int32(len(x)), "rate": np.float32(0.1)}
+
+    _, metrics = jax.value_and_grad(loss, has_aux=True)(jnp.ones((3, 2)), jnp.ones((4, 3)))[0]
+    assert all(isinstance(x, jax.Array) for x in metrics.values())
+    assert {name: (x.dtype, x.weak_type) for name, x in metrics.items()} == {
+        "rows": (jnp.int32, False),
+        "rate": (jnp.float32, False),
+    }
+
+
 def test_integer_and_key_arguments():
     @memory_encoded
     def f(table, rows, key):

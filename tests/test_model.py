@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.errors import ScopeCollectionNotFound
 
 from jaxpipe.errors import ModelError
 from jaxpipe.models.bind import bind, needs_variables
@@ -142,6 +143,23 @@ def test_linen_mapped_variables():
     result, new = bound.run(once, parameters, [], KEY, rows())
     assert_same_bits(result, SignDense().apply(expected, rows()))
     assert new == []
+
+
+def test_values_are_not_lost_that_mapped_variables_keep_from_being_sown():
+    """Plain Flax raises its own error for any ``mutable``, which sown values need."""
+
+    class Sowing(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.map_variables(nn.Dense, "params", lambda v: jax.tree.map(jnp.sign, v), init=True)(2)(x)
+            self.sow("losses", "square", jnp.square(x).mean())
+            return x
+
+    variables = {"params": Sowing().init(KEY, rows())["params"]}
+    with pytest.raises(ScopeCollectionNotFound):
+        Sowing().apply(variables, rows(), mutable=["losses"])
+    with pytest.raises(ScopeCollectionNotFound):
+        bind(Sowing(), lambda model, x: model(x).sum() + sum(model.variables.get("losses", {}).values()), X)
 
 
 def test_linen_that_is_never_called():

@@ -142,7 +142,7 @@ class LinenModel:
             try:
                 result, new = apply(mutable=nn.DenyList(TRAINED))
             except ScopeCollectionNotFound:  # nn.map_variables(init=True) makes variables where any may change
-                if state_of(variables):
+                if state_of(variables) or any(path[0] != _NOT_INITIALIZED for path in self.observed.sown):
                     raise
                 result, new = apply(), {}
         self._sown, new = separated(new, self.observed.sown)

@@ -403,7 +403,7 @@ def flip(value: Array, bits: Array) -> Array:
 
 
 def materialize(value: Array, after: Array) -> Array:
-    """Return integers unchanged, computed once: XLA:CPU fuses what makes them into each of their readers.
+    """Return numbers unchanged, computed once: XLA:CPU fuses what makes them into each of their readers.
 
     Barriers do not keep it from that; the conditional of ``disguise`` does. On other devices, where memory is slow
     beside arithmetic, fusing is right.
@@ -411,7 +411,12 @@ def materialize(value: Array, after: Array) -> Array:
     if not current().fuses_into_readers or not _may_wait(value, after):
         return value
     zero = run_time_zero(after)
-    return value if zero is None else jax.lax.cond(zero == 0, lambda x: x, lambda x: ~x, value)
+    return value if zero is None else jax.lax.cond(zero == 0, lambda x: x, jax.lax.neg, value)
+
+
+def computed_once(value: Array) -> Array:
+    """Return numbers unchanged, which no reader computes again; XLA:CPU may, of 64 bits, up to jax 0.10."""
+    return barrier(value) if barriers_hold() else materialize(value, value)
 
 
 def _is_number(value: Array) -> bool:

@@ -553,3 +553,42 @@ def test_the_gradient_of_a_maximum_goes_to_it_with_the_least_storage(maximum):
     given = jaxpipe.jit(step, memory=f"{caught.value.smallest}B")(*args)
     for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)  # float32, fused otherwise
+
+
+@jax.custom_vjp
+def highest(y):
+    """A maximum whose rule looks for it in the backward pass."""
+    return y.max(1)
+
+
+def highest_backward(kept, cotangent):
+    y, maximum = kept
+    mask = (y == maximum[:, None]).astype(y.dtype)
+    return (mask * (cotangent / mask.sum(1))[:, None],)
+
+
+highest.defvjp(lambda y: (y.max(1), (y, y.max(1))), highest_backward)
+
+
+def thresholded(y):
+    """The mean of all that reach the maximum."""
+    mask = y >= y.max(1, keepdims=True)
+    return jnp.where(mask, y, 0).sum(1) / mask.sum(1)
+
+
+@pytest.mark.parametrize("reduce", [lambda y: y.max(1), lambda y: y.min(1), thresholded, highest])
+@pytest.mark.parametrize("codecs", ["fast", "smallest"])
+def test_ties_get_all_of_the_gradient(reduce, codecs):
+    """Numbers that are equal but for rounding. A bias added to all moves the maximum by as much, however rounded."""
+
+    @functools.partial(jaxpipe.memory_encoded, codecs=codecs)
+    def scaled(x, scale, bias):
+        centered = x - x.mean(1, keepdims=True)
+        return reduce(centered * (jax.lax.rsqrt(jnp.square(centered).mean(1, keepdims=True) + 1e-6) * scale) + bias)
+
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(16, 1, 4)) * (1 + 6e-8 * rng.integers(0, 2, (16, 9, 4))), jnp.float32)
+    scale, bias = jnp.asarray(rng.normal(size=(2, 4)), jnp.float32)
+    _, pullback = jax.jit(functools.partial(jax.vjp, scaled))(x, scale, bias)  # two programs, as stages are run
+    gradient = jax.jit(pullback)(jnp.ones((16, 4)))[2]
+    np.testing.assert_allclose(gradient, 16.0, rtol=1e-5)  # 144 shares are added up; a lost tie is 0.7 % or more

@@ -1,5 +1,7 @@
 """The residuals that each operator's backward pass reads, as literal tables."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from jaxpipe import memory_encoded
 from jaxpipe.graph.allowed_codecs import parse
 from jaxpipe.graph.graph import trace
 from jaxpipe.residuals.backward_graph import build_backward_graph
-from jaxpipe.residuals.vjp_program import build
+from jaxpipe.residuals.vjp_program import build, forward
 from jaxpipe.targets.building import building_for
 from tests.support.compare import assert_same_bits
 
@@ -172,3 +174,17 @@ def test_two_computed_numbers_are_compared_once(codecs, target):
     compared = {t for op in program.graph.operators if op.name == "eq" for t in op.outputs}
     assert len(compared) in (3, 5)  # JAX 0.10 compares for each side of a maximum with both
     assert compared <= program.plan.codecs.keys()
+
+
+@pytest.mark.parametrize("target", ["cpu", "H100", "v5e"])
+def test_a_maximum_and_the_comparison_with_it_read_the_same_numbers(target):
+    """XLA fuses packing with what it packs: without a barrier it would make the numbers again, rounded otherwise."""
+    with building_for(target):
+        graph = trace(lambda x, y: (x * y + y).max(1), X, X)
+        program = build(graph, graph.inputs)
+        equations = jax.make_jaxpr(functools.partial(forward, program))([X, X]).eqns
+    makers = {out: eqn.primitive.name for eqn in equations for out in eqn.outvars}
+    (maximum,) = (eqn for eqn in equations if eqn.primitive.name == "reduce_max")
+    (numbers,) = maximum.invars
+    assert any(numbers in eqn.invars for eqn in equations if eqn.primitive.name == "eq")
+    assert makers[numbers] in ("optimization_barrier", "cond")

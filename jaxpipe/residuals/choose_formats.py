@@ -479,21 +479,32 @@ def run_once(backward_graph: BackwardGraph) -> set[Operator]:
 
     A maximum equals one of the numbers that it is of. One of the two computed again, among other operators, may be
     rounded otherwise, and equals it no more. What a derivative rule compares in its backward pass is not made again.
+    Where there is a save policy it decides, as in ``jax.checkpoint``.
+    """
+    graph = backward_graph.graph
+    free = {op for op, made in ties(backward_graph).items() if all(graph.producers[t].saved is None for t in made)}
+    return kept_by_policies(graph) | free
+
+
+def ties(backward_graph: BackwardGraph) -> dict[Operator, list[TensorNumber]]:
+    """Return where ties matter: comparisons of computed numbers, each with these.
+
+    And the operators that make what a derivative rule compares in its backward pass, each with that. Of a view it is
+    what the view is of.
     """
     graph = backward_graph.graph
 
-    def maker(t: TensorNumber) -> Operator | None:
-        op = graph.producers.get(_viewed(t, graph.producers))
-        is_free = op is not None and op.saved is None and op.inputs  # a save policy decides as in jax.checkpoint
-        return op if is_free and is_differentiable(graph.tensors[t].aval) else None
+    def computed(tensors: Iterable[TensorNumber]) -> list[TensorNumber]:
+        seen = (_viewed(t, graph.producers) for t in tensors if is_differentiable(graph.tensors[t].aval))
+        return [t for t in seen if t in graph.producers and graph.producers[t].inputs]
 
-    once = kept_by_policies(graph)
-    once.update(op for op in filter(_compares, graph.operators) if all(map(maker, op.inputs)))
+    pairs = {op: computed(op.inputs) for op in filter(_compares, graph.operators)}
+    found = {op: made for op, made in pairs.items() if len(made) == len(op.inputs)}
     for step in backward_graph.steps:
         needs, views = dict(zip(step.program.inputs, step.needs, strict=False)), step.program.producers
         read = {_viewed(t, views) for op in filter(_compares, step.program.operators) for t in op.inputs}
-        once.update(op for t in read & needs.keys() if (op := maker(needs[t])) is not None)
-    return once
+        found.update((graph.producers[t], [t]) for t in computed(needs[t] for t in read & needs.keys()))
+    return found
 
 
 def _compares(op: Operator) -> bool:

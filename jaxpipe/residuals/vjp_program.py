@@ -24,7 +24,7 @@ from jaxpipe.graph.primitives import PRODUCTS
 from jaxpipe.graph.reverse_walk import needed
 from jaxpipe.graph.row_slices import slice_rows
 from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, build_backward_graph, divided, step_ends
-from jaxpipe.residuals.choose_formats import ResidualPlan, check_plan, default_plan, kept_by_policies, refitted
+from jaxpipe.residuals.choose_formats import ResidualPlan, check_plan, default_plan, kept_by_policies, refitted, ties
 from jaxpipe.residuals.rematerialize import Rematerializer, is_heavy
 from jaxpipe.residuals.run_steps import Absorb, JoinedWalk, Walk
 from jaxpipe.residuals.stored_formats import encode, has_overflowed, part_avals
@@ -187,6 +187,9 @@ def forward(vjp: VJPProgram, inputs: Sequence[Array]) -> tuple[list[Array], list
     unpacks it, and keep it whole until then. So each product waits for all that was to be packed before it; its
     operands are written to memory in any case, which keeps elementwise chains in one kernel. A mask of what a
     convolution reads is made of that as it was written, so that XLA leaves a ReLU to the convolution before it.
+
+    Numbers that are compared are written as well. Computed again by what packs the comparison, they may be rounded
+    otherwise: none of them may be equal to their maximum then.
     """
     graph, stored = vjp.graph, vjp.plan.stored
     env = dict(graph.constants)
@@ -195,6 +198,7 @@ def forward(vjp: VJPProgram, inputs: Sequence[Array]) -> tuple[list[Array], list
     packed: list[Array] = []
     available = graph.derived_from_parameters
     convolutions = [op for op in graph.operators if op.name == "conv_general_dilated" and current().order == "joined"]
+    numbers = set[TensorNumber]().union(*ties(vjp.backward_graph).values())
     convolved = {t for op in convolutions for t in op.inputs} - available
     for op in live(graph.operators, [*graph.outputs, *stored]):
         late = {t: _compat.wait(env[t], packed) for t in op.inputs if t not in available} if is_heavy(op) else {}
@@ -203,6 +207,7 @@ def forward(vjp: VJPProgram, inputs: Sequence[Array]) -> tuple[list[Array], list
         if any(graph.tensors[t].bits == 1 for t in op.outputs):
             late = {t: _compat.barrier(env[t]) for t in op.inputs if t in convolved}
         env.update(zip(op.outputs, op.evaluate(*(late.get(t, env[t]) for t in op.inputs)), strict=True))
+        env.update((t, _compat.computed_once(env[t])) for t in numbers.intersection(op.outputs))
         for t in op.outputs:
             if t in vjp.plan.codecs:
                 stash[t] = encode(env[t], vjp.plan.codecs[t])

@@ -33,18 +33,8 @@ from jax._src.state.discharge import discharge_state
 from jax.experimental.layout import Format, Layout
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from jaxpipe.array_types import (
-    AbstractArray,
-    AnyJaxpr,
-    Array,
-    ArrayLike,
-    Atom,
-    Device,
-    Equation,
-    Literal,
-    OpenJaxpr,
-    PyTree,
-)
+from jaxpipe import array_types
+from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, ArrayLike, Atom, Device, Equation, OpenJaxpr, PyTree
 from jaxpipe.targets.building import current
 
 
@@ -118,7 +108,7 @@ def inputs_read(closed: AnyJaxpr, outputs: Sequence[bool]) -> list[bool]:
     return dce_jaxpr(cast(jex.Jaxpr, open_jaxpr(closed)[0]), list(outputs))[1]
 
 
-def is_literal(atom: Atom) -> TypeGuard[Literal]:
+def is_literal(atom: Atom) -> TypeGuard[array_types.Literal]:
     """Return whether an operand of an equation is a literal (0.12 has several literal types)."""
     return hasattr(atom, "val")
 
@@ -240,7 +230,7 @@ def in_current_mesh(equation: Equation) -> Equation:
         return equation.replace(ctx=type(equation.ctx)())
 
 
-def literal_without_mesh(atom: Literal) -> Array:
+def literal_without_mesh(atom: array_types.Literal) -> Array:
     """The value of a literal; its type may name the mesh in whose context it was traced, that of a copy does not."""
     return atom.val.copy() if isinstance(atom.val, np.ndarray) else atom.val
 

@@ -13,18 +13,8 @@ import jax
 
 from jaxpipe import multihost
 from jaxpipe.array_types import ArrayLike, DType
-from jaxpipe.checkpoint.contents import (
-    OPTIMIZER,
-    OUTER,
-    PENDING,
-    REPLICAS,
-    RESIDUALS,
-    VARIABLES,
-    Contents,
-    check,
-    contents,
-    leaf_paths,
-)
+from jaxpipe.checkpoint import contents
+from jaxpipe.checkpoint.contents import OPTIMIZER, OUTER, PENDING, REPLICAS, RESIDUALS, VARIABLES, Contents
 from jaxpipe.checkpoint.orbax_files import Saved, read
 from jaxpipe.errors import CheckpointError
 from jaxpipe.graph.stacked_layers import Stacks, side_by_side
@@ -37,7 +27,7 @@ from jaxpipe.runtime.uint32_words import typed
 
 
 def _optimizer_paths(planned: ExecutablePlan) -> list[Path]:
-    return leaf_paths(jax.tree.structure(planned.update.by_stage.state_shape))
+    return contents.leaf_paths(jax.tree.structure(planned.update.by_stage.state_shape))
 
 
 def take(runtime: Runtime, state: TrainState, data: object = None) -> Contents | None:
@@ -64,7 +54,7 @@ def take(runtime: Runtime, state: TrainState, data: object = None) -> Contents |
             for path, x in by_path.items()
         }
         groups[PENDING] = residuals
-    return contents(groups, int(state.step), int(state.skipped), state.key, data)
+    return contents.contents(groups, int(state.step), int(state.skipped), state.key, data)
 
 
 def _leaves(planned: ExecutablePlan, arrays: StageArrays) -> dict[str, dict[Path, ArrayLike]]:
@@ -112,8 +102,8 @@ def put(runtime: Runtime, saved: Saved) -> TrainState:
     model, update, loop = planned.model.original, planned.update, planned.update.outer
     avals = [v.aval for v in (*model.parameters, *model.state)]
     slots = jax.tree.leaves(update.by_stage.state_shape)
-    check(saved.folder, saved.leaves[VARIABLES], model.paths, avals, "the model")
-    check(saved.folder, saved.leaves[OPTIMIZER], _optimizer_paths(planned), slots, "the optimizer")
+    contents.check(saved.folder, saved.leaves[VARIABLES], model.paths, avals, "the model")
+    contents.check(saved.folder, saved.leaves[OPTIMIZER], _optimizer_paths(planned), slots, "the optimizer")
     left, outer, replicas = RESIDUALS if update.exchange is not None else None, None, list[ArraysByPlace]()
     if left is None and saved.leaves[RESIDUALS]:
         warnings.warn(
@@ -124,7 +114,7 @@ def put(runtime: Runtime, saved: Saved) -> TrainState:
     if loop is not None and OUTER in saved.leaves:
         pairs = zip(model.paths, model.parameters, strict=False)
         wanted = {(str(i), *path): x for path, v in pairs for i, x in enumerate(loop.avals(v.aval))}
-        check(saved.folder, saved.leaves[OUTER], list(wanted), list(wanted.values()), "the outer optimizer")
+        contents.check(saved.folder, saved.leaves[OUTER], list(wanted), list(wanted.values()), "the outer optimizer")
         numbers = sorted({path[0] for path in saved.leaves[REPLICAS]}, key=int)
         outer = _outer_values(planned, saved)
         if len(numbers) == planned.batching.replicas:

@@ -145,6 +145,10 @@ class Operator:
         """The operator alone, as a jaxpr over ``inputs``."""
         return _compat.isolate(self.equation)
 
+    def ends(self) -> tuple[tuple[TensorNumber, ...], tuple[TensorNumber, ...]]:
+        """Return the tensors that it makes, and those that it reads."""
+        return self.outputs, self.inputs
+
     def evaluate(self, *values: Array) -> list[Array]:
         """Run the operator on concrete or traced values, under the module path it came from."""
         if self.equation is None:
@@ -463,14 +467,9 @@ def replaced(values: Sequence[T], positions: Sequence[int], others: Sequence[T])
     return [changed.get(k, value) for k, value in enumerate(values)]
 
 
-def operator_ends(op: Operator) -> tuple[tuple[TensorNumber, ...], tuple[TensorNumber, ...]]:
-    """Return the tensors that an operator makes, and those that it reads."""
-    return op.outputs, op.inputs
-
-
 def live(operators: Sequence[Operator], wanted: Iterable[TensorNumber]) -> tuple[Operator, ...]:
     """The operators that ``wanted`` tensors or side effects depend on."""
-    return needed(operators, wanted, operator_ends, always=lambda op: op.has_effects)[0]
+    return needed(operators, wanted, Operator.ends, always=lambda op: op.has_effects)[0]
 
 
 def dependents(operators: Iterable[Operator], sources: Iterable[TensorNumber]) -> set[TensorNumber]:

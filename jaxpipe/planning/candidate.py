@@ -37,16 +37,7 @@ from jaxpipe.runtime.mpmd.device_bytes import Peak, array_bytes, device_peaks
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
 from jaxpipe.runtime.optimizer_by_stage import check_asynchronous, partition_update
 from jaxpipe.runtime.replica_exchange import stage_exchange, stage_outer_loop, warn_of_first_moment
-from jaxpipe.runtime.stages import (
-    Placement,
-    Program,
-    Stage,
-    count_frozen,
-    cut_stages,
-    place_variables,
-    shared_stages,
-    with_backward,
-)
+from jaxpipe.runtime.stages import Placement, Program, Stage, cut_stages, place_variables, shared_stages, with_backward
 from jaxpipe.schedules import StageReplicas, schedule_makers
 from jaxpipe.schedules.table import Kind, Schedule, StageNumber, without_backward
 from jaxpipe.sharding.mesh_axes import DATA
@@ -97,8 +88,14 @@ class Cut:
 
     @property
     def num_frozen(self) -> int:
-        """The number of first stages that have no backward work because the optimizer does not train them."""
-        return count_frozen(self.stages) if self.traced.objective.frozen else 0
+        """The number of first stages that have no backward work because the optimizer does not train them.
+
+        The last one is taken to have some.
+        """
+        if not self.traced.objective.frozen:
+            return 0
+        trained = (s for s, stage in enumerate(self.stages) if stage.is_trained)
+        return min(next(trained, len(self.stages)), len(self.stages) - 1)
 
     @property
     def _places(self) -> Sequence[int]:

@@ -36,15 +36,8 @@ from jaxpipe.runtime.replica_exchange import check_exchange
 from jaxpipe.runtime.select_runtime import RuntimeName, makers_for
 from jaxpipe.schedules import BY_NAME, Schedule
 from jaxpipe.schedules.schedule_makers import AUTO, ScheduleMaker, plain_name, schedule_named
-from jaxpipe.sharding.mesh_axes import (
-    COMMON_NAMES,
-    DATA,
-    STAGE,
-    Submesh,
-    split_mesh,
-    with_joined_replicas,
-    with_own_names,
-)
+from jaxpipe.sharding import mesh_axes
+from jaxpipe.sharding.mesh_axes import COMMON_NAMES, DATA, STAGE, Submesh
 from jaxpipe.targets.known import target_named
 from jaxpipe.text.stable_text import stable_text
 from jaxpipe.text.units import asked_bytes, bytes_text, device_bytes, whole_number
@@ -150,7 +143,7 @@ class Request:
 def check_request(given: Request) -> Request:
     """Return a request with the mesh as planning has it, or raise the error that one of its arguments is worth."""
     options, profile = _check_options(given.options), given.profile
-    mesh = with_own_names(given.mesh, options.stage_axis, options.data_axis)
+    mesh = mesh_axes.with_own_names(given.mesh, options.stage_axis, options.data_axis)
     num_devices, replicas = check_mesh(mesh)
     check_model(given.model)
     check_optimizer(given.optimizer)
@@ -174,7 +167,7 @@ def check_request(given: Request) -> Request:
     _check_outer_loop(given, replicas)
     exchanged = given.exchange is not None
     replica_axis = _check_axis_name(options.axis_name, replicas, exchanged)
-    mesh, submesh = split_mesh(mesh if replica_axis is None else with_joined_replicas(mesh))
+    mesh, submesh = mesh_axes.split_mesh(mesh if replica_axis is None else mesh_axes.with_joined_replicas(mesh))
     request = replace(
         given,
         mesh=mesh,

@@ -21,16 +21,7 @@ from jaxpipe.array_types import AbstractArray, Array, TensorNumber
 from jaxpipe.graph import rules
 from jaxpipe.graph.allowed_codecs import FAST, Policy
 from jaxpipe.graph.derivative_rule import registered, rule_of
-from jaxpipe.graph.graph import (
-    Graph,
-    GraphBuilder,
-    Operator,
-    behind_rules,
-    is_differentiable,
-    live,
-    operator_ends,
-    ordered,
-)
+from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, behind_rules, is_differentiable, live, ordered
 from jaxpipe.graph.operator_vjp import Halves, Wanted, policy_within, writes_zeros
 from jaxpipe.graph.program_form import bits_of, is_hashable
 from jaxpipe.graph.reverse_walk import needed
@@ -140,7 +131,7 @@ def _operator_vjps(
       ``seeds`` depend.
     """
     varied_tensors = set(wrt)
-    useful_tensors = needed([*filter(_passes_cotangents, graph.operators)], seeds, operator_ends)[1]
+    useful_tensors = needed([*filter(_passes_cotangents, graph.operators)], seeds, Operator.ends)[1]
     ruled = graph.ruled | behind_rules(graph.operators)
     known: dict[Hashable, Halves]  # by operator, and by what operators compute
     known = graph.derived.setdefault((current(), registered()), {})

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.errors import PartitionError
-from jaxpipe.graph.graph import Graph, Operator, operator_ends, ordered, run
+from jaxpipe.graph.graph import Graph, Operator, ordered, run
 from jaxpipe.graph.reverse_walk import closure, needed
 from jaxpipe.graph.stacked_layers import Stacks
 from jaxpipe.models.bound_model import BoundModel
@@ -174,7 +174,7 @@ def compute(
 ) -> None:
     """Run what some tensors follow from: operators of a stage, if there is one, and those that every stage runs."""
     allowed = [op for op in update.graph.operators if {update.stage_of.get(t) for t in op.outputs} & {s, None}]
-    run(needed(allowed, wanted, operator_ends, known=known)[0], known)
+    run(needed(allowed, wanted, Operator.ends, known=known)[0], known)
 
 
 @dataclass(frozen=True, eq=False)

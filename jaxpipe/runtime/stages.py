@@ -296,12 +296,6 @@ def cut_stages(
     return tuple(stages)
 
 
-def count_frozen(stages: Sequence[Stage]) -> int:
-    """Count the stages, from the first on, that have no backward work; the last one is taken to have some."""
-    trained = (s for s, stage in enumerate(stages) if stage.is_trained)
-    return min(next(trained, len(stages)), len(stages) - 1)
-
-
 def with_backward(
     objective: MicrobatchProgram,
     stages: Sequence[Stage],

@@ -16,18 +16,9 @@ from dataclasses import dataclass
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedules import synchronous
 from jaxpipe.schedules.ordered import from_orders
-from jaxpipe.schedules.simulate import (
-    KIND_ARGUMENTS,
-    Costs,
-    Links,
-    Seconds,
-    both_parts,
-    run_free,
-    stage_links,
-    stage_seconds,
-)
+from jaxpipe.schedules.simulate import Costs, Links, Seconds, both_parts, run_free, stage_links, stage_seconds
 from jaxpipe.schedules.stage_map import StageMapLike, stage_map, v_shape
-from jaxpipe.schedules.table import KINDS, Kind, Schedule, check_size, needed_work
+from jaxpipe.schedules.table import Kind, Schedule, check_size, needed_work
 from jaxpipe.schedules.work_graph import Operation, Ranks, Sequenced, WorkGraph, list_scheduled
 from jaxpipe.text.units import whole_number
 
@@ -198,10 +189,8 @@ def _problem(
         chunks = len(stage_of[0])
     stages = stage_map("list-schedule", stage_of, num_devices, chunks)
     table = Schedule("list-schedule", num_devices, num_microbatches, (), chunks, stage_of=stages)
-    costs = stage_seconds(times, table.total_stages, "there are")
-    for name, kind in zip(KIND_ARGUMENTS, KINDS, strict=True):
-        if kind in costs:
-            costs[kind] = _checked(name, costs[kind])
+    asked = stage_seconds(times, table.total_stages, "there are")
+    costs = {kind: _checked(kind.name.lower(), seconds) for kind, seconds in asked.items()}
     costs.setdefault(Kind.BACKWARD, both_parts(costs))
     given = stage_links(communication, table.total_stages, "there are")
     _checked("communication", list(itertools.chain.from_iterable(given)))

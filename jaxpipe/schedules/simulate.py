@@ -12,9 +12,8 @@ from jaxpipe.schedules.table import KINDS, Action, Kind, Schedule
 #: Seconds of a micro-batch: for every stage the same, or by stage.
 Seconds = float | Sequence[float]
 
-#: Seconds of a micro-batch by kind of work and stage; arguments that give them, in the order of the kinds.
+#: Seconds of a micro-batch by kind of work and stage.
 Costs = dict[Kind, tuple[float, ...]]
-KIND_ARGUMENTS = ("forward", "backward", "backward_input", "backward_weight")
 
 #: Seconds of messages between each stage and the next, forward and back.
 Links = Sequence[tuple[float, float]]
@@ -63,12 +62,13 @@ def stage_seconds(given: Sequence[Seconds | None], count: int, whose: str) -> Co
       ScheduleError: if there are more or fewer; ``whose`` stages they are, as in ``"there are"``.
     """
     costs: Costs = {}
-    for name, kind, seconds in zip(KIND_ARGUMENTS, KINDS, given, strict=True):
+    for kind, seconds in zip(KINDS, given, strict=True):
         if seconds is not None:
             costs[kind] = tuple(seconds) if isinstance(seconds, Sequence) else (seconds,) * count
             if len(costs[kind]) != count:
                 raise ScheduleError(
-                    f"{name}= has {len(costs[kind])} times, but {whose} {count} stages: pass a time for each."
+                    f"{kind.name.lower()}= has {len(costs[kind])} times, but {whose} {count} stages: pass a time for "
+                    "each."
                 )
     return costs
 

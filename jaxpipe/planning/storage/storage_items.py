@@ -21,17 +21,9 @@ from jaxpipe.graph.op_cost import weight
 from jaxpipe.graph.reverse_walk import needed
 from jaxpipe.planning.storage.prices import Prices
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Option, Problem
+from jaxpipe.residuals import choose_formats
 from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, divided
-from jaxpipe.residuals.choose_formats import (
-    ResidualPlan,
-    derived_from,
-    in_the_way,
-    recomputation,
-    run_once,
-    smallest_format,
-    sums_of_branches,
-    with_fallbacks,
-)
+from jaxpipe.residuals.choose_formats import ResidualPlan, recomputation
 from jaxpipe.residuals.codecs.keep import KEEP
 from jaxpipe.residuals.rematerialize import is_heavy, parts
 from jaxpipe.residuals.stored_formats import stored_bytes
@@ -99,7 +91,7 @@ def stage_items(
     position = {t: k for k, t in enumerate(tensors)}
     everything = ResidualPlan({**chosen, **dict.fromkeys(held, KEEP)})
     events, base = _events(backward_graph, everything, available, position, released)
-    items, formats, stuck = [], [], run_once(backward_graph)
+    items, formats, stuck = [], [], choose_formats.run_once(backward_graph)
     for t in tensors:
         codecs = (chosen[t],) if chosen[t].fuses else (chosen[t], KEEP)
         tensor, producer = graph.tensors[t], producers.get(t)
@@ -107,7 +99,7 @@ def stage_items(
         if producer is not None:
             program, leaves = recomputation(graph, producer.inputs, everything, available)
             program = [*program, producer]
-            if not in_the_way(program, {*leaves, *available}) and stuck.isdisjoint(program):
+            if not choose_formats.in_the_way(program, {*leaves, *available}) and stuck.isdisjoint(program):
                 again = sum(prices.seconds(vjp.graph, op) for op in program)
                 sources = tuple(sorted(position[u] for u in leaves if u in position))
         options = tuple(_option(tensor, codec, prices) for codec in codecs)
@@ -138,7 +130,8 @@ def storage_plan(items: Items, choice: Sequence[int]) -> ResidualPlan:
         if option != NOT_STORED:
             stored[t] = formats[option]
     while True:
-        plan, hopeless = with_fallbacks(graph, derived_from(backward_graph, stored, producers), items.held)
+        derived = choose_formats.derived_from(backward_graph, stored, producers)
+        plan, hopeless = choose_formats.with_fallbacks(graph, derived, items.held)
         if not hopeless:
             return plan
         stored.update(dict.fromkeys(hopeless, KEEP))
@@ -155,7 +148,7 @@ def _starting_format(backward_graph: BackwardGraph, t: TensorNumber) -> Codec:
     graph, producer = backward_graph.graph, backward_graph.graph.producers.get(t)
     policy, path = (backward_graph.policy, "") if producer is None else (producer.policy, producer.path)
     objects = [codec for codec in (policy or backward_graph.policy).at(path) if isinstance(codec, Codec)]
-    return smallest_format(graph, t, ["mask", *objects], certain=producer is None)
+    return choose_formats.smallest_format(graph, t, ["mask", *objects], certain=producer is None)
 
 
 def _starting_points(backward_graph: BackwardGraph, there: frozenset[TensorNumber]) -> list[TensorNumber]:
@@ -164,7 +157,7 @@ def _starting_points(backward_graph: BackwardGraph, there: frozenset[TensorNumbe
     producers = graph.producers
     needs = frozenset(backward_graph.needs)
     _, wanted = needed(graph.operators, needs, lambda op: (op.outputs, op.inputs), there)
-    sums = sums_of_branches(graph, there)
+    sums = choose_formats.sums_of_branches(graph, there)
 
     def is_one(t: TensorNumber) -> bool:
         op = producers.get(t)

@@ -7,24 +7,9 @@ from typing import Any, TypeVar
 import jax
 
 from jaxpipe.array_types import Device, PyTree
+from jaxpipe.runtime.mpmd import step_graph
 from jaxpipe.runtime.mpmd.stage_layout import StageLayout
-from jaxpipe.runtime.mpmd.step_graph import (
-    Arrays,
-    Call,
-    Instruction,
-    Join,
-    Place,
-    Port,
-    Send,
-    Split,
-    Spread,
-    StepGraph,
-    Task,
-    Traced,
-    Value,
-    Work,
-    trace_task,
-)
+from jaxpipe.runtime.mpmd.step_graph import Arrays, Instruction, Place, Port, StepGraph, Task, Traced, Value, Work
 from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.mesh_axes import DATA, side_by_side
 
@@ -85,7 +70,7 @@ class GraphWriter:
         key = named if key is None else (layout.stage(place.stage), key)
         if key not in traces:
             form = functools.partial(self.layout.form, place.stage)
-            traces[key] = trace_task(label, work, form, self.avals(operands), consumes)
+            traces[key] = step_graph.trace_task(label, work, form, self.avals(operands), consumes)
         traced: Traced = traces[key]
         leaves, structure = jax.tree.flatten(operands)
         assert structure == traced.operands, f"{label}: other operands than before"
@@ -95,7 +80,7 @@ class GraphWriter:
         if writes:
             number = self.tasks.setdefault(task, len(self.tasks))
             reads = tuple(leaves[k] for k in traced.reads)
-            self.instructions.append(Call(number, place, reads, tuple(writes), microbatch, action))
+            self.instructions.append(step_graph.Call(number, place, reads, tuple(writes), microbatch, action))
         return traced.tree.unflatten([writes[k] if k >= 0 else leaves[~k] for k in traced.sources])
 
     def at(self, place: Place, tree: Tree) -> Tree:
@@ -125,14 +110,14 @@ class GraphWriter:
             shares = [self._split(number) for number in numbers]
             return self.at(target, [parts[target.replica % len(parts)] for parts in shares])
         writes = tuple(self.value(self.values[k]._replace(place=target)) for k in numbers)
-        self.instructions.append(Send(source, target, tuple(numbers), writes))
+        self.instructions.append(step_graph.Send(source, target, tuple(numbers), writes))
         return writes
 
     def spread(self, source: Place, replicas: Sequence[int], tree: Tree) -> Tree:
         """Copy values to the devices of all stages of some replicas, as arrays that these have in common."""
         reads, structure = jax.tree.flatten(tree)
         writes = tuple(self.value(self.values[k]) for k in reads)
-        self.instructions.append(Spread(source, tuple(replicas), tuple(reads), writes))
+        self.instructions.append(step_graph.Spread(source, tuple(replicas), tuple(reads), writes))
         return structure.unflatten(writes)
 
     def _split(self, whole: int) -> tuple[int, ...]:
@@ -141,7 +126,7 @@ class GraphWriter:
             value = self.values[whole]
             members = self.devices.members(value.place.stage)
             self._shares[whole] = parts = tuple(self.value(value._replace(place=place)) for place in members)
-            self.instructions.append(Split(value.place, (whole,), parts))
+            self.instructions.append(step_graph.Split(value.place, (whole,), parts))
         return self._shares[whole]
 
     def join(self, stage: StageNumber, trees: Sequence[Tree], own: bool) -> Tree:
@@ -161,7 +146,7 @@ class GraphWriter:
             rows = (len(parts) * (aval.shape or (1,))[0], *aval.shape[1:])
             aval, form = jax.ShapeDtypeStruct(rows, aval.dtype), form._replace(spec=side_by_side(form.spec, DATA))
         self._joined[parts, own] = whole = self.value(Value(aval, place, form))
-        self.instructions.append(Join(place, parts, (whole,), own))
+        self.instructions.append(step_graph.Join(place, parts, (whole,), own))
         return whole
 
     def finish(self, outputs: dict[Port, int]) -> StepGraph:

@@ -443,9 +443,8 @@ def _kinds_table(network: Network) -> PlainTable:
 def _kind(network: Network, device: int) -> list[str]:
     """Return the speed and the memory of a device, and its rate to the host if something is known of these rates."""
     size, rates = network.memory_bytes[device], network.host_bandwidth_bytes_per_second
-    memory = "no limit" if size == math.inf else bytes_text(size)
     host = [_short(rates[device] / 1e9)] if any(rate != PCIE_3_X16 for rate in rates) else []
-    return [_short(network.speed[device]), memory, *host]
+    return [_short(network.speed[device]), "no limit" if size == math.inf else bytes_text(size), *host]
 
 
 def _short(value: float) -> str:

@@ -76,9 +76,8 @@ def _costs(text: str, where: str) -> dict[str, float]:
     given = dict(re.findall(r"(\w+)=(\[.*?\]|[^,]*)", text))
     costs = {}
     for field in _FIELDS:
-        parts = given.get(field, "").strip("[] ").split(";")
         try:
-            costs[field] = sum(map(float, parts))
+            costs[field] = sum(map(float, given.get(field, "").strip("[] ").split(";")))
         except ValueError:
             raise PartitionError(
                 f"{where}: {field} is {given.get(field)!r:.80}; it must be a number or [a; b]."

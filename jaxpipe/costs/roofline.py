@@ -105,12 +105,11 @@ def homes(backward_graph: BackwardGraph) -> dict[TensorNumber, int]:
     What the derivative of an operator adds to the forward pass (a mask, positions in a window), and inputs of the
     program, count for the operator whose backward step needs them.
     """
-    graph = backward_graph.graph
     home = {t: k for k, op in enumerate(backward_graph.source.operators) for t in op.outputs}
     for step in backward_graph.steps:
         for t in step.needs:
             home.setdefault(t, home[step.cotangents_in[0]])
-    for op in reversed(graph.operators):
+    for op in reversed(backward_graph.graph.operators):
         for t in op.inputs:
             home.setdefault(t, max((home[u] for u in op.outputs if u in home), default=0))
     return home

@@ -81,17 +81,13 @@ def _sums(
     ndims = [len(graph.tensors[t].shape) for t in (a, b)]
     axes = [axes_by_dimension(specs.get(t, P()), n) for t, n in zip((a, b), ndims, strict=True)]
     result = _all(axes_by_dimension(specs.get(out, P()), len(graph.tensors[out].shape)))
-    contracted = _all([axes[0][d] for d in left]) | _all([axes[1][d] for d in right])
+    inner = _all([axes[0][d] for d in left]) | _all([axes[1][d] for d in right])
     free = [
         _all([axes[0][d] for d in range(ndims[0]) if d not in (*left, *left_batch)]),
         _all([axes[1][d] for d in range(ndims[1]) if d not in (*right, *right_batch)]),
     ]
-    summed = [
-        (out, contracted - result),
-        (a, (free[1] & result) - _all(axes[0])),
-        (b, (free[0] & result) - _all(axes[1])),
-    ]
-    return [(t, graph.tensors[t].bytes, math.prod(shape[x] for x in over)) for t, over in summed if over]
+    sums = [(out, inner - result), (a, (free[1] & result) - _all(axes[0])), (b, (free[0] & result) - _all(axes[1]))]
+    return [(t, graph.tensors[t].bytes, math.prod(shape[x] for x in over)) for t, over in sums if over]
 
 
 def _all(dimensions: Iterable[tuple[str, ...]]) -> set[str]:

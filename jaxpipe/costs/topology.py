@@ -63,30 +63,28 @@ class Node:
     host_bandwidth_bytes_per_second: float = PCIE_3_X16
 
     def __post_init__(self) -> None:
-        label = f"Node {self.name!r}" if self.name else "A node"
+        node = f"Node {self.name!r}" if self.name else "A node"
         if whole_number(self.devices, "devices", PartitionError) < 1:
-            raise PartitionError(f"{label} has devices={self.devices}; it needs at least one.")
+            raise PartitionError(f"{node} has devices={self.devices}; it needs at least one.")
         set_field = object.__setattr__
         for name in ("bandwidth_bytes_per_second", "latency_seconds", "host_bandwidth_bytes_per_second"):
-            set_field(self, name, _rate(getattr(self, name), f"{label} has {name}"))
+            set_field(self, name, _rate(getattr(self, name), f"{node} has {name}"))
         links = {}
         for pair, bandwidth in self.links.items():
             ends = tuple(sorted(pair))
             if len(ends) != 2 or not 0 <= ends[0] < ends[1] < self.devices:
                 raise PartitionError(
-                    f"{label} has a link {pair}; a link is between two different devices of 0..{self.devices - 1}."
+                    f"{node} has a link {pair}; a link is between two different devices of 0..{self.devices - 1}."
                 )
             if ends in links:
-                raise PartitionError(
-                    f"{label} has the link {ends} twice; give it once, with the rate of one direction."
-                )
-            links[ends] = _rate(bandwidth, f"{label} has a link {pair} with the bandwidth")
+                raise PartitionError(f"{node} has the link {ends} twice; give it once, with the rate of one direction.")
+            links[ends] = _rate(bandwidth, f"{node} has a link {pair} with the bandwidth")
         set_field(self, "links", links)
         for name in ("speed", "memory_bytes"):
             shape = np.shape(getattr(self, name))
             if shape not in ((), (self.devices,)):
                 raise PartitionError(
-                    f"{label} has {name} of the shape {shape} for {self.devices} devices; give one number, or one for "
+                    f"{node} has {name} of the shape {shape} for {self.devices} devices; give one number, or one for "
                     "each device."
                 )
 

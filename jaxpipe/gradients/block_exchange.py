@@ -257,9 +257,8 @@ class _Wire:
     ) -> tuple[dict[str, Array], dict[str, Array]]:
         """Whole gradients and chosen blocks, by type."""
         numbers = iter(chosen)
-        parts = [
-            (b, x if b.is_whole else _take(b, x, next(numbers))) for b, x in zip(self._plans[s], gradients, strict=True)
-        ]
+        pairs = zip(self._plans[s], gradients, strict=True)
+        parts = [(b, x if b.is_whole else _take(b, x, next(numbers))) for b, x in pairs]
 
         def packed(lengths: Mapping[str, int], is_whole: bool) -> dict[str, Array]:
             return {d: _pad([x for b, x in parts if _is(b, d, is_whole)], n, d) for d, n in lengths.items()}

@@ -158,9 +158,8 @@ def block_sparse(
     settings = Settings(axis_name, phases, dense_1d, dict(blocks or {}), Rule(mode, norm, decay), bits)
 
     def init(params: optax.Params) -> BlockSparseState:
-        plans = settings.plans(params)
         leaves, tree = jax.tree.flatten(params)
-        always = [all(b.is_whole for b in choices) for choices in zip(*plans, strict=True)]
+        always = [all(b.is_whole for b in choices) for choices in zip(*settings.plans(params), strict=True)]
 
         def zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, like: Array) -> Array:
             return _compat.vary_as(jnp.zeros(shape, dtype), like)

@@ -83,9 +83,6 @@ def _best_fit(buffers: Sequence[Buffer]) -> int:
         reached = np.maximum.accumulate(np.append(0, behind[beside]))[:-1]
         gaps = first[beside] - reached
         fitting = np.flatnonzero(gaps >= buffer.bytes)
-        if len(fitting):
-            first[k] = reached[fitting[np.argmin(gaps[fitting])]]
-        else:
-            first[k] = behind[beside].max(initial=0)
+        first[k] = reached[fitting[np.argmin(gaps[fitting])]] if len(fitting) else behind[beside].max(initial=0)
         behind[k] = first[k] + buffer.bytes
     return int(behind.max(initial=0))

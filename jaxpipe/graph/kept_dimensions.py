@@ -90,12 +90,8 @@ def _gather(params: Mapping[str, Any], operands: Sequence[Shape], result: Shape)
     rows = [to for to in range(len(result)) if to not in numbers.offset_dims]
     batch = numbers.operand_batching_dims
     kept = [d for d in range(len(sizes)) if d not in numbers.collapsed_slice_dims and d not in batch]
-    looked_up = numbers.start_index_map
-    whole = {
-        d: to
-        for d, to in zip(kept, numbers.offset_dims, strict=True)
-        if sizes[d] == operands[0][d] and d not in looked_up
-    }
+    pairs = zip(kept, numbers.offset_dims, strict=True)
+    whole = {d: to for d, to in pairs if sizes[d] == operands[0][d] and d not in numbers.start_index_map}
     whole |= {d: rows[k] for d, k in zip(batch, numbers.start_indices_batching_dims, strict=True)}
     return [whole, dict(enumerate(rows))]
 

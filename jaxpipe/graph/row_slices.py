@@ -164,9 +164,8 @@ def _step(graph: Graph, op: Operator, axes: Mapping[TensorNumber, int]) -> _Step
 
 def _kept(graph: Graph, op: Operator, position: int = 0) -> Sequence[Kept]:
     """Return the dimensions of the operands that the result has, that of a position where there are several."""
-    shapes = [graph.tensors[t].shape for t in op.inputs]
     result = graph.tensors[op.outputs[min(position, len(op.outputs) - 1)]].shape
-    return kept_dimensions(op.name, op.params, shapes, result)
+    return kept_dimensions(op.name, op.params, [graph.tensors[t].shape for t in op.inputs], result)
 
 
 def _kept_as(kept: Sequence[Kept], axis: int) -> tuple[int | None, ...]:
@@ -221,10 +220,8 @@ def _with_loop(graph: Graph, steps: Mapping[Operator, _Step], count: int) -> Gra
     builder = GraphBuilder(graph.tensors, graph.constants)
     inputs = [t for t, _ in operands]
     stacked = builder.read(jax.make_jaxpr(loop)(*(graph.tensors[t].aval for t in inputs)), inputs)
-    names = dict(zip(stacked, results, strict=True))
-    added = [
-        replace(op, inputs=_named(op.inputs, names), outputs=_named(op.outputs, names)) for op in builder.operators
-    ]
+    name = dict(zip(stacked, results, strict=True))
+    added = [replace(op, inputs=_named(op.inputs, name), outputs=_named(op.outputs, name)) for op in builder.operators]
     after: set[TensorNumber] = set(results)
     early: list[Operator] = []
     late: list[Operator] = []

@@ -106,9 +106,8 @@ def _of_program(program: AnyJaxpr, operands: Sequence[Split], shape: Mapping[str
 
 def _kept(eqn: Equation, operands: Sequence[Split], result: tuple[int, ...]) -> Split:
     """The split of a result, by the dimensions of operands that it has."""
-    shapes = [atom.aval.shape for atom in eqn.invars]
     split = dict[int, tuple[str, ...]]()
-    kept = kept_dimensions(eqn.primitive.name, eqn.params, shapes, result)
+    kept = kept_dimensions(eqn.primitive.name, eqn.params, [atom.aval.shape for atom in eqn.invars], result)
     for axes_of, dimensions in zip(operands, kept, strict=False):
         for d, to in dimensions.items():
             split[to] = split.get(to) or axes_of[d]

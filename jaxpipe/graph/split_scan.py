@@ -286,9 +286,7 @@ class _Rows:
         """The piece of a tensor at a position; of one that is whole, some rows; a scalar."""
         if t in self.pieces:
             return self.pieces[t].numbers[k]
-        if not self.graph.tensors[t].shape:
-            return self.whole[t]
-        return self._cut(self.whole[t], rows, op)
+        return self._cut(self.whole[t], rows, op) if self.graph.tensors[t].shape else self.whole[t]
 
     def _cut(self, number: TensorNumber, rows: tuple[int, int], op: Operator | None) -> TensorNumber:
         """Some rows of a new tensor, at the place of an operator; to cut is no part of a decorated program."""

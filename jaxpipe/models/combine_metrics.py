@@ -56,9 +56,7 @@ def flatten_metrics(metrics: PyTree, name: str, weighted: bool) -> tuple[list[Me
         return isinstance(x, Sum)
 
     plain = jax.tree.map(lambda x: x.value if is_sum(x) else x, metrics, is_leaf=is_sum)
-    flags = jax.tree.map(
-        lambda x: jax.tree.map(lambda _: True, x.value) if is_sum(x) else False, metrics, is_leaf=is_sum
-    )
+    flags = jax.tree.map(lambda x: is_sum(x) and jax.tree.map(lambda _: True, x.value), metrics, is_leaf=is_sum)
     flat, tree = jax.tree_util.tree_flatten_with_path(plain)
     arrays = []
     for (path, value), summed in zip(flat, jax.tree.leaves(flags), strict=True):

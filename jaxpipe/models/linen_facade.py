@@ -350,9 +350,8 @@ def _made_inside(initialize: _Initialize, key: Array, arguments: list[jax.ShapeD
     if names:
         raise ModelError(
             f"The loss calls its model inside jax.jit, jax.vmap, lax.scan or the like, and the initial values of "
-            f"{listed(names, 3)} depend on the arguments of that call, "
-            "which are known in there only. Call the model outside of it, or pass pipeline.init(key, variables="
-            "module.init(key, ...))."
+            f"{listed(names, 3)} depend on the arguments of that call, which are known in there only. Call the model "
+            "outside of it, or pass pipeline.init(key, variables=module.init(key, ...))."
         )
     zeros = [jnp.zeros(x.shape, x.dtype) for x in arguments]
     return jax.tree.unflatten(tree, _compat.evaluate_jaxpr(closed, key, *zeros))

@@ -57,9 +57,7 @@ class Shardings:
     def batch_spec(self, shape: Sequence[int]) -> P:
         """Return the spec of an array of a micro-batch."""
         parts = math.prod(self.submesh.shape[axis] for axis in self.batch_axes)
-        if not self.batch_axes or not shape or shape[0] % parts:
-            return P()
-        return spec_of([self.batch_axes])
+        return P() if not self.batch_axes or not shape or shape[0] % parts else spec_of([self.batch_axes])
 
     def specs(self, objective: MicrobatchProgram) -> Specs:
         """Return the specs of the arrays of a program of these variables."""

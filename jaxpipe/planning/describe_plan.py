@@ -244,9 +244,7 @@ def _whose_rates(request: Request, profile: Profile) -> str:
     if isinstance(request.profile, Profile) and request.profile.rates is None:
         is_known = target_of_kind(profile.device_kind) is not None
         return profile.device_kind if is_known else f"{kind}, the mesh's, for the profile has none"
-    if profile.device_kind == kind:
-        return ""
-    return profile.device_kind or "the profile's device"
+    return "" if profile.device_kind == kind else profile.device_kind or "the profile's device"
 
 
 def _describe_frozen(program: Program, model: BoundModel) -> FrozenPlan | None:

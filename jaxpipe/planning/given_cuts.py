@@ -112,9 +112,7 @@ def module_calls(graph: Graph) -> dict[str, list[int]]:
 def _root(calls: Mapping[str, object]) -> str:
     """Return the path that all modules lie in."""
     inner = [path for path in calls if not any(other.startswith(f"{path}/") for other in calls)]
-    return (
-        os.path.commonpath([os.path.dirname(path) for path in inner]) if inner and all("/" in x for x in inner) else ""
-    )
+    return os.path.commonpath([os.path.dirname(x) for x in inner]) if inner and all("/" in x for x in inner) else ""
 
 
 def _names(calls: Mapping[str, list[int]]) -> list[tuple[str, list[int]]]:

@@ -229,9 +229,7 @@ def _check_program(traced: Traced, recipe: Recipe) -> None:
 
 def _partition(traced: Traced, plan: Plan) -> Partition:
     """Return the stages of a plan on their devices; what they cost is in the plan."""
-    stages = [
-        StageCost(range(*stage.operators), stage.devices, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0.0) for stage in plan.stages
-    ]
+    stages = [StageCost(range(*x.operators), x.devices, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0.0) for x in plan.stages]
     return Partition(
         stages=tuple(stages),
         order=tuple(range(len(traced.objective.graph.operators))),

@@ -66,9 +66,8 @@ def run_around(
     for place, run_of in places:
         first, *rest = run_of
         part = graph.section(first, first + len(rest) + 1, passing=False)
-        given = [env[t] for t in part.inputs]
         if place < 0:
-            results = run(part, held.intersection(part.inputs), given, iterations)
+            results = run(part, held.intersection(part.inputs), [env[t] for t in part.inputs], iterations)
         else:
             op = graph.operators[place]
             evaluate = _with_encoded_body(op, graph, held, iterations, run)

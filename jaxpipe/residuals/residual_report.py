@@ -284,9 +284,8 @@ def count_overflows(function: Callable[..., PyTree], *args: PyTree, **kwargs: Py
     differentiated = [k for k, leaf in enumerate(call.leaves) if is_differentiable(leaf)]
     saved = _saved(call.function, differentiated)
     graph = read_graph(jax.make_jaxpr(saved)(*call.leaves), boundaries=False)
-    labels = (_label(graph, t) for t in graph.outputs)
     parts: list[tuple[Label, list[Array]]] = []
-    for label, leaf in zip(labels, jax.jit(saved)(*call.leaves), strict=True):
+    for label, leaf in zip((_label(graph, t) for t in graph.outputs), jax.jit(saved)(*call.leaves), strict=True):
         if label is not None and label.part == 0:
             parts.append((label, []))
         if label is not None:

@@ -86,8 +86,7 @@ class CheckpointedPasses:
     def _checkpointed(self, values: Sequence[Array]) -> list[Array]:
         jaxpr, consts = _compat.open_jaxpr(self.program.jaxpr)
         env = dict[Atom, Array](zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
-        borders = sorted({0, len(jaxpr.eqns), *(place for block in self.blocks for place in block)})
-        for start, stop in pairwise(borders):
+        for start, stop in pairwise(sorted({0, len(jaxpr.eqns), *(place for block in self.blocks for place in block)})):
             piece, inputs, outputs = _section(jaxpr, start, stop)
 
             def run(*values: Array, piece: Any = piece) -> list[Array]:

@@ -73,9 +73,8 @@ def partition_update(update: TracedUpdate, model: BoundModel, stage_of: Sequence
     given = zip(inputs, (*stage_of, *gradient_stage, *state_stage), strict=True)
     tensor_stage = {t: stage for t, stage in given if stage is not None}
     wanted = (*stage_of, *state_stage)
-    exchanged, rounds = _assign_stages(
-        graph, tensor_stage, [t for t, s in zip(outputs, wanted, strict=True) if s is None]
-    )
+    free = [t for t, s in zip(outputs, wanted, strict=True) if s is None]
+    exchanged, rounds = _assign_stages(graph, tensor_stage, free)
     names = [*(v.name for v in model.parameters), *update.state_names]
     for t, stage, name in zip(outputs, wanted, names, strict=True):
         if stage is not None and tensor_stage.get(t, stage) != stage:

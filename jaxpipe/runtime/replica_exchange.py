@@ -211,10 +211,9 @@ def stage_outer_loop(
     avals = [v.aval for v in model.parameters]
     order = jax.tree.leaves(model.parameter_tree(list(range(len(avals)))))
     settings, shapes = transformation.settings, model.parameter_tree(avals)
-    parts = settings.leaves(jax.tree.leaves(shapes))
     held = [placement.held_by(s)[0] for s in range(num_places)]
     parameters, plans = [], []
-    for numbers, blocks in zip(parts, settings.plans(shapes), strict=True):
+    for numbers, blocks in zip(settings.leaves(jax.tree.leaves(shapes)), settings.plans(shapes), strict=True):
         by_parameter = {order[n]: b for n, b in zip(numbers, blocks, strict=True)}
         parameters.append(tuple(tuple(k for k in row if k in by_parameter) for row in held))
         plans.append(tuple(tuple(by_parameter[k] for k in row if k in by_parameter) for row in held))

@@ -235,13 +235,11 @@ def variable_spans(objective: MicrobatchProgram) -> dict[TensorNumber, tuple[tup
 
     A parameter that is used again behind other parameters' products (a tied embedding) may be used in several stages.
     """
-    together = {
-        old: new for old, new in zip(objective.state, objective.new_state, strict=True) if new not in objective.state
-    }
-    state = spans(objective.graph, objective.state, together)
+    pairs = zip(objective.state, objective.new_state, strict=True)
+    together = {old: new for old, new in pairs if new not in objective.state}
     # Of a variable that becomes its gradient, the gradients of several stages would be added up at the end of the step.
     apart = [t for t in objective.parameters if t not in objective.overwritten]
-    together = {**state, **spans(objective.graph, objective.overwritten, {})}
+    together = spans(objective.graph, objective.state, together) | spans(objective.graph, objective.overwritten, {})
     return {**uses_apart(objective.graph, apart), **{t: (span,) for t, span in together.items()}}
 
 
@@ -269,8 +267,7 @@ def cut_stages(
     # A result may be a variable as it is: it is made where that lives.
     home: dict[TensorNumber, int] = {**placement.home(objective)}
     home |= {t: s for s in range(len(cuts) - 1) for op in graph.operators[cuts[s] : cuts[s + 1]] for t in op.outputs}
-    variables = {*objective.parameters, *objective.state}
-    available = set(objective.given)
+    known = {*objective.parameters, *objective.state, *objective.given}
     last = len(cuts) - 2
     stages: list[Stage] = []
     for s in range(len(cuts) - 1):
@@ -282,15 +279,14 @@ def cut_stages(
         results = tuple(k for k, t in enumerate(objective.results) if home.get(t, last) == s)
         outputs = (*part.outputs, *(objective.results[k] for k in results), *new_state)
         arriving = stages[-1].leaving if stages else ()
-        assert {t for t in part.inputs if t not in variables and t not in available} == set(arriving)
+        assert set(part.inputs) - known == set(arriving)
         borrowed = tuple(t for t in objective.parameters if t in part.inputs and t not in parameters)
         needed = {*part.inputs, *outputs}
         used = tuple(t for t in objective.given if t in needed)
         inputs = (*parameters, *borrowed, *state, *used, *arriving)
         program = replace(part, inputs=inputs, outputs=outputs, parameters=frozenset((*parameters, *borrowed)))
-        stages.append(
-            Stage(program, parameters, state, used, arriving, part.outputs, results, new_state, borrowed=borrowed)
-        )
+        stage = Stage(program, parameters, state, used, arriving, part.outputs, results, new_state, borrowed=borrowed)
+        stages.append(stage)
     count = sum(len(stage.graph.operators) for stage in stages)
     assert count == len(graph.operators), f"{count} operators in stages, {len(graph.operators)} in the program"
     return tuple(stages)

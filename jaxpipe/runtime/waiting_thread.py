@@ -111,8 +111,7 @@ def ended(future: Future[Any]) -> Any:
         if apart_since is not None and now - apart_since >= APART:
             raise _failure(awaited, f", and {elsewhere}. {multihost.ALIKE}")
         if now - since >= multihost.waiting_seconds():
-            seconds = f"{multihost.waiting_seconds():g}"
-            raise _failure(awaited, f" for {seconds} s. {multihost.ALIKE} {multihost.LONGER}")
+            raise _failure(awaited, f" for {multihost.waiting_seconds():g} s. {multihost.ALIKE} {multihost.LONGER}")
     return future.result()
 
 

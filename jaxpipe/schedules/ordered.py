@@ -47,9 +47,7 @@ def from_orders(
     if not any(orders):
         raise ScheduleError(f"{name}: no device does anything.")
     check_cells(name, len(orders), max(map(len, orders)))
-    columns = tuple(
-        tuple((action,) if action else () for action in column) for column in itertools.zip_longest(*orders)
-    )
+    columns = tuple(tuple((x,) if x else () for x in column) for column in itertools.zip_longest(*orders))
     stages = stage_map(name, stage_of, len(orders), num_chunks)
     listed = Schedule(name, len(orders), num_microbatches, columns, num_chunks, stage_of=stages)
     part = 1.0 if listed.splits_backward else 0.5

@@ -100,9 +100,8 @@ def run_in_step(schedule: Schedule, seconds: Costs, communication: float) -> lis
     now = 0.0
     for tick in schedule.ticks:
         for phase in schedule.phases:
-            here = [(s, a) for s, actions in enumerate(tick) for a in actions if a.kind in phase]
             free: dict[int, float] = {}
-            for s, action in here:
+            for s, action in ((s, a) for s, actions in enumerate(tick) for a in actions if a.kind in phase):
                 start = free.get(s, now)
                 free[s] = start + seconds[action.kind][schedule.stage(s, action.chunk)]
                 spans.append(Span(s, action, start, free[s]))

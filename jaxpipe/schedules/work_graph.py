@@ -47,9 +47,8 @@ class WorkGraph:
         for o, operation in enumerate(self.operations):
             for source, seconds in operation.needs:
                 needs[source].append((o, seconds))
-        mirrored = (
-            replace(x, needs=tuple(sources), takes=-x.takes) for x, sources in zip(self.operations, needs, strict=True)
-        )
+        pairs = zip(self.operations, needs, strict=True)
+        mirrored = (replace(x, needs=tuple(sources), takes=-x.takes) for x, sources in pairs)
         return replace(self, operations=tuple(mirrored))
 
 

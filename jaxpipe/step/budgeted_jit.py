@@ -208,11 +208,10 @@ class BudgetedFunction:
         kept = any(kept_by_policies(program.graph) for program in variants.programs.values())
         policy = KEPT_BY_POLICIES if kept else ""
         return MemoryBudgetError(
-            f"{head}, {decorated} as decorated, and {least} ({bytes_text(least)}) with the least "
-            f"storage that was found, of which arguments and results are {bytes_text(state)}.{donates}{policy} Pass "
-            f"memory={least} or more, a smaller batch, or decorate more of the step (the loss as well as the model); "
-            "of blocks under nn.remat, decorate the block."
-            f"\n    memory={least}",
+            f"{head}, {decorated} as decorated, and {least} ({bytes_text(least)}) with the least storage that was "
+            f"found, of which arguments and results are {bytes_text(state)}.{donates}{policy} Pass memory={least} or "
+            "more, a smaller batch, or decorate more of the step (the loss as well as the model); of blocks under "
+            f"nn.remat, decorate the block.\n    memory={least}",
             least,
         )
 

@@ -246,10 +246,9 @@ def rematerialize_blocks(explained: Explained) -> Measure | None:
 
 def _takes_arrays_alone(cls: type) -> bool:
     """Return whether ``nnx.remat`` can decorate the call of a class: it takes arrays, by position."""
-    parameters = [*inspect.signature(cls.__call__).parameters.values()][1:]
     return not any(
         p.kind is p.KEYWORD_ONLY or isinstance(p.default, bool) or p.annotation in (bool, "bool", "bool | None")
-        for p in parameters
+        for p in [*inspect.signature(cls.__call__).parameters.values()][1:]
     )
 
 

@@ -42,6 +42,5 @@ def keep(path: Path, data: Any) -> None:
     """Write data to a file; where that is not possible, the next process does the work again."""
     with contextlib.suppress(OSError):
         write_whole(path, json.dumps(data))
-        files = sorted(path.parent.glob("*.json"), key=lambda other: other.stat().st_mtime)
-        for old in files[:-MOST_KEPT]:
+        for old in sorted(path.parent.glob("*.json"), key=lambda other: other.stat().st_mtime)[:-MOST_KEPT]:
             old.unlink(missing_ok=True)

@@ -21,13 +21,11 @@ def measure_timeline(program: Program, mesh: Mesh, lockstep: bool) -> Timeline:
     """
     schedule, kinds = program.schedule, program.schedule.kinds
     seconds: dict[Kind, list[float]] = {kind: [0.0] * len(program.stages) for kind in kinds}
-    passes = [
-        (s, kind) for s in program.stage_numbers for kind in kinds if kind is Kind.FORWARD or s >= schedule.frozen
-    ]
+    work = [(s, kind) for s in program.stage_numbers for kind in kinds if kind is Kind.FORWARD or s >= schedule.frozen]
     programs = []
-    for s, kind in passes:
+    for s, kind in work:
         programs.append((_pass(program, s, kind), stage_devices(mesh, program.stage_replicas, program.device(s))[0]))
-    for (s, kind), median in zip(passes, np.median(time_programs(programs), axis=0).tolist(), strict=True):
+    for (s, kind), median in zip(work, np.median(time_programs(programs), axis=0).tolist(), strict=True):
         seconds[kind][s] = program.stage_replicas.per_device(program.device(s)) * median
     return schedule.simulate(
         forward=seconds[Kind.FORWARD],

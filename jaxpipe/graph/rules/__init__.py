@@ -58,9 +58,7 @@ def derive(op: Operator, avals: Sequence[AbstractArray], wanted: Wanted) -> Halv
         *before, pool = op.covers
         return max_pool.derive(pool, before[0] if before else None, avals[0])
     rule = rule_of(op)
-    if rule is not None:
-        return by_rule(rule, op, avals, wanted)
-    return differentiate(op, avals, wanted)
+    return differentiate(op, avals, wanted) if rule is None else by_rule(rule, op, avals, wanted)
 
 
 def differs_from_jax(op: Operator) -> bool:

@@ -171,6 +171,4 @@ def scatter_to_maxima(cotangent: Array, position: Array, shape: Sequence[int], w
 
 def _interleave(arrays: Sequence[Array], dimension: int) -> Array:
     """Return an array with the elements of each in turn along a dimension."""
-    if len(arrays) == 1:
-        return arrays[0]
-    return lax.collapse(jnp.stack(arrays, dimension + 1), dimension, dimension + 2)
+    return arrays[0] if len(arrays) == 1 else lax.collapse(jnp.stack(arrays, dimension + 1), dimension, dimension + 2)

@@ -245,11 +245,8 @@ def cost_stages(model: CostModel, space: CutSpace, cuts: np.ndarray, layout: Lay
     parameters, residuals, work = (
         np.maximum(np.diff(sums[cuts]), 0.0) for sums in (space.parameters, space.residuals, space.seconds)
     )
-    stops, sent, in_flight = (
-        [int(space.holds(cut).sum()) for cut in cuts],
-        space.crossing[cuts],
-        model.in_flight(layout),
-    )
+    stops = [int(space.holds(cut).sum()) for cut in cuts]
+    sent, in_flight = space.crossing[cuts], model.in_flight(layout)
     seconds, memory = work / model.rates(layout), model.memory_bytes(residuals, parameters, np.array(in_flight))
     pairs = enumerate(itertools.pairwise(layout), 1)
     ways = [0.0, *(2 * float(model.transfer_seconds(sent[[k]], *pair)[0]) for k, pair in pairs), 0.0]

@@ -57,10 +57,9 @@ def choose(problem: Problem, options: SolverOptions) -> Answer | None:
     least, greedy = least_seconds(problem), give_up(problem)
     if greedy is not None and greedy.seconds <= least + options.slack:
         return Answer(greedy, "optimal" if greedy.seconds <= least else "gap", least)
-    small = max(SHARE, options.gap)
     # Perhaps once more, with the capacity lowered by what the solver's arithmetic leaves open.
     for limited in (problem, replace(problem, capacity=problem.capacity * (1 - ACCURACY))):
-        solved = kept_or_solved(without_small_items(limited, small), options)
+        solved = kept_or_solved(without_small_items(limited, max(SHARE, options.gap)), options)
         solution = None if solved.choice is None else outcome_of(problem, solved.choice)
         if solution is None or solution.fits():
             break

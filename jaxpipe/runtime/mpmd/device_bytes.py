@@ -59,9 +59,8 @@ class Peak:
     def components(self) -> dict[str, int]:
         """All bytes by component."""
         sizes = {name: self.parts.get(name, 0) for name in COMPONENTS}
-        return {name: n for name, n in sizes.items() if n or name not in ("residual", "peers")} | {
-            "temporaries": self.temporary
-        }
+        shown = {name: n for name, n in sizes.items() if n or name not in ("residual", "peers")}
+        return shown | {"temporaries": self.temporary}
 
 
 def device_peaks(dispatch: Dispatch, devices: StageDevices) -> dict[Device, Peak]:

@@ -112,10 +112,9 @@ class StageLayout:
     @cached_property
     def batch(self) -> list[jax.ShapeDtypeStruct]:
         """The shape of a replica's part of each leaf of the batch."""
-        leaves = zip(jax.tree.leaves(self.planned.batch), self.planned.batching.shared, strict=True)
         return [
             x if shared else jax.ShapeDtypeStruct((x.shape[0] // self.devices.replicas, *x.shape[1:]), x.dtype)
-            for x, shared in leaves
+            for x, shared in zip(jax.tree.leaves(self.planned.batch), self.planned.batching.shared, strict=True)
         ]
 
     def dealt(self, k: int) -> range:
@@ -148,9 +147,8 @@ class StageLayout:
             axes = tuple(axis for axes in spec for axis in axis_names(axes))
             return Form(purpose, P(axes) if axes else P(), self.specs.submesh.size > 1, tensor)
         stays = group == "saved" or (group in ("leaving", "stash") and tensor not in self._sent)
-        is_of_microbatch = group in OF_MICROBATCH
         is_free = stays and self.specs.submesh.size > 1
-        return Form(purpose, P(*(None for _ in lead), *spec), is_free, tensor if is_of_microbatch else None)
+        return Form(purpose, P(*(None for _ in lead), *spec), is_free, tensor if group in OF_MICROBATCH else None)
 
     def _is_kept(self, s: StageNumber, t: TensorNumber) -> bool:
         """Return whether a tensor of a stash is kept as it is."""
@@ -168,9 +166,8 @@ class StageLayout:
     def sum_aval(self, s: StageNumber, t: TensorNumber) -> jax.ShapeDtypeStruct:
         """The shape of the sum of a parameter's gradients in a stage."""
         aval = self.aval(t)
-        return jax.ShapeDtypeStruct(
-            (*self.lead(s), *aval.shape), sum_dtype(aval.dtype, self.planned.program.gradient_dtype)
-        )
+        dtype = sum_dtype(aval.dtype, self.planned.program.gradient_dtype)
+        return jax.ShapeDtypeStruct((*self.lead(s), *aval.shape), dtype)
 
     @cached_property
     def sums(self) -> tuple[dict[TensorNumber, GradientSum], ...]:

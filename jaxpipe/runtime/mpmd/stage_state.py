@@ -163,9 +163,7 @@ def adopt(layout: StageLayout, state: TrainState) -> TrainState:
 def _grouped(layout: StageLayout, field: str, arrays: Sequence[ArrayLike]) -> tuple[ArrayLike, ...]:
     """Return arrays of a state with the layers of each stacked one in the groups that this pipeline has."""
     by_stage, (parameters, variables) = layout.update.by_stage, layout.planned.model.stacks
-    owned = [
-        k for k, stage in zip(by_stage.state_stacks.leaf_of, by_stage.state_stage, strict=True) if stage is not None
-    ]
+    owned = [k for k, s in zip(by_stage.state_stacks.leaf_of, by_stage.state_stage, strict=True) if s is not None]
     leaf_of = {"parameters": parameters.leaf_of, "variables": variables.leaf_of, "optimizer": owned}[field]
     given, grouped = list(arrays), []
     pieces = zip(leaf_of, layout.state_arrays[field], strict=True)
@@ -175,10 +173,9 @@ def _grouped(layout: StageLayout, field: str, arrays: Sequence[ArrayLike]) -> tu
         while sum(x.shape[0] for x in taken if x.shape) < rows and len(taken) < len(given):
             taken.append(given[len(taken)])
         del given[: len(taken)]
-        shapes = {tuple(x.shape[1:]) for x in taken}
         if (
             [tuple(x.shape) for x in taken] != wanted
-            and shapes == {tuple(wanted[0][1:])}
+            and {tuple(x.shape[1:]) for x in taken} == {tuple(wanted[0][1:])}
             and sum(x.shape[0] for x in taken) == rows
         ):
             bounds = list(itertools.accumulate(shape[0] for shape in wanted))[:-1]

@@ -267,17 +267,15 @@ def trim_task(task: Task, writes: Collection[int]) -> tuple[Task, tuple[int, ...
     kept = sorted(writes)
     program, reads = _part(task.program.closed, kept)
     names, forms = tuple(task.writes[k] for k in kept), tuple(task.forms[k] for k in kept)
-    return replace(
-        task, program=program, reads=tuple(task.reads[k] for k in reads), writes=names, forms=forms, estimate={}
-    ), reads
+    paths = tuple(task.reads[k] for k in reads)
+    return replace(task, program=program, reads=paths, writes=names, forms=forms, estimate={}), reads
 
 
 def _part(closed: Any, writes: Sequence[int]) -> tuple[TracedProgram, tuple[int, ...]]:
     """Return the part of a program that makes some of its results, and which operands it reads."""
     part, used = _compat.without_dead_code(closed, writes)
-    return TracedProgram(part, jax.tree.structure((0,) * len(writes))), tuple(
-        k for k, is_used in enumerate(used) if is_used
-    )
+    program = TracedProgram(part, jax.tree.structure((0,) * len(writes)))
+    return program, tuple(k for k, is_used in enumerate(used) if is_used)
 
 
 def _rank(path: Path) -> int:

@@ -114,9 +114,8 @@ class MicrobatchWriter(GraphWriter):
         member, kept = self.members[place], self._kept[s, r, j]
         self.start(place, kinds)
         operands = {name: member[name] for name in ("key", "step", "batch", "state")}
-        operands |= {
-            group: {k: member[group][k] for k in x if k in member[group]} for group, x in self._added(s, kinds).items()
-        }
+        added = self._added(s, kinds).items()
+        operands |= {group: {k: member[group][k] for k in x if k in member[group]} for group, x in added}
         operands |= {"parameters": self.weights_for(s, j, kinds) | member["lent"]}
         operands |= {"index": self.given(place, "index", j), "arriving": {}, "cotangents": {}} | kept
         label = f"stage {s}: " + " and ".join(KIND_NAMES[kind] for kind in kinds)
@@ -220,9 +219,8 @@ class StepEndWriter(MicrobatchWriter):
                 continue
             rows = [self.statistics[s, j] for j in range(self.layout.num_microbatches)]
             for place in self.members_of(s):
-                before = {t: self.members[place]["state"][t] for t in fold.state}
                 work = functools.partial(folded_state, self.layout, s)
-                operands = {"state": before, "statistics": rows}
+                operands = {"state": {t: self.members[place]["state"][t] for t in fold.state}, "statistics": rows}
                 put(self.members[place], self.run(place, f"stage {s}: state", work, operands))
 
     def return_gradients(self) -> None:

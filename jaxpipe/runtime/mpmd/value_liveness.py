@@ -67,12 +67,10 @@ def infer_donation(graph: StepGraph, layout: StageLayout) -> StepGraph:
     """
     last: dict[int, int] = {}
     shared: set[int] = set()
-    for k, instruction in enumerate(graph.instructions):
-        last.update(dict.fromkeys(instruction.reads, k))
-        if isinstance(instruction, Split) or (
-            isinstance(instruction, Join) and not shared.isdisjoint(instruction.reads)
-        ):
-            shared.update(instruction.writes)
+    for k, x in enumerate(graph.instructions):
+        last.update(dict.fromkeys(x.reads, k))
+        if isinstance(x, Split) or (isinstance(x, Join) and not shared.isdisjoint(x.reads)):
+            shared.update(x.writes)
     for instruction in reversed(graph.instructions):
         if isinstance(instruction, Split):
             (whole,) = instruction.reads

@@ -192,8 +192,6 @@ def advance(program: LockstepProgram, loop: StageOuterLoop, state: TrainState) -
     return replace(state, variables=tuple(variables), **{field: tuple(buffers) for field, buffers in groups})
 
 
-def means(variables: Sequence[Array]) -> list[Array]:
+def means(values: Sequence[Array]) -> list[Array]:
     """Return the means of state variables over the replicas; of what has none, such as a count, the first one's."""
-    return [
-        lax.pmean(x, DATA) if jnp.issubdtype(x.dtype, jnp.inexact) else lax.all_gather(x, DATA)[0] for x in variables
-    ]
+    return [lax.pmean(x, DATA) if jnp.issubdtype(x.dtype, jnp.inexact) else lax.all_gather(x, DATA)[0] for x in values]

@@ -74,10 +74,9 @@ class SpmdRuntime:
                 source = arrays.replicas[r] if arrays.replicas else arrays
                 left = [x[r] for x in arrays.residuals]  # that are not given are zero
                 groups = source.parameters, source.variables, source.optimizer, left, [x for row in outer for x in row]
-                pairs = zip(self.program.state.items(), groups, strict=True)
                 buffers = {
                     field: tuple(layout.write(place, dict(zip(layout.places[place], values, strict=bool(values))), np))
-                    for (field, layout), values in pairs
+                    for (field, layout), values in zip(self.program.state.items(), groups, strict=True)
                 }
                 part[device] = jax.device_put(buffers, device)
         return part
@@ -114,15 +113,12 @@ class SpmdRuntime:
         def arrays(held: Mapping[str, Mapping[TensorNumber, Any]]) -> StageArrays:
             optimizer, common = held["optimizer"], iter(shared)
             slots = [optimizer[t] if t in optimizer else next(common) for t in self.planned.update.by_stage.state]
-            parameters, variables = held["parameters"], held["variables"]
-            return StageArrays(
-                [parameters[t] for t in objective.parameters], [variables[t] for t in objective.state], slots
-            )
+            parameters = [held["parameters"][t] for t in objective.parameters]
+            return StageArrays(parameters, [held["variables"][t] for t in objective.state], slots)
 
-        residuals = [np.stack([x[t] for x in left]) for t in objective.parameters if t in left[0]]
         return dataclasses.replace(
             arrays(held),
-            residuals=residuals,
+            residuals=[np.stack([x[t] for x in left]) for t in objective.parameters if t in left[0]],
             outer=[rows[t] for t in objective.parameters if t in rows],
             replicas=[arrays(x) for x in each] if apart else [],
         )

@@ -292,13 +292,14 @@ def test_rows_that_follow_from_a_count_of_calls_are_refused_by_name():
         losses.append(float(jnp.square(out - batch["y"]).mean()))
         cache = new["cache"]
     options = {"loss": loss, "optimizer": optax.sgd(0.0), "profile": "analytic"}
-    pipeline = jaxpipe.partition(Cached(), mesh_of(1), num_microbatches=1, **options)
-    state, got = pipeline.init(KEY, batch, variables=variables), []
-    for _ in range(2):
-        state, metrics = pipeline.step(state, batch)
-        got.append(float(metrics["loss"]))
-    np.testing.assert_allclose(got, losses, rtol=3 * FUSION)
-    with pytest.raises(jaxpipe.ModelError, match=r"cache_index counts calls.*cached_.*num_microbatches=1"):
+    for replicas in (None, 2):
+        pipeline = jaxpipe.partition(Cached(), mesh_of(1, replicas), num_microbatches=1, **options)
+        state, got = pipeline.init(KEY, batch, variables=variables), []
+        for _ in range(2):
+            state, metrics = pipeline.step(state, batch)
+            got.append(float(metrics["loss"]))
+        np.testing.assert_allclose(got, losses, rtol=3 * FUSION)
+    with pytest.raises(jaxpipe.ModelError, match=r"cache_index changes with each call.*cached_.*num_microbatches=1"):
         jaxpipe.partition(Cached(), mesh_of(1), num_microbatches=4, **options).init(KEY, batch, variables=variables)
 
 

@@ -161,7 +161,7 @@ def _paired(call: Call, examples: int, state: Sequence[jax.ShapeDtypeStruct]) ->
 
 
 def check_counts(called: StateCall, names: Sequence[str], axes: Axes) -> None:
-    """Raise ``ModelError`` if rows follow from state that counts calls: a step has one for each micro-batch."""
+    """Raise ``ModelError`` if rows follow from state that counts calls, or changes as such does."""
     tensors, operators = called.graph.tensors, called.graph.operators
     state = list(zip(names, called.state, called.new, axes, strict=True))
     rows = [(name, new) for name, _, new, axis in state if axis is not None]
@@ -174,9 +174,9 @@ def check_counts(called: StateCall, names: Sequence[str], axes: Axes) -> None:
         after = dependents(operators, [old]) if counts else ()
         for other in (other for other, row in rows if row in after):
             raise ModelError(
-                f"The state variable {name} counts calls, of which a step has one for each micro-batch, and the rows "
-                f"of {other}, of which each micro-batch has its own, follow from it: in the second one they would be "
-                "those of a later call. Pass num_microbatches=1."
+                f"The state variable {name} changes with each call, whatever the batch, and a step has a call for each "
+                f"micro-batch. The rows of {other}, of which each micro-batch has its own, follow from it: in the "
+                "second one they would be those of a later call. Pass num_microbatches=1."
             )
 
 

@@ -22,6 +22,7 @@ from jaxpipe.graph.allowed_codecs import warn_unused
 from jaxpipe.models import check_batch
 from jaxpipe.models.batch_statistics import FEW_EXAMPLES, find_statistics, may_compare
 from jaxpipe.models.bind import bind
+from jaxpipe.models.example_state import StateCall, check_counts
 from jaxpipe.models.linen_facade import ReturnsOtherError
 from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_results, with_rows
 from jaxpipe.models.traced_update import without_frozen
@@ -132,6 +133,10 @@ def _trace_programs(
     enough = _leaving_examples(request, layers, microbatch, size, m)
     if enough != m:
         return _trace_programs(replace(request, num_microbatches=enough), batch, variables)
+    if m > 1:
+        model, traced = layers.model, layers.objective
+        called = StateCall(traced.graph, traced.batch, traced.state, traced.new_state)
+        check_counts(called, [v.name for v in model.state], model.examples)
     return request, batching, microbatch, layers
 
 

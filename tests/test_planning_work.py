@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 import jaxpipe
 from jaxpipe.graph import rules
-from jaxpipe.runtime.mpmd import graph_writer
+from jaxpipe.runtime.mpmd import step_graph
 
 
 def layers(params, x):
@@ -77,7 +77,7 @@ def test_a_loss_is_traced_once_and_with_variables_to_be_found_twice():
 
 @pytest.mark.core
 def test_bytes_are_predicted_when_they_are_asked_for(monkeypatch):
-    calls = counted(monkeypatch, graph_writer, "trace_task")
+    calls = counted(monkeypatch, step_graph, "trace_task")
     pipeline = planned(4)
     assert not calls
     # Weights, gradients and one update of the stage that has two of the four layers are no less than this.

@@ -259,8 +259,8 @@ def test_only_what_is_paired_with_examples_has_a_row_for_each():
         value, gradients = pipeline.value_and_grad(state, BATCH)[0][0], None
         expected, news = [], []
         for j in range(M):
-            (one, (new, rest)), gradient = step(params, part(rows, j), rest, part(BATCH, j))
-            expected.append(one)
+            (share, (new, rest)), gradient = step(params, part(rows, j), rest, part(BATCH, j))
+            expected.append(share)
             news.append(new)
             gradients = gradient if gradients is None else jax.tree.map(jnp.add, gradients, gradient)
         rows = jax.tree.map(lambda *x: jnp.concatenate(x), *news)

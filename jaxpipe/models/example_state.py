@@ -120,14 +120,14 @@ def example_axes(names: Sequence[str], state: Sequence[jax.ShapeDtypeStruct], ro
 
     for examples in (size, rows):
         dimensions = _paired(call, examples, state)
-        with_rows = [k for k, own in enumerate(dimensions) if own]
+        with_rows = [k for k, paired in enumerate(dimensions) if paired]
         for k in with_rows:
             if [state[k].shape[d] for d in dimensions[k]] != [examples]:
                 raise ModelError(_several_rows(names[k], state[k], examples))
             if examples == rows:
                 raise ModelError(_own_rows(names[k], state[k], rows, size))
         if with_rows:
-            axes = tuple(next(iter(own), None) for own in dimensions)
+            axes = tuple(next(iter(paired), None) for paired in dimensions)
             try:
                 call(rows, resized(axes, size, rows))
             except Exception as error:  # see above
@@ -165,12 +165,10 @@ def check_counts(called: StateCall, names: Sequence[str], axes: Axes) -> None:
     tensors, operators = called.graph.tensors, called.graph.operators
     state = list(zip(names, called.state, called.new, axes, strict=True))
     rows = [(name, new) for name, _, new, axis in state if axis is not None]
-    if not rows:
-        return
     given = dependents(operators, [*called.batch, *(old for _, old, _, axis in state if axis is not None)])
     for name, old, new, axis in state:
         is_number = any(jax.dtypes.issubdtype(tensors[old].aval.dtype, kind) for kind in (np.inexact, np.signedinteger))
-        counts = axis is None and is_number and new != old and new not in given
+        counts = bool(rows) and axis is None and is_number and new != old and new not in given
         after = dependents(operators, [old]) if counts else ()
         for other in (other for other, row in rows if row in after):
             raise ModelError(

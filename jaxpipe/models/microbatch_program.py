@@ -260,11 +260,7 @@ def _trace(
     shape = model.stage_shape
     numbers = [jax.ShapeDtypeStruct((), jnp.int32)] * counts[3]
     closed, mentioned = sharding_annotations.trace(body, *parameters, *state, key, *numbers, *batch_leaves, shape=shape)
-    if any(isinstance(x, jax.Ref) for x in closed.consts):
-        raise PartitionError(
-            f"{name} or the model reads or writes a reference (jax.new_ref) that was made outside, and each stage may "
-            "run on a device of its own. Make the reference in the model, or keep the value in a variable of it."
-        )
+    _check_references(closed.consts, name)
     graph = read_graph(closed)
     graph = with_layer_paths(graph, dict(zip(graph.inputs, (v.name for v in original.parameters), strict=False)))
     if model.cuts is not None:
@@ -294,6 +290,15 @@ def _trace(
         overwritten=frozenset(p[position] for position in model.overwritten),
         joined=model.joined,
     )
+
+
+def _check_references(constants: Sequence[object], name: str) -> None:
+    """Raise ``PartitionError`` if there are references among what a traced function closes over."""
+    if any(isinstance(x, jax.Ref) for x in constants):
+        raise PartitionError(
+            f"{name} or the model reads or writes a reference (jax.new_ref) that was made outside, and each stage may "
+            "run on a device of its own. Make the reference in the model, or keep the value in a variable of it."
+        )
 
 
 def _cut(graph: Graph, model: BoundModel, counts: Sequence[int], number: int, name: str) -> Graph:

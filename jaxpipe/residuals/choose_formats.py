@@ -482,7 +482,7 @@ def run_once(backward_graph: BackwardGraph) -> set[Operator]:
     Where there is a save policy it decides, as in ``jax.checkpoint``.
     """
     graph = backward_graph.graph
-    free = {op for op, made in ties(backward_graph).items() if all(graph.producers[t].saved is None for t in made)}
+    free = {op for op, read in ties(backward_graph).items() if all(graph.producers[t].saved is None for t in read)}
     return kept_by_policies(graph) | free
 
 
@@ -499,12 +499,12 @@ def ties(backward_graph: BackwardGraph) -> dict[Operator, list[TensorNumber]]:
         return [t for t in seen if t in graph.producers and graph.producers[t].inputs]
 
     pairs = {op: computed(op.inputs) for op in filter(_compares, graph.operators)}
-    found = {op: made for op, made in pairs.items() if len(made) == len(op.inputs)}
+    compared = {op: numbers for op, numbers in pairs.items() if len(numbers) == len(op.inputs)}
     for step in backward_graph.steps:
         needs, views = dict(zip(step.program.inputs, step.needs, strict=False)), step.program.producers
         read = {_viewed(t, views) for op in filter(_compares, step.program.operators) for t in op.inputs}
-        found.update((graph.producers[t], [t]) for t in computed(needs[t] for t in read & needs.keys()))
-    return found
+        compared.update((graph.producers[t], [t]) for t in computed(needs[t] for t in read & needs.keys()))
+    return compared
 
 
 def _compares(op: Operator) -> bool:

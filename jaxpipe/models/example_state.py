@@ -105,19 +105,6 @@ def example_axes(names: Sequence[str], state: Sequence[jax.ShapeDtypeStruct], ro
     none: Axes = (None,) * len(state)
     if rows == size or not any(n and n % rows == 0 for x in state for n in x.shape):
         return none
-    other = next(n for n in (2 * rows, 3 * rows) if n != size)
-
-    def resized(axes: Axes, examples: int, number: int) -> list[jax.ShapeDtypeStruct]:
-        return [_resized(x, axis, number, examples) for x, axis in zip(state, axes, strict=True)]
-
-    def runs(axes: Axes, examples: int) -> bool:
-        shapes = resized(axes, examples, other)
-        try:
-            called = call(other, shapes)
-        except Exception:  # whatever a model raises whose state does not fit
-            return False
-        return all(x.shape == called.graph.tensors[t].shape for x, t in zip(shapes, called.new, strict=True))
-
     for examples in (size, rows):
         dimensions = _paired(call, examples, state)
         with_rows = [k for k, paired in enumerate(dimensions) if paired]
@@ -129,19 +116,36 @@ def example_axes(names: Sequence[str], state: Sequence[jax.ShapeDtypeStruct], ro
         if with_rows:
             axes = tuple(next(iter(paired), None) for paired in dimensions)
             try:
-                call(rows, resized(axes, size, rows))
-            except Exception as error:  # see above
+                call(rows, _resized(state, axes, rows, size))
+            except Exception as error:  # whatever a model raises whose state does not fit
                 raise ModelError(_not_divided([names[k] for k in with_rows], rows, size, error)) from error
             return axes
-    if runs(none, rows):
-        return none
+    _check_growth(names, state, rows, size, call)
+    return none
+
+
+def _check_growth(
+    names: Sequence[str], state: Sequence[jax.ShapeDtypeStruct], rows: int, size: int, call: Call
+) -> None:
+    """Raise ``ModelError`` if the model runs on another number of examples only with state that has grown alike."""
+    number = next(n for n in (2 * rows, 3 * rows) if n != size)
+
+    def runs(axes: Axes, examples: int) -> bool:
+        shapes = _resized(state, axes, number, examples)
+        try:
+            called = call(number, shapes)
+        except Exception:  # see above
+            return False
+        return all(x.shape == called.graph.tensors[t].shape for x, t in zip(shapes, called.new, strict=True))
+
+    if runs((None,) * len(state), rows):
+        return
     for examples in (rows, size):
         axes = tuple(next((k for k, n in enumerate(x.shape) if n and n % examples == 0), None) for x in state)
         for choice in _choices(axes, state):
             if runs(choice, examples):
                 k = next(k for k, axis in enumerate(choice) if axis is not None)
                 raise ModelError(_several_rows(names[k], state[k], examples))
-    return none
 
 
 def _paired(call: Call, examples: int, state: Sequence[jax.ShapeDtypeStruct]) -> Sequence[Sequence[int]]:
@@ -178,12 +182,15 @@ def check_counts(called: StateCall, names: Sequence[str], axes: Axes) -> None:
             )
 
 
-def _resized(x: jax.ShapeDtypeStruct, axis: int | None, size: int, examples: int) -> jax.ShapeDtypeStruct:
-    """Return the shape of state for so many examples, of that for ``examples``."""
-    if axis is None:
-        return x
-    rows = x.shape[axis] // examples * size
-    return jax.ShapeDtypeStruct((*x.shape[:axis], rows, *x.shape[axis + 1 :]), x.dtype)
+def _resized(
+    state: Sequence[jax.ShapeDtypeStruct], axes: Axes, number: int, examples: int
+) -> list[jax.ShapeDtypeStruct]:
+    """Return the shapes of state for a number of examples, of those for ``examples``."""
+    resized = []
+    for x, axis in zip(state, axes, strict=True):
+        lengths = [n // examples * number if d == axis else n for d, n in enumerate(x.shape)]
+        resized.append(jax.ShapeDtypeStruct(lengths, x.dtype))
+    return resized
 
 
 def _choices(axes: Axes, state: Sequence[Shaped]) -> list[Axes]:

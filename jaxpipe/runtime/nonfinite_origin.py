@@ -1,8 +1,8 @@
 """The search for the operator at which a loss that is not finite began."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,9 @@ from jaxpipe.array_types import ArrayLike, PyTree, TensorNumber
 from jaxpipe.errors import NonFiniteError
 from jaxpipe.graph.graph import Graph
 from jaxpipe.models.check_batch import batch_shapes
-from jaxpipe.runtime.executable_plan import StepResults
+from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, StepResults
 from jaxpipe.runtime.select_runtime import Runtime
+from jaxpipe.runtime.stages import Program
 from jaxpipe.runtime.train_state import TrainState, microbatch_key
 from jaxpipe.runtime.zero_weight import MEANING
 from jaxpipe.schedules.table import StageNumber
@@ -70,39 +71,21 @@ def find(runtime: Runtime, state: TrainState, batch: PyTree) -> NonFiniteOrigin 
     attention mask) is passed by. None if the loss is finite for every micro-batch, and for all together.
     """
     planned = runtime.planned_for(batch_shapes(batch))
-    program, model = planned.program, planned.model
+    program, m = planned.program, planned.batching.num_microbatches
     objective, graph = program.objective, program.objective.graph
-    replicas, m, joined = planned.batching.replicas, planned.batching.num_microbatches, objective.joined
     devices = [stage_devices(planned.mesh, program.stage_replicas, s)[0] for s in range(program.num_devices)]
-    # Of a stage whose state is folded or whose largest product is in slices, some operators are others.
-    within = {t: s for s in program.stage_numbers for op in program.stages[s].graph.operators for t in op.outputs}
-    stages = itertools.accumulate(
-        graph.operators, lambda s, op: next((within[t] for t in op.outputs if t in within), s), initial=StageNumber(0)
-    )
-    homes = list(stages)[1:]
-
+    homes, names = _stages(program), _names(planned)
     arrays = runtime.to_host(state)
     parameters = dict(zip(objective.parameters, arrays.parameters, strict=True))
     first = dict(zip(objective.state, arrays.variables, strict=True))
-    names = dict(zip(parameters, (f"parameter {v.name}" for v in model.parameters), strict=True))
-    names |= dict(zip(first, (f"variable {v.name}" for v in model.state), strict=True))
-    paths = (jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(planned.microbatch)[0])
-    names |= dict(zip(objective.batch, (f"batch{path}" for path in paths), strict=True))
-
     given = jax.tree.leaves(batch)
     leaves = [x if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x) for x in given]
     totals: list[np.ndarray] = []
     now = first
-    for j in range(replicas * m):
-        rows = [
-            x
-            if shared
-            else x.reshape(replicas, joined, m, -1, *x.shape[1:])[j // m, :, j % m].reshape(-1, *x.shape[1:])
-            for x, shared in zip(leaves, planned.batching.shared, strict=True)
-        ]
+    for j in range(planned.batching.replicas * m):
         now = first if j % m == 0 else now
-        env = {**graph.constants, **parameters, **now, **dict(zip(objective.batch, rows, strict=True))}
-        env[objective.key] = microbatch_key(state, j)
+        rows = zip(objective.batch, _rows(leaves, planned.batching, objective.joined, j), strict=True)
+        env = {**graph.constants, **parameters, **now, **dict(rows), objective.key: microbatch_key(state, j)}
         env |= {} if objective.index is None else {objective.index: np.int32(j)}
         for op, s in zip(graph.operators, homes, strict=True):
             device = devices[program.device(s)]
@@ -124,6 +107,35 @@ def find(runtime: Runtime, state: TrainState, batch: PyTree) -> NonFiniteOrigin 
         what = "the sum of the losses" if weight else f"no weight: {MEANING}"
         return NonFiniteOrigin(home, None, what)
     return None
+
+
+def _stages(program: Program) -> list[StageNumber]:
+    """Return the stage of each operator of the loss; one that its stage replaced by others goes with the one before."""
+    # Of a stage whose state is folded or whose largest product is in slices, some operators are others.
+    within = {t: s for s in program.stage_numbers for op in program.stages[s].graph.operators for t in op.outputs}
+    homes = [StageNumber(0)]
+    for op in program.objective.graph.operators:
+        homes.append(next((within[t] for t in op.outputs if t in within), homes[-1]))
+    return homes[1:]
+
+
+def _names(planned: ExecutablePlan) -> dict[TensorNumber, str]:
+    """Name the inputs of the loss."""
+    objective, model = planned.program.objective, planned.model
+    paths = jax.tree_util.tree_flatten_with_path(planned.microbatch)[0]
+    names = [f"parameter {v.name}" for v in model.parameters] + [f"variable {v.name}" for v in model.state]
+    names += [f"batch{jax.tree_util.keystr(path)}" for path, _ in paths]
+    return dict(zip((*objective.parameters, *objective.state, *objective.batch), names, strict=True))
+
+
+def _rows(leaves: Sequence[Any], batching: Batching, joined: int, j: int) -> list[Any]:
+    """Return the leaves of a micro-batch, counted over the replicas."""
+    m = batching.num_microbatches
+    cut = (batching.replicas, joined, m, -1)
+    return [
+        x if shared else x.reshape(*cut, *x.shape[1:])[j // m, :, j % m].reshape(-1, *x.shape[1:])
+        for x, shared in zip(leaves, batching.shared, strict=True)
+    ]
 
 
 def _origin(

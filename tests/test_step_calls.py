@@ -93,3 +93,22 @@ def test_the_host_does_little_for_a_call():
     leaves = len(jax.tree.leaves(state))
     assert leaves == 152
     assert len(calls) < 7 * leaves, Counter(calls)
+
+
+def test_other_options_of_xla_compile_the_step_anew_within_its_budget():
+    @jaxpipe.memory_encoded
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return (x**2).mean()
+
+    params, x = [jnp.ones((64, 64)) / 64 for _ in range(8)], jnp.ones((4096, 64))
+    budgeted = jaxpipe.jit(jax.grad(loss), memory="8MiB")
+    lowered = budgeted.lower(params, x)
+    same, unfused = {"xla_cpu_copy_insertion_use_region_analysis": True}, {"xla_disable_hlo_passes": "fusion"}
+    assert_same_bits(lowered.compile(same)(params, x), jax.jit(jax.grad(loss))(params, x))
+    with pytest.raises(jaxpipe.MemoryBudgetError, match=r"jaxpipe.jit\(..., compiler_options="):
+        lowered.compile(compiler_options=unfused)
+    planned = jaxpipe.jit(jax.grad(loss), memory="16MiB", compiler_options=unfused).lower(params, x)
+    assert planned.plan.needed_bytes == reserved(planned.compile()) <= 16 * 2**20
+    assert budgeted._cache_size() == 1

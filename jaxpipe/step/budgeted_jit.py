@@ -5,7 +5,7 @@ import functools
 import math
 import time
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from jaxpipe import _compat, multihost
 from jaxpipe.array_types import Device, PyTree
 from jaxpipe.collect_later import collecting_later
 from jaxpipe.costs.device_memory import pool_bytes, pool_fraction
+from jaxpipe.costs.reserved_bytes import reserved_bytes
 from jaxpipe.errors import MemoryBudgetError, ModelError
 from jaxpipe.residuals.choose_formats import KEPT_BY_POLICIES, kept_by_policies
 from jaxpipe.step.fit_step import fitting_level, smallest
@@ -84,9 +85,23 @@ class BudgetedLowered:
     plan: StepPlan
     _variant: Variant
 
-    def compile(self) -> Any:
-        """Return the compiled step, which XLA has compiled when the budget was checked."""
-        return self._variant.compiled
+    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Any:
+        """Return the compiled step, which XLA has compiled when the budget was checked; with other options, anew.
+
+        Raises:
+          MemoryBudgetError: if it needs more with these options. Plans know those that ``jaxpipe.jit`` is given.
+        """
+        if compiler_options is None:
+            return self._variant.compiled
+        compiled = self._variant.lowered.compile(compiler_options)
+        needed, budget = reserved_bytes(compiled), self.plan.budget_bytes
+        if needed > budget:
+            raise MemoryBudgetError(
+                f"compile(compiler_options={compiler_options}): XLA reserves {needed} bytes ({bytes_text(needed)}) for "
+                f"the step with these options, more than its budget of {budget} ({bytes_text(budget)}). Pass them to "
+                f"jaxpipe.jit(..., compiler_options={compiler_options}), which plans with them, or a larger memory=."
+            )
+        return compiled
 
     @property
     def jaxpr(self) -> Jaxpr:
@@ -146,6 +161,10 @@ class BudgetedFunction:
         """Forget what was planned and compiled, as the ``clear_cache`` of a ``jax.jit`` does."""
         self._lowered.clear()
         self._variants.clear()
+
+    def _cache_size(self) -> int:
+        """Return how many programs there are, as that of a ``jax.jit`` does."""
+        return len(self._lowered)
 
     def eval_shape(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """Return shapes and types of the results."""

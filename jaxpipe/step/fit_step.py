@@ -41,11 +41,11 @@ def fitting_level(variants: StepVariants, budget: int) -> str | None:
     first = variants.front.first
     variants.needs(first)
     _compile(variants, budget, _better)
+    if _best(variants, budget) in (first, None):
+        variants.needs(DEFAULT)  # on CPUs without barriers: with the bits of the plain step, and faster or smaller
     if _best(variants, budget) is None:
         _compile(variants, budget, _small)
         _compile(variants, budget, _better)
-    if _best(variants, budget) == first:
-        variants.needs(DEFAULT)  # which has the bits of the plain step on CPUs, too, and may be faster
     return _best(variants, budget)
 
 

@@ -179,6 +179,13 @@ def test_wrapped_modules_need_what_the_written_lines_need():
         assert shown.line == "Block = nn.remat(Block, static_argnums=(2,))  # below class Block"
 
 
+def test_a_step_is_explained_again_as_the_first_time():
+    """JAX has its trace already, and calls no module for it."""
+    step, state = jax.jit(linen_step), linen_state(Net())
+    first, second = (jaxpipe.explain(step, state, BATCH).measures for _ in range(2))
+    assert first == second and any(m.name.startswith("compute") for m in first)
+
+
 @pytest.mark.parametrize("lifted", [nn.remat, nn.jit, jaxpipe.memory_encoded])
 def test_measures_of_a_module_under_a_lifted_transformation(lifted):
     """Flax runs functions of its own on such modules, which are no methods to be wrapped."""

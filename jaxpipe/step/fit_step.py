@@ -21,8 +21,9 @@ from jaxpipe.text.progress import phase
 #: How many levels are compiled at most one after the other since they may be within a budget, and how many small ones.
 MOST_LEVELS = 4
 
-#: By what share of bytes predictions may be wrong where they speak against checkpoints or a small level.
-INEXACT = 0.02
+#: By what share of bytes predictions may be wrong where they speak against checkpoints; against a small level, where the
+#: step is refused otherwise.
+INEXACT, INEXACT_SMALL = 0.02, 0.1
 
 #: Levels that may be smaller than the smallest by estimates.
 SMALL_LEVELS = tuple(f"room {k} of {ROOMS}" for k in (15, 12, 8))
@@ -89,7 +90,7 @@ def _small(variants: StepVariants, budget: int) -> str | None:
     predicted = _prediction(variants)
     others = (x for x in (*front.hand_placed, *SMALL_LEVELS) if x not in known)
     size, level = min(((predicted(x, front.bytes(x)), x) for x in others), default=(math.inf, None))
-    if size <= max(least - 1, (1 + INEXACT) * budget):
+    if size <= max(least - 1, (1 + INEXACT_SMALL) * budget):
         return level
     by_jax = [x for x in front.hand_placed if front.is_by_jax(x)]
     if any(x in known for x in by_jax) or predicted(SMALLEST, 0) > budget:

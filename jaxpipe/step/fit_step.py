@@ -21,8 +21,8 @@ from jaxpipe.text.progress import phase
 #: How many levels are compiled at most one after the other since they may be within a budget, and how many small ones.
 MOST_LEVELS = 4
 
-#: By what share of bytes predictions may be wrong where they speak against checkpoints; against a small level, where the
-#: step is refused otherwise.
+#: By what share of bytes predictions may be wrong where they speak against checkpoints; against a small level, without
+#: which the step is refused.
 INEXACT, INEXACT_SMALL = 0.02, 0.1
 
 #: Levels that may be smaller than the smallest by estimates.

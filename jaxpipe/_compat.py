@@ -421,8 +421,9 @@ def versions() -> list[str]:
 
 
 def hidden_zero(arrays: Iterable[Array]) -> Array | None:
-    """A zero made of one of some arrays, so that XLA cannot know it; None if none will do."""
-    return next((zero for x in arrays if (zero := run_time_zero(x)) is not None), None)
+    """A zero made of one of some arrays that are no constants, so that XLA cannot know it; None if none will do."""
+    traced = (x for x in arrays if isinstance(x, core.Tracer))
+    return next((zero for x in traced if (zero := run_time_zero(x)) is not None), None)
 
 
 def run_time_zero(after: Array) -> Array | None:

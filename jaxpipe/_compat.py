@@ -5,6 +5,7 @@ reach below the public API.
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard, TypeVar, cast
@@ -421,9 +422,13 @@ def versions() -> list[str]:
 
 
 def hidden_zero(arrays: Iterable[Array]) -> Array | None:
-    """A zero made of one of some arrays that are no constants, so that XLA cannot know it; None if none will do."""
-    traced = (x for x in arrays if isinstance(x, core.Tracer))
-    return next((zero for x in traced if (zero := run_time_zero(x)) is not None), None)
+    """A zero made of elements of some arrays, so that XLA cannot know it; None where there are no such elements.
+
+    Of many arrays it is some all over: a few are constants, which XLA knows.
+    """
+    traced = [x for x in arrays if isinstance(x, core.Tracer)]
+    zeros = [zero for x in traced[:: max(1, len(traced) // 8)] if (zero := run_time_zero(x)) is not None]
+    return functools.reduce(jax.lax.bitwise_or, zeros) if zeros else None
 
 
 def run_time_zero(after: Array) -> Array | None:

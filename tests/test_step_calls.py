@@ -133,7 +133,7 @@ def test_what_a_decorated_step_needs_under_jax_jit_is_a_budget_that_is_kept():
     assert_same_bits(budgeted(params, x), step(params, x))
 
 
-@pytest.mark.parametrize("closed_over", ["params", "x", "positions"])
+@pytest.mark.parametrize("closed_over", ["params", "x", "positions", "positions of a jitted loss"])
 def test_constants_leave_room_for_a_budget(closed_over):
     """What XLA knows does not keep the operators of a backward pass in order."""
     keys = jax.random.split(jax.random.key(0), 8)
@@ -142,13 +142,14 @@ def test_constants_leave_room_for_a_budget(closed_over):
 
     @jaxpipe.memory_encoded
     def loss(params, x):
-        x = (x @ params[0]) * positions if closed_over == "positions" else x
+        x = (x @ params[0]) * positions if closed_over.startswith("positions") else x
         for w in params:
             x = jnp.tanh(x @ w) * jax.nn.relu(x) + x
         return jnp.mean(x**2)
 
     def update(params, x):
-        value, gradients = jax.value_and_grad(loss)(params, x)
+        used = jax.jit(loss) if closed_over.endswith("jitted loss") else loss
+        value, gradients = jax.value_and_grad(used)(params, x)
         return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients), value
 
     steps = {"params": (lambda x: update(params, x), x), "x": (lambda w: update(w, x), params)}

@@ -109,9 +109,7 @@ class Profile:
         for field in NUMBERS:
             values = tuple(getattr(self, field))
             if len(values) != len(self.names) and (values or field in REQUIRED):
-                raise PartitionError(
-                    f"{field} has {len(values)} entries, names has {len(self.names)}; give one of each."
-                )
+                raise PartitionError(f"{field} has {len(values)} entries, names has {len(self.names)}; give one each.")
             _check_costs(values, lambda k, field=field: f"{field}[{k}] ({self.names[k]})")
             object.__setattr__(self, field, tuple(map(float, values)))
         _check_costs((edge[2] for edge in self.edges), lambda k: f"edges[{k}].bytes")
@@ -232,9 +230,7 @@ class ProfileFile:
         for field in ("names", *NUMBERS):
             column = tuple(getattr(row, field) for row in self.operators)
             if None in column and column.count(None) < len(column):
-                raise PartitionError(
-                    f"operators[{column.index(None)}] of the profile lacks {field!r}, which others have."
-                )
+                raise PartitionError(f"operators[{column.index(None)}] lacks {field!r}, which others have.")
             columns[field] = () if None in column else column
         rest = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[1:]}
         return Profile(**columns, **rest)

@@ -78,9 +78,7 @@ def register_rule(primitive: Primitive, rule: DerivativeRule, *, replace: bool =
     try:
         hash(rule)
     except TypeError as error:
-        raise ModelError(
-            f"register_rule was given {rule!r}, which cannot be hashed ({error}). Pass functions."
-        ) from error
+        raise ModelError(f"register_rule was given {rule!r}, which has no hash ({error}). Pass functions.") from error
     if primitive in _rules and not replace:
         raise ModelError(
             f"register_rule was given a rule for {primitive.name}, which has one ({rule_name(_rules[primitive])}). "
@@ -144,9 +142,7 @@ def _check(equation: Equation, gradients: Sequence[Array | None]) -> None:
     """Raise ``ModelError`` unless cotangents are as the operands of an equation."""
     head, avals = f"The derivative rule of {equation.primitive.name}: backward", [a.aval for a in equation.invars]
     if len(gradients) != len(avals):
-        raise ModelError(
-            f"{head} returned {len(gradients)} cotangents for {len(avals)} operands; None stands for zero."
-        )
+        raise ModelError(f"{head} returned {len(gradients)} cotangents for {len(avals)} operands; None is zero.")
     for k, (gradient, aval) in enumerate(zip(gradients, avals, strict=True)):
         if gradient is None or _compat.is_literal(equation.invars[k]):
             continue

@@ -51,9 +51,7 @@ def bind_linen(
     else:
         search = _given(module, function, microbatch, batch, unfreeze(plain_tree(variables)))
     if not search.variables:
-        raise ModelError(
-            "The loss does not call the model, so that its variables are not known. Call model(...) in it."
-        )
+        raise ModelError("The loss does not call the model, so its variables are not known. Call model(...) in it.")
     params, state = search.variables.get("params", {}), state_of(search.variables)
     overwritten = {name: search.variables[name] for name in TRAINED[1:] if name in search.variables}
     params_def, overwritten_def, state_def = map(jax.tree.structure, (params, overwritten, state))

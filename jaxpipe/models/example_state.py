@@ -116,22 +116,20 @@ def example_axes(names: Sequence[str], state: Sequence[jax.ShapeDtypeStruct], ro
         if with_rows:
             axes = tuple(next(iter(paired), None) for paired in dimensions)
             try:
-                call(rows, _resized(state, axes, rows, size))
+                call(rows, _sized(state, axes, rows, size))
             except Exception as error:  # whatever a model raises whose state does not fit
                 raise ModelError(_not_divided([names[k] for k in with_rows], rows, size, error)) from error
             return axes
-    _check_growth(names, state, rows, size, call)
+    _check_grown(names, state, rows, size, call)
     return none
 
 
-def _check_growth(
-    names: Sequence[str], state: Sequence[jax.ShapeDtypeStruct], rows: int, size: int, call: Call
-) -> None:
+def _check_grown(names: Sequence[str], state: Sequence[jax.ShapeDtypeStruct], rows: int, size: int, call: Call) -> None:
     """Raise ``ModelError`` if the model runs on another number of examples only with state that has grown alike."""
     number = next(n for n in (2 * rows, 3 * rows) if n != size)
 
     def runs(axes: Axes, examples: int) -> bool:
-        shapes = _resized(state, axes, number, examples)
+        shapes = _sized(state, axes, number, examples)
         try:
             called = call(number, shapes)
         except Exception:  # see above
@@ -182,9 +180,7 @@ def check_counts(called: StateCall, names: Sequence[str], axes: Axes) -> None:
             )
 
 
-def _resized(
-    state: Sequence[jax.ShapeDtypeStruct], axes: Axes, number: int, examples: int
-) -> list[jax.ShapeDtypeStruct]:
+def _sized(state: Sequence[jax.ShapeDtypeStruct], axes: Axes, number: int, examples: int) -> list[jax.ShapeDtypeStruct]:
     """Return the shapes of state for a number of examples, of those for ``examples``."""
     resized = []
     for x, axis in zip(state, axes, strict=True):

@@ -268,9 +268,7 @@ def _for_plan(request: Request) -> Request:
 def _check_axis_name(name: str | None, replicas: int, exchanged: bool) -> ReplicaAxis | None:
     """Return the axis over which collectives mix replicas; None if there is nothing to mix."""
     if not isinstance(name, str | None):
-        raise PartitionError(
-            f"PlanOptions(axis_name={name!r}); it must be the name of an axis, such as 'batch', or None."
-        )
+        raise PartitionError(f"PlanOptions(axis_name={name!r}); it must be an axis' name, such as 'batch', or None.")
     if name is None or replicas == 1:
         return None
     if exchanged:

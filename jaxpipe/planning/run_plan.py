@@ -267,7 +267,5 @@ def _schedule(plan: Plan) -> Schedule:
 def _action(text: str) -> Action:
     match = _ACTION.fullmatch(text)
     if match is None:
-        raise PartitionError(
-            f"plan=: recipe.table has {text[:40]!r}; an action is one of F, B, I, W and a micro-batch."
-        )
+        raise PartitionError(f"plan=: recipe.table has {text[:40]!r}; an action is F, B, I or W and a micro-batch.")
     return Action(Kind(match[1]), int(match[2]), int(match[3] or 0))

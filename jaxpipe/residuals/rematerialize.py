@@ -124,8 +124,7 @@ class Rematerializer:
           The cotangents. Whoever reads them makes XLA keep to the order: it drops what nobody reads from a barrier.
         """
         known = set(self.values)
-        loads: dict[TensorNumber, None] = {}
-        again: dict[TensorNumber, None] = {}
+        loads, again = dict[TensorNumber, None](), dict[TensorNumber, None]()
         for step in steps:
             program, read = self.sources(step, known)
             loads.update(dict.fromkeys(read))

@@ -50,9 +50,7 @@ def fitted(state: TrainState, expected: TrainState, names: Mapping[str, Sequence
     for field in (field.name for field in dataclasses.fields(TrainState) if field.name != "plan"):
         given, wanted = getattr(state, field), getattr(expected, field)
         if jax.tree.structure(given) != jax.tree.structure(wanted):
-            raise ModelError(
-                f"state.{field} is {_described(given)}; this plan has {_described(wanted)} there. {_AS_A_WHOLE}"
-            )
+            raise ModelError(f"state.{field} is {_described(given)}; this plan has {_described(wanted)}. {_AS_A_WHOLE}")
     rows, tree = jax.tree_util.tree_flatten_with_path(expected)
     before = tree.flatten_up_to(state)
     after = [_fitted_array(_label(path, names), x, aval) for (path, aval), x in zip(rows, before, strict=True)]

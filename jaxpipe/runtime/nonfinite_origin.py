@@ -80,8 +80,7 @@ def find(runtime: Runtime, state: TrainState, batch: PyTree) -> NonFiniteOrigin 
     first = dict(zip(objective.state, arrays.variables, strict=True))
     given = jax.tree.leaves(batch)
     leaves = [x if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x) for x in given]
-    totals: list[np.ndarray] = []
-    now = first
+    now, totals = first, list[np.ndarray]()
     for j in range(planned.batching.replicas * m):
         now = first if j % m == 0 else now
         rows = zip(objective.batch, _rows(leaves, planned.batching, objective.joined, j), strict=True)

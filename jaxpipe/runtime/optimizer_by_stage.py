@@ -253,6 +253,4 @@ def check_asynchronous(program: Program, by_stage: PartitionedUpdate, exchanged:
             "'1f1b' does."
         )
     if exchanged:
-        raise PartitionError(
-            f"{name}; gradient_exchange=block_sparse(...) exchanges once, at the end of a step. Use 'dense'."
-        )
+        raise PartitionError(f"{name}; gradient_exchange=block_sparse(...) exchanges once a step. Use 'dense'.")

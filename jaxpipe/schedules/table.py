@@ -450,9 +450,7 @@ class Schedule:
             forward, backward = self.when(s, Kind.FORWARD), self.when(s, Kind.BACKWARD)
             order = sorted(backward, key=backward.__getitem__)
             if order != sorted(order):
-                raise ScheduleError(
-                    f"{self.name}: stage {s} updates its weights by micro-batches in the order {order}."
-                )
+                raise ScheduleError(f"{self.name}: stage {s} updates weights by micro-batches in the order {order}.")
             for j, version in enumerate(row):
                 done = sum(tick < forward[j] for tick in backward.values()) // self.group
                 if not 0 <= version <= done:

@@ -325,6 +325,36 @@ def test_optimizers_update_stacks(name):
     check("residual", 3, OPTIMIZERS[name], options=jaxpipe.PlanOptions(unroll_scans=2))
 
 
+def test_a_norm_that_is_kept_of_layers_in_several_stages_is_in_all_of_them():
+    parameters = {
+        "layers": {"w": 0.5 * jax.random.normal(jax.random.key(0), (8, 8, 8)), "b": jnp.ones((8, 8)) / 8},
+        "head": jax.random.normal(jax.random.key(1), (8, 4)),
+    }
+
+    def apply(variables, x):
+        def layer(x, w):
+            return x + 0.1 * jnp.tanh(x @ w["w"] + w["b"]), None
+
+        return lax.scan(layer, x, variables["layers"])[0] @ variables["head"]
+
+    def loss(model, batch):
+        return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean()
+
+    batch = {"x": jax.random.normal(jax.random.key(2), (8, 8)), "y": jnp.arange(8) % 4}
+    optimizer, state = optax.novograd(1e-2), optax.novograd(1e-2).init(parameters)
+    pipeline = jaxpipe.partition(
+        apply, jax.make_mesh((2,), ("stage",)), batch, loss=loss, optimizer=optimizer, profile="analytic"
+    )
+    trained = pipeline.init(jax.random.key(0), variables=parameters)
+    for _ in range(3):
+        gradients = jax.grad(lambda p: loss(functools.partial(apply, p), batch))(parameters)
+        updates, state = optimizer.update(gradients, state, parameters)
+        parameters = optax.apply_updates(parameters, updates)
+        trained, _ = pipeline.step(trained, batch)
+    assert relative_l2(jax.tree.leaves(pipeline.parameters(trained)), jax.tree.leaves(parameters)) < FUSION
+    assert relative_l2(jax.tree.leaves(pipeline.optimizer_state(trained)), jax.tree.leaves(state)) < FUSION
+
+
 def test_an_optimizer_that_mixes_layers_is_refused():
     def update(updates, state, params=None):
         return jax.tree.map(lambda g: jnp.cumsum(g, 0), updates), state

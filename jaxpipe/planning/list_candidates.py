@@ -345,6 +345,8 @@ def _obstacle(traced: Traced) -> str:
         return f"{'; '.join(traced.notes)}."
     spans = [(high - low, t, low, high) for t, groups in variable_spans(objective).items() for low, high in groups]
     length, t, low, high = max(spans, default=(0, None, 0, 0))
+    if any(op.name == "checkpoint" for op in objective.graph.operators):
+        return "What is under a jax.checkpoint is one operator: put it around parts of the model, each within a stage."
     if t is None or length < 2:
         return ""
     names = dict(zip((*objective.parameters, *objective.state), (*model.parameters, *model.state), strict=True))

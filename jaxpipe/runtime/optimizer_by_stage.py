@@ -98,10 +98,13 @@ def partition_update(update: TracedUpdate, model: BoundModel, stage_of: Sequence
 def _stage_of_state(
     owner: Sequence[int | None], stages: Sequence[Sequence[int]], stacks: Stacks
 ) -> tuple[int | None, ...]:
-    """Return the stage of each piece of the optimizer state: that of its parameter's piece."""
+    """Return the stage of each piece of the optimizer state: that of its parameter's piece; None: every stage has it.
+
+    So it is of a norm of layers that are in several stages, as ``optax.novograd`` keeps one of each parameter.
+    """
     state_stages: list[int | None] = []
     for k, cuts in zip(owner, stacks.bounds, strict=True):
-        if k is None:
+        if k is None or (cuts is None and len(set(stages[k])) > 1):
             state_stages.append(None)
         else:
             state_stages += stages[k] if cuts is not None else stages[k][:1]

@@ -24,6 +24,7 @@ import contextlib
 import difflib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -215,9 +216,16 @@ class ExplainCommand:
         except UsageError as error:
             text = f"{error} --args names a function without arguments that returns those of {self.step} as a tuple."
             raise UsageError(text) from error
+        _check_call(target, make_args)
         args = shapes_made(make_args)
         if not isinstance(args, tuple):
             raise UsageError(f"{target} returned {type(args).__name__!r}; it must return the arguments as a tuple.")
+        _check_call(self.step, step, *args)
+        wrong = [k for k in self.donate if not 0 <= k < len(args)]
+        if wrong:
+            raise UsageError(f"--donate {wrong[0]}: {target} returns {len(args)} arguments, from 0 to {len(args) - 1}.")
+        if self.output is not None and not self.output.absolute().parent.is_dir():
+            raise UsageError(f"--output {self.output}: there is no folder {self.output.parent}. Make it before.")
         options = {"donate_argnums": self.donate} if self.donate else {}
         explanation = explain(step, *args, device=self.device, **options)
         print(explanation)
@@ -401,6 +409,14 @@ def _named(target: str) -> Callable[..., Any]:
     if not callable(function):
         raise UsageError(f"The module {module!r} has no function {name!r}.")
     return function
+
+
+def _check_call(target: str, function: Callable[..., Any], *args: Any) -> None:
+    """Raise ``UsageError`` if a function does not take so many arguments."""
+    try:
+        inspect.signature(function).bind(*args)
+    except TypeError as error:
+        raise UsageError(f"{target} is called with {len(args)} arguments: {error}.") from error
 
 
 def _write(text: str, output: Path | None) -> None:

@@ -73,6 +73,12 @@ def global_arrays():
 
 def one_array():
     return jnp.ones((16, 8))
+
+def nothing_at_all():
+    return ()
+
+def one_step(step):
+    return (step,)
 """
 
 GRAPH = """node1 -- Input0 -- forward_compute_time=0, backward_compute_time=0, activation_size=0, parameter_size=0
@@ -256,6 +262,18 @@ def test_explain_leaves_static_arguments_as_they_are(folder, capsys):
         ("profile command_line_task:task --device TPU", 2, "peak rates are not known"),
         ("explain command_line_task:step --args nothing", 2, "no function 'nothing'. --args names a function"),
         ("explain command_line_task:step --args one_array", 2, "must return the arguments as a tuple"),
+        (
+            "explain command_line_task:step --args one_step",
+            2,
+            "one_step is called with 0 arguments: missing a required",
+        ),
+        ("explain command_line_task:step --args nothing_at_all", 2, ":step is called with 0 arguments: missing a"),
+        (
+            "explain command_line_task:step --donate 5",
+            2,
+            "--donate 5: command_line_task:example_args returns . arguments",
+        ),
+        ("explain command_line_task:step --output no/folder.json", 2, "--output no/folder.json: there is no folder no"),
         ("explain command_line_task:step --args sharded_arrays", 1, "places arrays on several devices, which"),
         ("explain command_line_task:step --device H1000", 1, "device='H1000': no such device"),
         ("convert-profile command_line_task.py", 1, "command_line_task.py, line 2"),

@@ -126,6 +126,9 @@ class BudgetedFunction:
         """Run the step. The first call for arguments of some shapes plans and compiles."""
         return self.lower(*args, **kwargs)._variant.jitted(*args, **kwargs)
 
+    def __reduce__(self) -> Any:
+        return BudgetedFunction, (self._step, self._memory, self._options)
+
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
         """Return the step bound to the object whose method it is, as functions and those of ``jax.jit`` do."""
         return self if owner is None else types.MethodType(self, owner)
@@ -221,7 +224,7 @@ class BudgetedFunction:
                 "loss = jaxpipe.memory_encoded(loss), or the model's class; where nothing is differentiated, a smaller "
                 "batch needs less."
             )
-        sizes, decorated = variants.plain.compiled.memory_analysis(), variants.needs(variants.front.first).bytes
+        sizes, decorated = variants.plain.compiled.memory_analysis(), variants.needs(DEFAULT).bytes
         state = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
         donates = "" if sizes.alias_size_in_bytes else " Nothing is donated: donate_argnums=0 saves a second state."
         kept = any(kept_by_policies(program.graph) for program in variants.programs.values())

@@ -177,7 +177,7 @@ def measures(explained: Explained) -> tuple[tuple[Measure, ...], tuple[str, ...]
             try:
                 measure = maker(explained)
             except Exception as error:  # a user's step may refuse any of them, in any way
-                refused.append(f"{name} ({type(error).__name__}: {str(error).partition(chr(10))[0][:100]})")
+                refused.append(f"{name} ({type(error).__name__}: {str(error).partition(chr(10))[0][:200]})")
                 continue
             if measure is not None and measure.saved_bytes > LEAST_SAVED * explained.bytes:
                 useful.append(measure)
@@ -262,7 +262,7 @@ def _retraced(explained: Explained, blocks: type | None = None) -> tuple[int, in
 
 def within_budget(explained: Explained) -> Measure | None:
     """Keep a budget with the outermost modules decorated: the pool's bytes where the step needs more, else a half."""
-    if not explained.called.outermost:
+    if not explained.called.outermost or not _trained(explained):
         return None
     memory = explained.target.memory
     pool = explained.bytes if memory is None else int(memory * pool_fraction(explained.target.target))
@@ -290,13 +290,20 @@ def within_budget(explained: Explained) -> Measure | None:
 def half_the_batch(explained: Explained) -> Measure | None:
     """Run half of the batch at a time, and keep the gradients of the first half beside the second."""
     size = (batch_size(explained.step.arguments) or 0) // 2
-    needed = bytes_with_batch(explained, size)
-    if needed is None:
+    trained, needed = _trained(explained), bytes_with_batch(explained, size)
+    if needed is None or not trained:
         return None
-    needed += sum(a.bytes for a in explained.step.arguments if a.role is Role.PARAMETERS)
+    needed += 2 * sum(
+        a.bytes for a in trained
+    )  # the sum before and behind an update; donated, copied for its condition
     line = f"tx = optax.MultiSteps(tx, 2)  # and batches of {size}"
     note = "compiled at half of it; gradients are added"
     return _measure(explained, "half the batch, twice per update", line, needed, note=note, is_estimated=True)
+
+
+def _trained(explained: Explained) -> list[Argument]:
+    """Return the parameters that the step updates, or whose gradients it returns."""
+    return [a for a in explained.step.arguments if a.role is Role.PARAMETERS and a.updated]
 
 
 def shard(explained: Explained) -> Measure | None:

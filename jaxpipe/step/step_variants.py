@@ -6,6 +6,7 @@ that it takes.
 
 import contextlib
 import functools
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import Jaxpr
 
 from jaxpipe import _compat, multihost
+from jaxpipe._version import __version__
 from jaxpipe.array_types import PyTree
 from jaxpipe.costs.count_products import count_products
 from jaxpipe.costs.profile_cache import cache_folder
@@ -171,7 +173,8 @@ class StepVariants:
         """Return the file of what is known of this step, on its device and with these versions, by its decorations."""
         call = self._call
         shardings = [str(getattr(leaf, "sharding", None)) for leaf in split_arguments((call.args, call.kwargs))[1]]
-        settings = [*_compat.versions(), call.device.device_kind, call.options, shardings]
+        settings = [*_compat.versions(), __version__, call.device.client.platform_version, call.device.device_kind]
+        settings += [call.options, shardings, os.environ.get("XLA_FLAGS", "")]
         text = stable_text([self.plain.jaxpr, settings], values=False)
         return cache_folder().parent / "steps" / f"{digest(text)}.json"
 

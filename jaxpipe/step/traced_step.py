@@ -213,7 +213,7 @@ def _roles(leaves: Sequence[_Leaf], arrays: Sequence[Any], results: Counter[Hash
 
 
 def _is_updated(x: Any, results: Counter[Hashable]) -> bool:
-    return jax.dtypes.issubdtype(x.dtype, jax.numpy.floating) and results[_shape_and_type(x)] > 0
+    return jax.dtypes.issubdtype(x.dtype, jax.numpy.inexact) and results[_shape_and_type(x)] > 0
 
 
 def _role_by_name(leaf: _Leaf) -> Role | None:

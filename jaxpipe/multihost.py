@@ -63,9 +63,7 @@ ALIKE = (
     "All processes call the functions of jaxpipe alike, in the same order, and take the same number of steps with "
     "batches of the same shapes."
 )
-LONGER = (
-    "If one needs longer, because it reads data for example, pass initialize_distributed(waiting_timeout_seconds=...)."
-)
+LONGER = "If one needs longer, to read data for example, pass initialize_distributed(waiting_timeout_seconds=...)."
 
 #: Seconds that others have to read why the first process ends.
 END = 1.0

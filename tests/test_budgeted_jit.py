@@ -96,8 +96,9 @@ def test_a_refusal_names_a_budget_that_is_kept(training):
         jaxpipe.jit(step, memory="400kB").lower(*args)
     smallest = caught.value.smallest
     assert reserved(jaxpipe.jit(step, memory=smallest).lower(*args).compile()) <= smallest
-    with pytest.raises(jaxpipe.MemoryBudgetError):
-        jaxpipe.jit(step, memory=smallest - 1).lower(*args)
+    with pytest.raises(jaxpipe.MemoryBudgetError) as nearer:  # more small levels are compiled for it
+        jaxpipe.jit(step, memory=int(0.85 * smallest)).lower(*args)
+    assert 0.85 * smallest < nearer.value.smallest <= smallest
 
 
 def test_what_is_known_of_a_step_is_not_compiled_again(training, monkeypatch, tmp_path):

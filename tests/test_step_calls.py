@@ -1,5 +1,6 @@
 """A call of a step within a budget: its plan is looked up by the arguments."""
 
+import copy
 import sys
 from collections import Counter
 
@@ -112,6 +113,7 @@ def test_other_options_of_xla_compile_the_step_anew_within_its_budget():
     planned = jaxpipe.jit(jax.grad(loss), memory="16MiB", compiler_options=unfused).lower(params, x)
     assert planned.plan.needed_bytes == reserved(planned.compile()) <= 16 * 2**20
     assert budgeted._cache_size() == 1
+    assert copy.deepcopy(budgeted).lower(params, x).plan.needed_bytes == lowered.plan.needed_bytes
 
 
 def test_what_a_decorated_step_needs_under_jax_jit_is_a_budget_that_is_kept():

@@ -79,9 +79,7 @@ def _costs(text: str, where: str) -> dict[str, float]:
         try:
             costs[field] = sum(map(float, given.get(field, "").strip("[] ").split(";")))
         except ValueError:
-            raise PartitionError(
-                f"{where}: {field} is {given.get(field)!r:.80}; it must be a number or [a; b]."
-            ) from None
+            raise PartitionError(f"{where}: {field} is {given.get(field)!r:.80}, no number or [a; b].") from None
     return costs
 
 

@@ -287,9 +287,7 @@ def position_bits(
         return [_bits_to_count(equation.params["shape"][equation.params["dimension"]])]
     if name == "top_k":
         return [None, _bits_to_count(equation.invars[0].aval.shape[equation.params["axis"]])]
-    if name == "sort" and len(operands) == len(avals):
-        return list(operands)
-    return [None] * len(avals)
+    return list(operands) if name == "sort" and len(operands) == len(avals) else [None] * len(avals)
 
 
 def _bits_to_count(length: int) -> int | None:
@@ -522,6 +520,4 @@ def _wrapped_program(equation: Equation, calls: Mapping[str, str]) -> AnyJaxpr |
     key = calls.get(equation.primitive.name)
     if key is not None and _compat.has_default_sharding(equation.params):
         return equation.params[key]
-    if encoded_policy(equation) is not None:
-        return equation.params["call_jaxpr"]
-    return None
+    return equation.params["call_jaxpr"] if encoded_policy(equation) is not None else None

@@ -55,9 +55,7 @@ def rerun_work(op: Operator) -> int | None:
         return (_LOOKUP if op.name in LOOKUPS else COLLECTIVE) * written
     if op.name == "reduce_window_sum":
         return math.prod(op.params["window_dimensions"]) * written
-    if is_product(op):
-        return sum(arrays) + multiplications(op) // PRODUCTS_PER_ELEMENT
-    return None
+    return sum(arrays) + multiplications(op) // PRODUCTS_PER_ELEMENT if is_product(op) else None
 
 
 def is_product(op: Operator) -> bool:

@@ -97,9 +97,7 @@ def _is_inexact(x: Array) -> bool:
 
 def addable(x: Array) -> Array:
     """Return a value in a type in which it may be added up: its own, but of 32 bits at least."""
-    if x.dtype.itemsize >= 4:
-        return x
-    return x.astype(jnp.float32 if _is_inexact(x) else jnp.int32)
+    return x if x.dtype.itemsize >= 4 else x.astype(jnp.float32 if _is_inexact(x) else jnp.int32)
 
 
 def _returned(name: str, path: str) -> str:

@@ -56,9 +56,7 @@ def plain_tree(variables: PyTree, collections: Collection[str] = ()) -> PyTree:
         return {"params": params, **rest}
     if isinstance(variables, nnx.Module):
         return nnx.state(variables)
-    if isinstance(variables, nn.Module) and variables.scope is not None:
-        return variables.variables
-    return variables
+    return variables.variables if isinstance(variables, nn.Module) and variables.scope is not None else variables
 
 
 def by_path(tree: PyTree) -> dict[Path, PyTree]:

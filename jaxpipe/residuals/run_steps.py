@@ -205,9 +205,7 @@ class JoinedWalk(Walk):
         if alone and written > _LATE[step.name] * sum(x.nbytes for x in operands):
             self.late.append((gradient, operands))
             return [others] if others else []
-        if step.name == "conv_general_dilated" and others:
-            return [gradient, others]
-        return [step]
+        return [gradient, others] if step.name == "conv_general_dilated" and others else [step]
 
     def _join_operands(
         self, part: BackwardOp, values: dict[TensorNumber, Array], seeds: dict[TensorNumber, Array]

@@ -132,6 +132,4 @@ def list_scheduled(graph: WorkGraph, ranks: Ranks, patience: float) -> Sequenced
         heapq.heappush(events, (end, d))
         for other, seconds in followers[best]:
             heapq.heappush(events, (end + seconds, other))
-    if len(log) < len(operations) * m:
-        return None
-    return Sequenced(max(free), tuple(log), tuple(map(tuple, ends)))
+    return None if len(log) < len(operations) * m else Sequenced(max(free), tuple(log), tuple(map(tuple, ends)))

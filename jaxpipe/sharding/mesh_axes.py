@@ -133,9 +133,7 @@ def axis_names(axes: object) -> tuple[str, ...]:
       >>> axis_names("model"), axis_names(("fsdp", "model")), axis_names(None)
       (('model',), ('fsdp', 'model'), ())
     """
-    if isinstance(axes, str):
-        return (axes,)
-    return tuple(axes) if isinstance(axes, tuple) else ()
+    return (axes,) if isinstance(axes, str) else tuple(axes) if isinstance(axes, tuple) else ()
 
 
 def axes_by_dimension(spec: P, ndim: int) -> tuple[tuple[str, ...], ...]:

@@ -167,9 +167,7 @@ class _Sort:
             return PARAMETER_COPIES
         if _is_backward(buffer):
             return GRADIENTS if _long_axes(shape) in self.parameters else BACKWARD
-        if "jvp(" not in path:
-            return UPDATE
-        return STORED if is_kept else FORWARD
+        return UPDATE if "jvp(" not in path else STORED if is_kept else FORWARD
 
     def _are_logits(self, shape: tuple[int, ...]) -> bool:
         """Return whether an array is of logits; some are without the last position, or padded to whole tiles."""

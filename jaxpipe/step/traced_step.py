@@ -226,9 +226,7 @@ def _role_by_name(leaf: _Leaf) -> Role | None:
     attributes = {key.name for key in leaf.path if isinstance(key, jax.tree_util.GetAttrKey)}
     if keys & _OPTIMIZER or attributes & _OPTAX:
         return Role.OPTIMIZER
-    if keys & _PARAMETERS:
-        return Role.PARAMETERS
-    return Role.STATE if keys & _STATE else None
+    return Role.PARAMETERS if keys & _PARAMETERS else Role.STATE if keys & _STATE else None
 
 
 def _key(entry: Any) -> Hashable:

@@ -4,6 +4,7 @@ What XLA reserves for a level is kept on disk, by program, device and versions: 
 that it takes.
 """
 
+# More than 15 of our modules: what a step is made of, how it is traced and compiled, and what of it is kept meet here.
 import contextlib
 import functools
 import os

@@ -221,8 +221,7 @@ class ExplainCommand:
         if not isinstance(args, tuple):
             raise UsageError(f"{target} returned {type(args).__name__!r}; it must return the arguments as a tuple.")
         _check_call(self.step, step, *args)
-        wrong = [k for k in self.donate if not 0 <= k < len(args)]
-        if wrong:
+        if wrong := [k for k in self.donate if not 0 <= k < len(args)]:
             raise UsageError(f"--donate {wrong[0]}: {target} returns {len(args)} arguments, from 0 to {len(args) - 1}.")
         if self.output is not None and not self.output.absolute().parent.is_dir():
             raise UsageError(f"--output {self.output}: there is no folder {self.output.parent}. Make it before.")

@@ -63,7 +63,8 @@ def ragged_text(batch: PyTree) -> str:
     listed = ", ".join(f"{name}: {n}" for name, n in _first_axes(batch).items())
     return (
         f"The first axes of the arrays of the batch differ in size ({listed}), so it has no axis of examples to be cut "
-        "along: it is one micro-batch on one replica. For more of them, pad smaller batches (graphs, sets of "
+        "along: it is one micro-batch on one replica. What all examples share, such as a table of positions, has a row "
+        "for each of them, or is no part of it: the loss closes over it. Else pad smaller batches (graphs, sets of "
         "graphs) to equal sizes and stack them, as with jax.tree.map(lambda *x: np.stack(x), *batches), one for each "
         "micro-batch, and let the loss take the only one of its micro-batch: jax.tree.map(lambda x: x[0], batch)."
     )

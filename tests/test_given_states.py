@@ -150,11 +150,11 @@ REFUSED = {
     "no array": (changed("parameters", 0, lambda _: None), r"state\.parameters is of type tuple"),
     "fewer": (
         lambda state: dataclasses.replace(state, parameters=state.parameters[1:]),
-        r"state\.parameters is a tuple of 7 arrays; this plan has a tuple of 8 arrays there",
+        r"state\.parameters is a tuple of 7 arrays; this plan has a tuple of 8 arrays",
     ),
     "a dictionary": (
         lambda state: dataclasses.replace(state, parameters={"w": state.parameters[0]}),
-        r"state\.parameters is of type dict; this plan has a tuple of 8 arrays there",
+        r"state\.parameters is of type dict; this plan has a tuple of 8 arrays",
     ),
     "an old key": (
         lambda state: dataclasses.replace(state, key=jax.random.PRNGKey(0)),

@@ -412,8 +412,8 @@ def computed_once(value: Array) -> Array:
 
 def _is_number(value: Array) -> bool:
     """Return whether an array is of real numbers of whole bytes each."""
-    whole = jax.dtypes.itemsize_bits(value.dtype) == 8 * value.dtype.itemsize
-    return whole and (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer))
+    is_number = any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    return is_number and jax.dtypes.itemsize_bits(value.dtype) == 8 * value.dtype.itemsize
 
 
 def versions() -> list[str]:

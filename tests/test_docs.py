@@ -276,6 +276,22 @@ def test_budgets_of_one_device_are_the_measured_ones():
             assert text in (ROOT / "README.md").read_text()
 
 
+def test_seconds_of_the_planner_are_the_measured_ones():
+    rows = {(row["case"], row["cost_model"]): row for row in results("planner-cpu")["cases"]}
+    text = " ".join((DOCS / "benchmarks.md").read_text().split())
+    names = "ResNet-101 size, 16 devices", "1000 operators, 64 devices", "1000 operators, 8 nodes of 8"
+    free = [rows[name, "synchronous"] for name in names]
+    (a, x), (b, y), (c, z) = ((f"{row['seconds']:.1f} s", f"{row['ratio_to_bound']:.2f} times") for row in free)
+    assert f"takes {a} for the operators of a ResNet-101 on 16 devices ({x} the bound), {b} for 1,000 operators" in text
+    assert f"on 64 ({y}) and {c} on 8 nodes of 8 ({z})." in text
+    published = [
+        [rows[name, model]["seconds"] for model in ("pipedream", "min_max", "throughput")] for name in names[:2]
+    ]
+    (small, large), (least, most) = ((min(seconds), max(seconds)) for seconds in published)
+    nodes = rows[names[2], "min_max"]["seconds"]
+    assert f"take {small:.1f} to {large:.1f} s, {least:.0f} to {most:.0f} s and, on the nodes, {nodes:.0f} s." in text
+
+
 def test_the_budget_of_a_large_network_of_convolutions_is_the_measured_one():
     rows = {row["variant"]: row for row in results("memory-front-resnet50-h100-jax0.12")["models"]["ResNet50 32x224"]}
     plain, blocks, kept, small = (cell(rows[variant]) for variant in ("plain", "blocks", "40%", "31.4%"))

@@ -45,7 +45,7 @@ def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def draw_model(axes: Axes, rows: Sequence[Row], height: Mapping[int, float], name: str, label: str) -> None:
     """Draw one model; ``height`` of a row is its second coordinate."""
-    measured = [k for k, row in enumerate(rows) if "bytes" in row]
+    measured = [k for k, row in enumerate(rows) if "bytes" in row and row["family"] in FAMILIES]
     place = {k: (rows[k]["bytes"] / MIB, height[k]) for k in measured}
     lines = {"jaxpipe": "-", "whole": "--"}
     for family, (color, marker, text) in FAMILIES.items():

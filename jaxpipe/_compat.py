@@ -424,7 +424,7 @@ def versions() -> list[str]:
 def hidden_zero(arrays: Iterable[Array]) -> Array | None:
     """A zero made of elements of some arrays, so that XLA cannot know it; None where there are no such elements.
 
-    Of many arrays it is some all over: a few are constants, which XLA knows.
+    Of many arrays it is up to 15, spread over all of them, since some may be constants of a larger program.
     """
     traced = [x for x in arrays if isinstance(x, core.Tracer)]
     zeros = [zero for x in traced[:: max(1, len(traced) // 8)] if (zero := run_time_zero(x)) is not None]

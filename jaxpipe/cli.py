@@ -216,11 +216,11 @@ class ExplainCommand:
         except UsageError as error:
             text = f"{error} --args names a function without arguments that returns those of {self.step} as a tuple."
             raise UsageError(text) from error
-        _check_call(target, make_args)
+        _check_call(f"--args {target} must name a function without arguments", make_args)
         args = shapes_made(make_args)
         if not isinstance(args, tuple):
             raise UsageError(f"{target} returned {type(args).__name__!r}; it must return the arguments as a tuple.")
-        _check_call(self.step, step, *args)
+        _check_call(f"{self.step} does not take the {len(args)} argument(s) that {target} returns", step, *args)
         if wrong := [k for k in self.donate if not 0 <= k < len(args)]:
             raise UsageError(f"--donate {wrong[0]}: {target} returns {len(args)} arguments, from 0 to {len(args) - 1}.")
         if self.output is not None and not self.output.absolute().parent.is_dir():
@@ -410,12 +410,12 @@ def _named(target: str) -> Callable[..., Any]:
     return function
 
 
-def _check_call(target: str, function: Callable[..., Any], *args: Any) -> None:
-    """Raise ``UsageError`` if a function does not take so many arguments."""
+def _check_call(rule: str, function: Callable[..., Any], *args: Any) -> None:
+    """Raise ``UsageError``, which tells the rule, if a function does not take so many arguments."""
     try:
         inspect.signature(function).bind(*args)
     except TypeError as error:
-        raise UsageError(f"{target} is called with {len(args)} arguments: {error}.") from error
+        raise UsageError(f"{rule}: {error}.") from error
 
 
 def _write(text: str, output: Path | None) -> None:

@@ -265,9 +265,13 @@ def test_explain_leaves_static_arguments_as_they_are(folder, capsys):
         (
             "explain command_line_task:step --args one_step",
             2,
-            "one_step is called with 0 arguments: missing a required",
+            "one_step must name a function without arguments: missing",
         ),
-        ("explain command_line_task:step --args nothing_at_all", 2, ":step is called with 0 arguments: missing a"),
+        (
+            "explain command_line_task:step --args nothing_at_all",
+            2,
+            ":step does not take the 0 argument.s. that .*: missing a",
+        ),
         (
             "explain command_line_task:step --donate 5",
             2,

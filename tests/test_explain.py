@@ -269,10 +269,10 @@ def test_complex_parameters_are_parameters():
 
 
 def test_an_inference_function_is_told_nothing_of_gradients():
-    explanation = jaxpipe.explain(
-        lambda params, x: jnp.tanh(x @ params["w"]), {"w": float_array(8, 16)}, float_array(4, 8)
-    )
-    assert not explanation.measures and not explanation.refused
+    params = jax.eval_shape(Net().init, jax.random.key(0), BATCH["x"])
+    explanation = jaxpipe.explain(Net().apply, params, BATCH["x"])
+    assert explanation.batch == ROWS and explanation.bytes_by_cause()["parameters"]
+    assert not any("half" in m.name or "budget" in m.name for m in explanation.measures) and not explanation.refused
 
 
 class NNXBlock(nnx.Module):

@@ -76,6 +76,7 @@ def test_the_fewest_products_within_a_budget(seed, wrong):
             assert variants.real(level).bytes <= budget
             # Of a budget 3 % may be left.
             assert variants.real(level).products <= (variants.fewest(int(0.97 * budget)) or np.inf)
+        # Before a refusal more small levels are compiled where estimates are wrong.
         assert len(variants.known) <= (4 if not wrong else 6 if level is not None else 7)
 
 
@@ -100,6 +101,18 @@ def test_checkpoints_of_jax_are_tried_before_a_refusal():
     assert min(size for level, (size, _) in front.rows.items() if level not in needs) > 100
     assert fitting_level(variants, BESIDES + 95) == second  # predicted from the first
     assert variants.known.keys() >= needs.keys() | {SMALLEST}
+
+
+def test_default_storage_without_barriers_is_tried_before_a_refusal():
+    """On a CPU the first level is default storage behind barriers, which may need more."""
+    variants = Variants(Front(0))
+    variants.front.first = "room 0 of 16"
+    variants.front.levels = PLAIN, DEFAULT, "room 0 of 16", *ROOMS, SMALLEST
+    variants.front.rows["room 0 of 16"] = variants.front.rows[DEFAULT]
+    small = Needs(BESIDES + 50, PRODUCTS)
+    variants.real = lambda level: small if level == DEFAULT else Variants.real(variants, level)
+    assert fitting_level(variants, BESIDES + 60) == DEFAULT
+    assert SMALLEST not in variants.known
 
 
 @pytest.mark.parametrize("room", ["room 12 of 16", "room 15 of 16"])

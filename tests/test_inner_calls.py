@@ -190,3 +190,13 @@ def test_values_sown_inside():
 
     with pytest.raises(jaxpipe.ModelError, match=r"reads aux/size/0.*sown in there"):
         partition(Normalized(), reads_outside)
+
+
+def test_a_loss_that_is_one_checkpoint_is_told_why_it_is_in_one_stage():
+    model, batch = nn.Sequential([nn.Dense(8), jnp.tanh, nn.Dense(4)]), jnp.ones((4, 8))
+
+    def loss(model, x):
+        return jax.checkpoint(lambda x: jnp.square(model(x)).mean())(x)
+
+    with pytest.raises(jaxpipe.PartitionError, match=r"2 stages, but .* put it around parts of the model"):
+        jaxpipe.partition(model, mesh_of(2), batch, loss=loss, optimizer=optax.sgd(0.1), profile="analytic")

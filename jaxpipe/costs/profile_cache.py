@@ -43,13 +43,17 @@ def cache_folder() -> Path:
     return (Path(chosen) if chosen else platformdirs.user_cache_path("jaxpipe", appauthor=False)) / "profiles"
 
 
+def versions_for(device: Device) -> list[str]:
+    """Return the versions of all that makes programs for a device, and runs them."""
+    return [*_compat.versions(), __version__, device.client.platform_version]
+
+
 def cache_key(backward_graph: BackwardGraph, device: Device, held: Iterable[TensorNumber] = ()) -> str:
     """A hash of all that a measurement depends on.
 
     That is the program with its shapes, dtypes and codecs, what of it is differentiated, the kind of device, and the
     versions of everything that compiles and runs it; on a CPU also how many cores this process may use.
     """
-    versions = [*_compat.versions(), __version__, device.client.platform_version]
     machine = [device.platform, device.device_kind, *dataclasses.astuple(target_of(device).rates)]
     if target_of(device).is_host:
         affinity = getattr(os, "sched_getaffinity", None)
@@ -58,7 +62,9 @@ def cache_key(backward_graph: BackwardGraph, device: Device, held: Iterable[Tens
     program = [program_text(backward_graph.source), program_text(backward_graph.graph), backward_graph.wrt, list(held)]
     steps = [(step.needs, step.cotangents_in, step.cotangents_out) for step in backward_graph.steps]
     capacities = sorted(room(backward_graph.graph).items())
-    return hashlib.sha256(json.dumps([versions, machine, options, program, steps, capacities]).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps([versions_for(device), machine, options, program, steps, capacities]).encode()
+    ).hexdigest()
 
 
 def load(key: str, estimate: Profile) -> Profile | None:

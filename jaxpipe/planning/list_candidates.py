@@ -18,6 +18,7 @@ from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.sharded_profile import groups_of
 from jaxpipe.errors import JaxpipeError, PartitionError, ScheduleError
 from jaxpipe.graph.operator_order import allowed_cuts
+from jaxpipe.graph.primitives import CHECKPOINTS
 from jaxpipe.plan import idle_stages
 from jaxpipe.planning.candidate import Candidate, Cut, build_candidate
 from jaxpipe.planning.cuts.balance_chain import balanced
@@ -345,10 +346,9 @@ def _obstacle(traced: Traced) -> str:
         return f"{'; '.join(traced.notes)}."
     spans = [(high - low, t, low, high) for t, groups in variable_spans(objective).items() for low, high in groups]
     length, t, low, high = max(spans, default=(0, None, 0, 0))
-    if any(op.name == "checkpoint" for op in objective.graph.operators):
-        return "What is under a jax.checkpoint is one operator: put it around parts of the model, each within a stage."
     if t is None or length < 2:
-        return ""
+        whole = any(op.name in CHECKPOINTS for op in objective.graph.operators)
+        return "What is under a jax.checkpoint is one operator: put it around parts of the model." if whole else ""
     names = dict(zip((*objective.parameters, *objective.state), (*model.parameters, *model.state), strict=True))
     path = objective.graph.operators[low].path, objective.graph.operators[high].path
     return (

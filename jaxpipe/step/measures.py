@@ -288,14 +288,13 @@ def within_budget(explained: Explained) -> Measure | None:
 
 
 def half_the_batch(explained: Explained) -> Measure | None:
-    """Run half of the batch at a time, and keep the gradients of the first half beside the second."""
+    """Run half of the batch at a time, and add up the gradients of both halves."""
     size = (batch_size(explained.step.arguments) or 0) // 2
-    trained, needed = _trained(explained), bytes_with_batch(explained, size)
-    if needed is None or not trained:
+    gradients = sum(a.bytes for a in _trained(explained))
+    needed = bytes_with_batch(explained, size) if gradients else None
+    if needed is None:
         return None
-    needed += 2 * sum(
-        a.bytes for a in trained
-    )  # the sum before and behind an update; donated, copied for its condition
+    needed += 2 * gradients  # sums before and after; where they are donated, XLA copies them for their condition
     line = f"tx = optax.MultiSteps(tx, 2)  # and batches of {size}"
     note = "compiled at half of it; gradients are added"
     return _measure(explained, "half the batch, twice per update", line, needed, note=note, is_estimated=True)

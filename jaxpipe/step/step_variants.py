@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr
 
-from jaxpipe import _compat, multihost
-from jaxpipe._version import __version__
+from jaxpipe import multihost
 from jaxpipe.array_types import PyTree
 from jaxpipe.costs.count_products import count_products
-from jaxpipe.costs.profile_cache import cache_folder
+from jaxpipe.costs.profile_cache import cache_folder, versions_for
 from jaxpipe.costs.reserved_bytes import reserved_bytes
 from jaxpipe.models.undecorated import Undecorated, undecorated
 from jaxpipe.residuals.chosen_storage import Choices, DecoratedProgram, choosing, whole_scans
@@ -172,10 +171,9 @@ class StepVariants:
 
     def _kept_path(self) -> Path:
         """Return the file of what is known of this step, on its device and with these versions, by its decorations."""
-        call = self._call
+        call, flags = self._call, os.environ.get("XLA_FLAGS", "")
         shardings = [str(getattr(leaf, "sharding", None)) for leaf in split_arguments((call.args, call.kwargs))[1]]
-        settings = [*_compat.versions(), __version__, call.device.client.platform_version, call.device.device_kind]
-        settings += [call.options, shardings, os.environ.get("XLA_FLAGS", "")]
+        settings = [*versions_for(call.device), call.device.device_kind, call.options, shardings, flags]
         text = stable_text([self.plain.jaxpr, settings], values=False)
         return cache_folder().parent / "steps" / f"{digest(text)}.json"
 

@@ -99,7 +99,8 @@ def observed_modules(args: PyTree) -> Iterator[tuple[CalledModules, PyTree]]:
             if path and callable(module):
                 called.inner[type(module)].add(tuple(map(str, path)))
         _name_scopes(root)
-    with _wrapping(object()), nn.intercept_methods(note):  # no other one, for which JAX keeps a trace without calls
+    # Each time another context: for one that it knows JAX returns the trace that it has, and calls no module.
+    with _wrapping(object()), nn.intercept_methods(note):
         yield called, copies
 
 

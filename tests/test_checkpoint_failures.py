@@ -129,6 +129,19 @@ def test_counts_of_a_checkpointer_are_whole_numbers(options, tmp_path):
         jaxpipe.Checkpointer(large_pipeline(), tmp_path, **options)
 
 
+def test_a_checkpointer_takes_a_pipeline(tmp_path):
+    with pytest.raises(
+        CheckpointError, match=r"Checkpointer\(pipeline, directory\) was given 3 \(int\); pass the Pipel"
+    ):
+        jaxpipe.Checkpointer(3, tmp_path)
+
+
+def test_folders_that_are_not_named_as_steps_are_none(tmp_path):
+    for name in ("007", "1e3", "²"):
+        (tmp_path / name).mkdir()
+    assert jaxpipe.Checkpointer(large_pipeline(), tmp_path).steps == []
+
+
 def test_a_directory_has_one_checkpointer(tmp_path):
     """Two of one process, which is what a notebook's cell makes when it is run again."""
     pipeline = large_pipeline()

@@ -103,15 +103,36 @@ def test_checkpoints_of_jax_are_tried_before_a_refusal():
     assert variants.known.keys() >= needs.keys() | {SMALLEST}
 
 
-def test_default_storage_without_barriers_is_tried_before_a_refusal():
+def test_a_checkpoint_of_jax_is_tried_whatever_else_was():
+    """Estimates of small rooms may promise so much that all tries are spent on them."""
+    front, every = Front(0), "every block" + BY_JAX
+    front.hand_placed += (every,)
+    front.rows |= {every: (1500, 60)} | {room: (50 - k, 45) for k, room in enumerate(ROOMS)}
+    variants = Variants(front)
+    needs = {every: Needs(BESIDES + 50, 110)}
+    variants.real = lambda level: needs.get(level) or Needs(BESIDES + 110, 90)
+    variants.known[PLAIN] = Needs(3000, PRODUCTS)
+    assert fitting_level(variants, BESIDES + 95) == every
+
+
+def test_levels_that_store_the_same_are_compiled_once():
+    variants = Variants(Front(0))
+    variants.front.rows |= dict.fromkeys((*ROOMS, SMALLEST), (300, 30)) | {"every block": (700, 30)}
+    assert fitting_level(variants, BESIDES + 290) is None
+    assert SMALLEST in variants.known and variants.known.keys().isdisjoint(ROOMS)
+
+
+@pytest.mark.parametrize("budget", [BESIDES + 60, 1900])
+def test_default_storage_without_barriers_is_tried(budget):
     """On a CPU the first level is default storage behind barriers, which may need more."""
     variants = Variants(Front(0))
     variants.front.first = "room 0 of 16"
     variants.front.levels = PLAIN, DEFAULT, "room 0 of 16", *ROOMS, SMALLEST
-    variants.front.rows["room 0 of 16"] = variants.front.rows[DEFAULT]
+    variants.front.rows["room 0 of 16"] = (950, 0)
     small = Needs(BESIDES + 50, PRODUCTS)
     variants.real = lambda level: small if level == DEFAULT else Variants.real(variants, level)
-    assert fitting_level(variants, BESIDES + 60) == DEFAULT
+    assert variants.real("room 0 of 16").bytes > 1900 and variants.real("room 1 of 16").products > PRODUCTS
+    assert fitting_level(variants, budget) == DEFAULT
     assert SMALLEST not in variants.known
 
 

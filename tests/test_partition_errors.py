@@ -373,6 +373,9 @@ def test_what_is_no_model():
     [
         (lambda f, x: f(x).sum(), r"predict returned an array of shape \(\) for 4 examples"),
         (lambda f, x: f(x).T, r"predict returned an array of shape \(2, 4\) for 4 examples"),
+        # As long as a micro-batch by chance; for twice the examples they would have to be longer.
+        (lambda f, x: f.args[0]["a"].T, r"predict returned an array of shape \(4, 3\) for 8 examples"),
+        (lambda f, x: f(x) @ f(x).T, r"shape \(4, 4\) for 4 examples and \(8, 8\) for 8; only the first axis"),
     ],
 )
 def test_a_prediction_that_loses_the_rows(returned, message):

@@ -1,5 +1,6 @@
 """Profiles against closed forms, and the plan as JSON."""
 
+import functools
 import json
 
 import jax
@@ -14,6 +15,7 @@ from jaxpipe.costs.roofline import analytic
 from jaxpipe.graph.graph import trace
 from jaxpipe.residuals.backward_graph import build_backward_graph
 from jaxpipe.targets.known import target_of
+from tests.support.meshes import mesh_of
 
 
 #: Only arithmetic costs time, or only memory.
@@ -142,6 +144,24 @@ def test_a_profile_of_another_model(count):
     message = rf"{count} operators, the model has 4\. Profile this very model"
     with pytest.raises(jaxpipe.PartitionError, match=message):
         planned(timed((1.0,) * count, (1.0,) * count))
+
+
+@pytest.mark.parametrize(("width", "rows"), [(8, 8), (4, 16)])
+def test_a_profile_of_other_work(width, rows):
+    """As many operators, of other sizes."""
+
+    def profile(width, rows):
+        model = jax.tree_util.Partial(lambda w, x: jnp.tanh(x @ w), jnp.ones((3, width)))
+        call = {"loss": lambda model, x: model(x).sum(), "num_microbatches": 2, "source": "analytic"}
+        return model, jaxpipe.profile_model(model, jnp.ones((rows, 3)), **call)
+
+    model, own = profile(4, 8)
+    request = {"loss": lambda model, x: model(x).sum(), "optimizer": optax.sgd(0.1), "num_microbatches": 2}
+    partition = functools.partial(jaxpipe.partition, model, mesh_of(2), jnp.ones((8, 3)), **request)
+    assert partition(profile=own).plan.step_seconds > 0
+    message = r"'dot_general' of \d+ floating-point operations as operator 0, .* with micro-batches of this size"
+    with pytest.raises(jaxpipe.PartitionError, match=message):
+        partition(profile=profile(width, rows)[1])
 
 
 @pytest.mark.core

@@ -12,7 +12,7 @@ from flax import nnx
 import jaxpipe
 from jaxpipe.residuals.two_passes import StoredPasses
 from jaxpipe.step.step_arguments import Call, without_values
-from jaxpipe.step.step_front import SMALLEST
+from jaxpipe.step.step_front import PLAIN, SMALLEST
 from jaxpipe.step.step_template import step_template
 from jaxpipe.step.step_variants import StepVariants
 from tests.support.compare import FUSION, relative_l2
@@ -197,3 +197,26 @@ def test_scalars_of_four_bits_are_not_what_steps_wait_for():
 
     args = jnp.linspace(0.1, 0.2, 16), jnp.arange(256).reshape(16, 16).astype(jnp.int4), X
     assert relative_l2(with_smallest_storage(step, *args), plainly(step, *args)) < FUSION
+
+
+@pytest.mark.versions
+def test_keys_of_a_step_are_checked_as_those_of_the_plain_one():
+    @jaxpipe.memory_encoded
+    def noisy(params, x, key):
+        for w, own_key in zip(params, jax.random.split(key, len(params)), strict=True):
+            x = jnp.where(jax.random.bernoulli(own_key, 0.9, x.shape), jax.nn.relu(x @ w), 0)
+        return (x**2).mean()
+
+    def step(params, x, key):
+        return jax.grad(noisy)(params, x, jax.random.split(key)[0])
+
+    def twice_the_key(params, x, key):
+        return jax.tree.map(jnp.add, step(params, x, key), jax.grad(noisy)(params, x, key))
+
+    key = jax.random.key(0)
+    needed = StepVariants(Call(step, {}, without_values((W, X, key)), {}, jax.devices()[0])).needs(PLAIN).bytes
+    with jax.debug_key_reuse(True):
+        gradients = jaxpipe.jit(step, memory=needed - 1)(W, X, key)
+        with pytest.raises(jax.errors.KeyReuseError):
+            jaxpipe.jit(twice_the_key, memory=2 * needed)(W, X, key)
+    np.testing.assert_array_equal(jax.tree.leaves(gradients), jax.tree.leaves(plainly(step, W, X, key)))

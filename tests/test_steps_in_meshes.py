@@ -96,3 +96,30 @@ def test_parameters_in_the_memory_of_the_host():
     for a, b in zip(jax.tree.leaves(budgeted(*args)), jax.tree.leaves(expected), strict=True):
         assert_same_bits(a, b)
         assert a.sharding.memory_kind == b.sharding.memory_kind
+
+
+@pytest.mark.parametrize("rows", ["data", None])
+def test_logits_in_slices_on_explicit_axes(rows):
+    """Rows in shards are not cut once more: a slice would be on some devices only."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    words = 2048
+
+    def loss(weights, x):
+        logits = jnp.matmul(jnp.tanh(x), weights, out_sharding=P(rows, "model"))
+        return jax.nn.logsumexp(logits, axis=-1).mean()
+
+    with jax.set_mesh(mesh):
+        weights = jax.device_put(
+            jnp.sin(jnp.arange(WIDTH * words, dtype=jnp.float32)).reshape(WIDTH, words), P(None, "model")
+        )
+        x = jax.device_put(arrays()[1], P(rows))
+        step = step_of(jaxpipe.memory_encoded(loss))
+        plain = jax.jit(step_of(loss))(weights, x)
+        budget = jaxpipe.jit(step, memory="1GiB").lower(weights, x).plan.plain_bytes * 3 // 4
+        if rows:
+            with pytest.raises(jaxpipe.MemoryBudgetError) as caught:
+                jaxpipe.jit(step, memory=budget).lower(weights, x)
+            budget = caught.value.smallest
+        budgeted = jaxpipe.jit(step, memory=budget)
+        assert reserved(budgeted.lower(weights, x).compile()) <= budget
+        np.testing.assert_allclose(budgeted(weights, x)[0], plain[0], rtol=1e-5, atol=1e-7)  # sums over slices

@@ -4,6 +4,7 @@ import functools
 import itertools
 import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,7 @@ import jaxpipe
 from jaxpipe import schedules
 from jaxpipe.errors import PartitionError, ScheduleError
 from jaxpipe.schedules import (
+    Action,
     Kind,
     Schedule,
     dual_pipe_v,
@@ -46,6 +48,8 @@ from tests.support.pipeline_models import (
 
 
 V = [zero_bubble_v, dual_pipe_v, v_half]
+
+BATCH = jax.random.normal(jax.random.key(1), (16, 8))
 
 #: torch's tests/distributed/pipelining/artifacts/dualpipev_4rank_10mb.csv, of DualPipeV on 4 ranks.
 DUAL_PIPE_V_OF_TORCH = """\
@@ -443,3 +447,47 @@ def test_a_v_follows_the_devices_of_a_network_and_keeps_a_budget():
 def test_a_v_that_auto_takes_has_the_bits_of_plain_jax_grad(key):
     pipeline, _ = check_bits("NNX", key, "auto", 2, profile=products_alone)
     assert pipeline.plan.schedule == "zero-bubble-v"
+
+
+def in_own_order(*orders):
+    """A table whose devices work forward on the micro-batches in some orders, then backward on all of them."""
+
+    def schedule(num_devices, num_microbatches):
+        backward = [Action(Kind.BACKWARD, j) for j in range(num_microbatches)]
+        return from_orders(
+            "own", [[*(Action(Kind.FORWARD, j) for j in o), *backward] for o in orders], num_microbatches
+        )
+
+    return schedule
+
+
+class Normalized(nn.Module):
+    has_state: bool
+
+    @nn.compact
+    def __call__(self, x):
+        for width in (8, 6, 4):
+            x = jnp.tanh(nn.Dense(width)(x))
+            x = nn.BatchNorm(use_running_average=False)(x) if self.has_state else x
+        return x
+
+
+@pytest.mark.parametrize("runtime", ["mpmd", "spmd"])
+@pytest.mark.parametrize("orders", [((3, 2, 1, 0),) * 2, (range(4), (1, 0, 3, 2))])
+def test_state_follows_the_order_of_the_micro_batches(orders, runtime):
+    def partition(has_state, schedule):
+        call = {"loss": lambda model, x: (model(x) ** 2).mean(), "optimizer": optax.sgd(0.1), "num_microbatches": 4}
+        options = {"schedule": schedule, "runtime": runtime, "profile": "analytic"}
+        return jaxpipe.partition(Normalized(has_state), mesh_of(2), BATCH, **call, **options)
+
+    order = re.escape(str(list(orders[1])))
+    message = (
+        rf"gave own, whose stage [01] works forward on the micro-batches {order}, in this order; the model changes"
+    )
+    with pytest.raises(PartitionError, match=message):
+        partition(True, in_own_order(*orders))
+    assert partition(True, in_own_order(range(4), range(4))).plan.schedule == "own"
+    pipelines = [partition(False, schedule) for schedule in (in_own_order(*orders), "gpipe")]
+    results = [pipeline.value_and_grad(pipeline.init(jax.random.key(0)), BATCH) for pipeline in pipelines]
+    for first, second in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(first, second, rtol=1e-5, atol=1e-7)  # sums in another order

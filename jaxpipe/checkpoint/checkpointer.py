@@ -18,6 +18,7 @@ from jaxpipe.errors import CheckpointError
 from jaxpipe.runtime import check_state
 from jaxpipe.runtime.select_runtime import Runtime
 from jaxpipe.runtime.train_state import TrainState
+from jaxpipe.text.value_text import shown
 
 
 #: What a shell reports of a program that SIGTERM has ended.
@@ -76,6 +77,8 @@ class Checkpointer:
         for name, value in (("every", every), ("keep", 1 if keep is None else keep)):
             if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
                 raise CheckpointError(f"{name}={value!r}; it must be a whole number, at least 1.")
+        if not hasattr(pipeline, "_folders"):
+            raise CheckpointError(f"Checkpointer(pipeline, directory) was given {shown(pipeline)}; pass the Pipeline.")
         self._pipeline = pipeline
         self._every = every
         self._writer = Writer(directory, keep)

@@ -62,7 +62,8 @@ def steps(directory: Directory) -> list[int]:
     """Steps of which a directory has a checkpoint, in order."""
     folder = check_directory(directory)
     with _told_of(folder):
-        return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
+        names = [p.name for p in folder.iterdir()] if folder.is_dir() else []
+        return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
 
 def check_directory(directory: Directory) -> FilePath:

@@ -8,6 +8,7 @@ from jaxpipe.array_types import TensorNumber
 from jaxpipe.costs.equal_operators import averaged, equal_operators
 from jaxpipe.costs.kernels import Body, operator_work, owner_seconds
 from jaxpipe.costs.profile import Edge, Profile
+from jaxpipe.graph.graph import Graph
 from jaxpipe.residuals.backward_graph import BackwardGraph
 from jaxpipe.residuals.choose_formats import ResidualPlan, default_plan, recomputation
 from jaxpipe.residuals.codecs.keep import KEEP
@@ -42,18 +43,25 @@ def analytic(
     for t in plan.stored:
         if t not in held:
             residual_bytes[home[t]] += stored_bytes(backward_graph.graph.tensors[t], plan.formats[t])
+    names, flops = described(graph, rates)
     return Profile(
-        tuple(f"{op.path} {op.label}".strip() for op in graph.operators),
+        names,
         tuple(forward.tolist()),
         tuple(backward.tolist()),
         tuple(parameter_bytes),
         tuple(residual_bytes),
         tuple(edges),
-        forward_flops=tuple(operator_work(op, graph.tensors, rates).flops for op in graph.operators),
+        forward_flops=flops,
         source="analytic",
         device_kind=device_kind,
         rates=rates,
     )
+
+
+def described(graph: Graph, rates: Rates) -> tuple[tuple[str, ...], tuple[float, ...]]:
+    """Return the names of the operators of a graph in a profile, and their floating-point operations."""
+    names = tuple(f"{op.path} {op.label}".strip() for op in graph.operators)
+    return names, tuple(operator_work(op, graph.tensors, rates).flops for op in graph.operators)
 
 
 def forward_seconds(backward_graph: BackwardGraph, plan: ResidualPlan, rates: Rates) -> list[float]:

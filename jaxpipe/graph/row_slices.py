@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpipe import _compat
 from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, all_operands, live
 from jaxpipe.graph.kept_dimensions import LENGTHS, Kept, kept_dimensions
@@ -187,11 +188,12 @@ def _operands(steps: Mapping[Operator, _Step]) -> dict[tuple[TensorNumber, int |
 
 
 def _divisors(graph: Graph, steps: Mapping[Operator, _Step]) -> list[int]:
-    """Return all numbers of slices into which the rows of every tensor can be cut."""
-    sizes = [graph.tensors[t].shape[axis] for t, axis in _operands(steps) if axis is not None]
+    """Return all numbers of slices into which the rows of every tensor can be cut; none of rows in shards of a mesh."""
     inner = [(t, step.axis) for op, step in steps.items() for t in op.outputs]
-    sizes += [graph.tensors[t].shape[axis] for t, axis in inner if axis is not None]
-    common = math.gcd(*sizes)
+    sliced = [(graph.tensors[t].aval, axis) for t, axis in (*_operands(steps), *inner) if axis is not None]
+    if any(_compat.split_dimensions(aval)[axis] for aval, axis in sliced):
+        return []
+    common = math.gcd(*(aval.shape[axis] for aval, axis in sliced))
     return [n for n in range(2, common + 1) if common % n == 0]
 
 

@@ -70,6 +70,11 @@ class MicrobatchProgram:
         return re.sub(r"0x[0-9a-f]+", "", str(self.graph))
 
     @property
+    def result_shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the results."""
+        return [self.graph.tensors[t].shape for t in self.results]
+
+    @property
     def given(self) -> tuple[TensorNumber, ...]:
         """The inputs of every stage: the micro-batch, its key, its number."""
         return (*self.batch, self.key, *(() if self.index is None else (self.index,)))
@@ -136,11 +141,12 @@ def trace_results(
 
 
 def trace_prediction(
-    model: BoundModel, function: UserFunction, batch: PyTree, name: str = "predict"
+    model: BoundModel, function: UserFunction, batch: PyTree, name: str = "predict", checks_size: bool = True
 ) -> MicrobatchProgram:
     """Trace ``function(model, batch)``, which returns a tree of arrays with one row for each example.
 
-    Of a batch that has no axis of examples, arrays may have any first axis.
+    Also for twice the examples: an array may happen to be as long as the batch. Of a batch that has no axis of
+    examples, arrays may have any first axis.
     """
     tree: PyTreeDef | None = None
     rows = batch_size(batch) // model.joined
@@ -160,7 +166,22 @@ def trace_prediction(
     def join(values: Sequence[Array]) -> list[Array]:
         return list(map(joined_replicas.rows, values))
 
-    return replace(_trace(model, function, batch, results, join, name), tree=tree)
+    program = replace(_trace(model, function, batch, results, join, name), tree=tree)
+    if has_examples(batch) and checks_size:
+        larger = with_rows(batch, 2 * batch_size(batch))
+        try:
+            others = trace_prediction(model, function, larger, name, checks_size=False).result_shapes
+        except PartitionError:
+            raise
+        except Exception:  # made for batches of one size
+            return program
+        for shape, other in zip(program.result_shapes, others, strict=True):
+            if shape[1:] != other[1:]:
+                raise PartitionError(
+                    f"{name} returned an array of shape {shape} for {rows} examples and {other} for {2 * rows}; only "
+                    "the first axis may be the examples, along which results of micro-batches are put together."
+                )
+    return program
 
 
 def with_rows(batch: PyTree, rows: int) -> PyTree:

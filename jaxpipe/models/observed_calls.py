@@ -36,6 +36,7 @@ class Observed:
       assumed: of Linen, the arguments of each call, if it is taken to return what its initialization returns.
       writes_parameters: of NNX, whether a parameter was given a value.
       has_streams: whether ``has_rng`` is true for every stream, as it would be if ``rngs=`` named all of them.
+      merged: of NNX, a function of each tree that ``merge`` makes of a graph and its state; it gives what is returned.
     """
 
     sown: set[Path] = field(default_factory=set)
@@ -44,6 +45,7 @@ class Observed:
     assumed: tuple[Arguments, ...] = field(default=(), compare=False)
     writes_parameters: bool = field(default=False, compare=False)
     has_streams: bool = field(default=True, compare=False)
+    merged: Callable[[PyTree], PyTree] = field(default=lambda tree: tree, compare=False)
 
     def copy(self) -> "Observed":
         """Return the same facts, but for what is assumed, to which others may be added."""
@@ -130,6 +132,12 @@ def _update(update: _Flax, observed: Observed, node: PyTree, *args: Any, **kwarg
     before = [(x, x.get_raw_value()) for x in parameters_in(node).values()]
     update(node, *args, **kwargs)
     observed.writes_parameters |= any(x.get_raw_value() is not value for x, value in before)
+
+
+@_replaces(nnx, "merge")
+@_replaces(nnx.graphlib, "merge")  # as GraphDef.apply calls it
+def _merge(merge: _Flax, observed: Observed, *args: Any, **kwargs: Any) -> PyTree:
+    return observed.merged(merge(*args, **kwargs))
 
 
 def parameters_in(node: PyTree) -> dict[Path, nnx.Param]:

@@ -60,7 +60,8 @@ def _first_kinds(schedule: Schedule) -> list[set[Kind]]:
 
 def _links(schedule: Schedule, dispatching: Dispatching) -> list[tuple[float, float]]:
     """Return the seconds of the messages between each stage and the next, forward and back."""
-    messages, rounds = dispatching.messages, dispatching.stage_replicas.most_per_device
+    messages, replicas = dispatching.messages, dispatching.stage_replicas
+    rounds = replicas.round_size // min(replicas.per_stage)  # micro-batches of a round on a device, at most
     sends = list(enumerate(rounds * apart for apart in schedule.apart))
     ahead = [n * (messages[s][0] + SEND_SECONDS) for s, n in sends]
     back = [n * (messages[s + 1][1] + SEND_SECONDS) * (s >= schedule.frozen) for s, n in sends]

@@ -159,6 +159,7 @@ def planned_exchanges(
     steps = update.outer.settings.inner_steps if update.outer is not None else 16
     choices[f"outer_loop({steps})"] = Turns(steps, ((0, dense_bytes),))
     if update.outer is not None:
-        name = f"outer_loop({steps}), blocks" if update.outer.sends_blocks else f"outer_loop({steps})"
+        is_whole = all(blocks.is_whole for stages in update.outer.plans for plan in stages for blocks in plan)
+        name = f"outer_loop({steps}){'' if is_whole else ', blocks'}"
         choices[name] = Turns(steps, tuple(update.outer.traffic))
     return tuple(turns.plan(name, network, rings, step_seconds) for name, turns in choices.items())

@@ -31,7 +31,8 @@ def check_cuts(cuts: object) -> tuple[GivenCut, ...]:
         raise PartitionError(f"cuts={cuts!r}; it must be a sequence of names of modules, such as ['Block_1', 'head'].")
     given: list[GivenCut] = []
     for k, cut in enumerate(cuts):
-        name, call = (cut, None) if isinstance(cut, str) else cut if _is_pair(cut) else ("", None)
+        is_pair = isinstance(cut, tuple) and [*map(type, cut)] == [str, int] and cut[1] >= 0
+        name, call = (cut, None) if isinstance(cut, str) else cut if is_pair else ("", None)
         if not name:
             raise PartitionError(
                 f"cuts[{k}]={cut!r}; it must be the name of a module as the plan prints it ('Block_1', 'blocks.1'), or "
@@ -42,10 +43,6 @@ def check_cuts(cuts: object) -> tuple[GivenCut, ...]:
     if twice is not None:
         raise PartitionError(f"cuts={cuts!r} has {_shown(twice)} twice; two stages cannot begin at the same operator.")
     return tuple(given)
-
-
-def _is_pair(cut: object) -> bool:
-    return isinstance(cut, tuple) and [*map(type, cut)] == [str, int] and cut[1] >= 0
 
 
 def layers_of(cuts: Sequence[GivenCut], path: str) -> list[int]:

@@ -16,9 +16,11 @@ from jaxpipe.costs.assumed_links import assumed_links
 from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.profile_model import EstimateFor, frozen_names, profile_objective, without_frozen_work
+from jaxpipe.costs.roofline import described
 from jaxpipe.costs.sharded_profile import divided, groups_of
 from jaxpipe.errors import FewExamplesWarning, JaxpipeWarning, PartitionError, warn
 from jaxpipe.graph.allowed_codecs import warn_unused
+from jaxpipe.graph.graph import Graph
 from jaxpipe.models import check_batch
 from jaxpipe.models.batch_statistics import FEW_EXAMPLES, find_statistics, may_compare
 from jaxpipe.models.bind import bind
@@ -260,6 +262,17 @@ def _default_microbatches(size: int, request: Request) -> int:
 
 
 @phase("profile")
+def _check_same_work(profile: Profile, graph: Graph, rates: Rates) -> None:
+    """Raise ``PartitionError`` if a profile that says what its operators do is not of these."""
+    own, wanted = zip(profile.names, profile.forward_flops, strict=False), zip(*described(graph, rates), strict=True)
+    for k, (given, expected) in enumerate(zip(own, wanted, strict=False)):
+        if given != expected:
+            raise PartitionError(
+                f"profile= has {given[0]!r} of {given[1]:.6g} floating-point operations as operator {k}, the model "
+                f"has {expected[0]!r} of {expected[1]:.6g}. Profile this very model, with micro-batches of this size."
+            )
+
+
 def _profile(request: Request, objective: MicrobatchProgram, frozen: tuple[str, ...]) -> Profile:
     graph, source = objective.graph, request.profile
     if request.plan is not None:
@@ -279,6 +292,7 @@ def _profile(request: Request, objective: MicrobatchProgram, frozen: tuple[str, 
                 "profile_model, or none: a profile with the work for all gradients in it does for any optimizer."
             )
         target = target_of_kind(source.device_kind) or target_of(request.mesh.devices.flat[0])
+        _check_same_work(source, graph, source.rates or target.rates)
         return without_frozen_work(replace(source, rates=source.rates or target.rates), objective, frozen)
     how = f"estimated for {source.device}" if isinstance(source, EstimateFor) else source
     how = "by a function" if callable(how) else how

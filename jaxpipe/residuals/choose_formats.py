@@ -17,7 +17,7 @@ from jaxpipe.array_types import TensorNumber
 from jaxpipe.errors import ModelError
 from jaxpipe.graph.allowed_codecs import FAST, Policy
 from jaxpipe.graph.codec import Codec, Demand, SavedTensor
-from jaxpipe.graph.graph import Graph, Operator, element_bits, is_differentiable
+from jaxpipe.graph.graph import Graph, Operator, element_bits, is_differentiable, live
 from jaxpipe.graph.op_cost import contraction, gpu_product_work, is_product, product_work, rerun_work
 from jaxpipe.graph.primitives import ADDITIONS, COMPARISONS, ELEMENTWISE, ORDERINGS, VIEWS
 from jaxpipe.graph.reverse_walk import closure
@@ -334,13 +334,20 @@ class _Cuts:
         available = graph.derived_from_parameters
         needs = [t for t in self.backward_graph.needs if t not in available]
         price = {}
-        extra = frozenset() if current().runs_early else _behind_products(graph, available)
+        extra = self._for_the_backward_pass if current().runs_early else _behind_products(graph, available)
         for t in closure(needs, lambda t: _sources(derivation.get(t), available)):
             size = stored_bytes(graph.tensors[t], format_of(t))
             price[t] = 0 if t in self.held else size + (size >> _ANOTHER_ARRAY if t in extra else 0)
         cut = minimum_cut(price, {t: _sources(derivation.get(t), available) for t in price if t in derivation}, needs)
         stored = {_input_seen(t, graph, derivation, price) for t in cut}
         return derived_from(self.backward_graph, {t: format_of(t) for t in stored}, derivation)
+
+    @functools.cached_property
+    def _for_the_backward_pass(self) -> set[TensorNumber]:
+        """The tensors that the forward pass would write for the backward pass alone: the same work in either."""
+        graph = self.backward_graph.graph
+        forward = set(live(graph.operators, graph.outputs))
+        return {t for op in graph.operators if op not in forward for t in op.outputs}
 
     def _cheap_derivations(self, roots: frozenset[TensorNumber]) -> dict[TensorNumber, Operator]:
         """The operator that gives each tensor back cheaply, for the tensors that have one.

@@ -162,11 +162,6 @@ class StageOuterLoop(StageBlocks):
     settings: OuterSettings
     parameters: tuple[tuple[tuple[int, ...], ...], ...]
 
-    @cached_property
-    def sends_blocks(self) -> bool:
-        """Return whether anything is not sent whole."""
-        return not all(b.is_whole for stages in self.plans for plan in stages for b in plan)
-
     @property
     def sent_bytes(self) -> int:
         """Return the bytes that a device hands to the collectives in a step, on average over a round, rounded up."""

@@ -64,11 +64,6 @@ class StageReplicas:
         """Return how many micro-batches of a round each device of a stage works on."""
         return self.round_size // self.per_stage[stage]
 
-    @property
-    def most_per_device(self) -> int:
-        """Return how many micro-batches of a round a device works on, at most."""
-        return self.round_size // min(self.per_stage)
-
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The devices of each stage."""

@@ -64,11 +64,14 @@ class StepPlan(Printed):
     planning_seconds: float
 
     def _printed(self) -> list[PlainTable | str]:
-        again = self.products - self.plain_products
+        again, plain = self.products - self.plain_products, self.plain_products
+        products = f"{again} of {plain} products run again"
+        if again > plain:  # logits in slices, each of which has products of its own
+            products = f"{self.products} products run in place of {plain}, those of each slice counted"
         return [
             f"{bytes_text(self.needed_bytes)} of {bytes_text(self.budget_bytes)}, as XLA reserves it; "
             f"{bytes_text(self.plain_bytes)} without a budget\n"
-            f"{again} of {self.plain_products} products run again; storage: {self.storage}\n"
+            f"{products}; storage: {self.storage}\n"
             f"planned in {seconds_text(self.planning_seconds)}, and {self.compilations} compilations in "
             f"{seconds_text(self.compile_seconds)}"
         ]

@@ -42,11 +42,12 @@ def fitting_level(variants: StepVariants, budget: int) -> str | None:
     first = variants.front.first
     variants.needs(first)
     _compile(variants, budget, _better)
-    if _best(variants, budget) in (first, None):
+    best, reruns = _best(variants, budget), variants.front.reruns
+    if best is None or reruns(best) >= reruns(DEFAULT):
         variants.needs(DEFAULT)  # on CPUs without barriers: with the bits of the plain step, and faster or smaller
     if _best(variants, budget) is None:
-        _compile(variants, budget, _small)
-        _compile(variants, budget, _better)
+        for next_level in (_small, _by_jax, _better):
+            _compile(variants, budget, next_level)
     return _best(variants, budget)
 
 
@@ -77,25 +78,27 @@ def _better(variants: StepVariants, budget: int) -> str | None:
 
 
 def _small(variants: StepVariants, budget: int) -> str | None:
-    """Return a level that may be within a budget, or need less than any known one; None if no level may.
-
-    Estimates of JAX's checkpoints say little before one of them is compiled: the smallest of them is, unless all
-    besides storage is over the budget.
-    """
+    """Return a level that may be within a budget, or need less than any known one; None if no level may."""
     front, known, least = variants.front, variants.known, smallest(variants).bytes
     if least <= budget:
         return None
     if SMALLEST not in known:
         return SMALLEST
-    predicted = _prediction(variants)
-    others = (x for x in (*front.hand_placed, *SMALL_LEVELS) if x not in known)
+    predicted, tried = _prediction(variants), {(front.is_by_jax(x), front.bytes(x)) for x in known}
+    others = (x for x in (*front.hand_placed, *SMALL_LEVELS) if (front.is_by_jax(x), front.bytes(x)) not in tried)
     size, level = min(((predicted(x, front.bytes(x)), x) for x in others), default=(math.inf, None))
-    if size <= max(least - 1, (1 + INEXACT_SMALL) * budget):
-        return level
-    by_jax = [x for x in front.hand_placed if front.is_by_jax(x)]
-    if any(x in known for x in by_jax) or predicted(SMALLEST, 0) > budget:
+    return level if size <= max(least - 1, (1 + INEXACT_SMALL) * budget) else None
+
+
+def _by_jax(variants: StepVariants, budget: int) -> str | None:
+    """Return the smallest of JAX's checkpoints before one is compiled, unless all besides storage is over the budget.
+
+    Until then their estimates say little.
+    """
+    front, by_jax = variants.front, [x for x in variants.front.hand_placed if variants.front.is_by_jax(x)]
+    if any(x in variants.known for x in by_jax) or smallest(variants).bytes <= budget:
         return None
-    return min(by_jax, key=front.bytes, default=None)
+    return min(by_jax, key=front.bytes, default=None) if _prediction(variants)(SMALLEST, 0) <= budget else None
 
 
 def _prediction(variants: StepVariants) -> Callable[[str, float], float]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from flax import nnx
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -230,13 +231,21 @@ def rematerialize_blocks(explained: Explained) -> Measure | None:
     blocks = explained.called.blocks()
     if blocks is None:
         return None
-    static = tuple(sorted(explained.called.static_arguments.get(blocks, ())))
+    takes = inspect.signature(blocks.__call__).parameters
+    places: dict[int | str, int] = {name: place for place, name in enumerate(takes)}
+    given = (places.get(k, k) for k in explained.called.static_arguments.get(blocks, ()))
+    static = tuple(sorted({k for k in given if isinstance(k, int)}))
     shown = f", static_argnums={static}" if static else ""
     name = blocks.__name__
     keywords = sorted(explained.called.keywords.get(blocks, ()))  # which nn.remat does not take
-    last = f"; pass {' and '.join(keywords)} by position" if keywords else ""
+    how = (
+        "pass"
+        if all(k in takes and takes[k].kind is takes[k].POSITIONAL_OR_KEYWORD for k in keywords)
+        else "let it take"
+    )
+    last = f"; {how} {' and '.join(keywords)} by position" if keywords else ""
     line = f"{name} = nn.remat({name}{shown})  # below class {name}{last}"
-    if explained.jit == "nnx.jit":
+    if issubclass(blocks, nnx.Module):
         line = f"@nnx.remat  # above {name}.__call__"
         if not _takes_arrays_alone(blocks):
             line = f"nnx.remat(lambda block, x: block(x, ...))(block, x)  # where a {name} is called"

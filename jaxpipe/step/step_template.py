@@ -128,7 +128,8 @@ def step_template(
         return [*results, *jax.tree.leaves(state)]
 
     try:
-        with choosing(Choices(OpaquePasses, met=met, plain=plain)):
+        # Both equations take the same keys; JAX checks these where the step is traced with its storage.
+        with choosing(Choices(OpaquePasses, met=met, plain=plain)), jax.debug_key_reuse(False):
             program = jax.jit(step).trace(*flat.values).jaxpr
         _check_pairs(program)
     except (CannotReplaceError, NotImplementedError):  # of which the latter says that there is no rule for a batch

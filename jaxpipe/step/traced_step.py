@@ -10,6 +10,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import numpy as np
 from flax import nnx
 from jax.extend.core import ClosedJaxpr
 
@@ -202,7 +203,8 @@ def _roles(leaves: Sequence[_Leaf], arrays: Sequence[Any], results: Counter[Hash
     results = results - Counter(_shape_and_type(x) for x, role in zip(arrays, named, strict=True) if role)
     with_names = {key for key, role in zip(first, named, strict=True) if role}
     with_axes = {key for key, x in zip(first, arrays, strict=True) if x.shape}
-    updated = set(first) - {key for key, x in zip(first, arrays, strict=True) if not _is_updated(x, results)}
+    changing = [jax.dtypes.issubdtype(x.dtype, np.inexact) and results[_shape_and_type(x)] > 0 for x in arrays]
+    updated = set(first) - {key for key, changes in zip(first, changing, strict=True) if not changes}
     roles = list[Role]()
     for key, x, role in zip(first, arrays, named, strict=True):
         rest = Role.PARAMETERS if key in updated else Role.BATCH if key in with_axes else Role.OTHER
@@ -212,18 +214,16 @@ def _roles(leaves: Sequence[_Leaf], arrays: Sequence[Any], results: Counter[Hash
     return roles
 
 
-def _is_updated(x: Any, results: Counter[Hashable]) -> bool:
-    return jax.dtypes.issubdtype(x.dtype, jax.numpy.inexact) and results[_shape_and_type(x)] > 0
-
-
 def _role_by_name(leaf: _Leaf) -> Role | None:
     keys = set(map(_key, leaf.path))
-    kind = leaf.variable
-    if kind is not None:
+    kind, attribute = leaf.variable, jax.tree_util.GetAttrKey
+    # The state of a module has no attributes, unlike the module: those before it are the optimizer's.
+    in_state = [isinstance(x, jax.tree_util.DictKey) for x in leaf.path[1:]] if kind else [True] * len(leaf.path)
+    attributes = {x.name for x, y in zip(leaf.path, in_state, strict=False) if isinstance(x, attribute) and y}
+    if kind is not None and not attributes & _OPTAX:
         if issubclass(kind, nnx.Param):
             return Role.PARAMETERS
         return Role.OPTIMIZER if "opt_state" in keys or kind.__module__.endswith(".optimizer") else Role.STATE
-    attributes = {key.name for key in leaf.path if isinstance(key, jax.tree_util.GetAttrKey)}
     if keys & _OPTIMIZER or attributes & _OPTAX:
         return Role.OPTIMIZER
     return Role.PARAMETERS if keys & _PARAMETERS else Role.STATE if keys & _STATE else None

@@ -20,6 +20,7 @@ from jaxpipe.array_types import PyTree
 from jaxpipe.graph.allowed_codecs import FAST
 from jaxpipe.models import purify_linen
 from jaxpipe.models.decorated_class import twin_class
+from jaxpipe.models.observed_calls import Observed, observed_calls
 from jaxpipe.models.purify_nnx import is_array, is_module, part
 from jaxpipe.residuals.memory_encoded import memory_encoded, run_encoded
 from jaxpipe.step.step_arguments import changed
@@ -28,8 +29,17 @@ from jaxpipe.step.step_arguments import changed
 # JAX's tracing caches know of it: a step that is jitted already is traced anew for each.
 _wrapping = jax.make_user_context(default_value=None)
 
-#: Whether the call of a wrapped module is running.
+#: Whether the call of a module is running.
 _inside: contextvars.ContextVar[bool] = contextvars.ContextVar("inside", default=False)
+
+
+@contextlib.contextmanager
+def _inside_call() -> Iterator[None]:
+    token = _inside.set(True)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
 
 
 @dataclass
@@ -39,13 +49,13 @@ class CalledModules:
     Attributes:
       outermost: those that no other module calls.
       inner: by class, the paths of its modules.
-      static_arguments: by class, positions of the arguments of its calls that are no arrays, itself at 0.
+      static_arguments: by class, positions or names of the arguments of its calls that are no arrays, itself at 0.
       keywords: by class, names of the keyword arguments of its calls.
     """
 
     outermost: dict[type, None] = field(default_factory=dict)
     inner: dict[type, set[tuple[str, ...]]] = field(default_factory=lambda: defaultdict(set))
-    static_arguments: dict[type, set[int]] = field(default_factory=lambda: defaultdict(set))
+    static_arguments: dict[type, set[int | str]] = field(default_factory=lambda: defaultdict(set))
     keywords: dict[type, set[str]] = field(default_factory=lambda: defaultdict(set))
 
     def blocks(self) -> type | None:
@@ -73,34 +83,25 @@ def observed_modules(args: PyTree) -> Iterator[tuple[CalledModules, PyTree]]:
 
     Gives also the arguments to trace it with: their NNX modules name what they compute, as Linen's do by themselves.
     """
-    called, depth = CalledModules(), 0
+    called = CalledModules()
 
     def note(run: Callable[..., PyTree], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> PyTree:
-        nonlocal depth
         module, cls = context.module, type(context.module)
         if not _computes(module, context.method_name):
             return run(*args, **kwargs)
-        if depth == 0:
-            called.outermost[cls] = None
-        else:
+        if _inside.get():
             called.inner[cls].add(tuple(map(str, module.path)))
-        called.static_arguments[cls] |= {k for k, x in enumerate(args, 1) if not all(map(is_array, jax.tree.leaves(x)))}
+        else:
+            called.outermost[cls] = None
+        given = [*enumerate(args, 1), *kwargs.items()]
+        called.static_arguments[cls] |= {k for k, x in given if not all(map(is_array, jax.tree.leaves(x)))}
         called.keywords[cls] |= set(kwargs)
-        depth += 1
-        try:
+        with _inside_call():
             return run(*args, **kwargs)
-        finally:
-            depth -= 1
 
-    copies = changed(args, lambda x: x)
-    for root in _modules(copies):
-        called.outermost[type(root)] = None
-        for path, module in nnx.iter_modules(root):
-            if path and callable(module):
-                called.inner[type(module)].add(tuple(map(str, path)))
-        _name_scopes(root)
+    name = functools.partial(_name_modules, called)
     # Each time another context: for one that it knows JAX returns the trace that it has, and calls no module.
-    with _wrapping(object()), nn.intercept_methods(note):
+    with _wrapping(object()), nn.intercept_methods(note), _changed_modules(args, name) as copies:
         yield called, copies
 
 
@@ -118,23 +119,38 @@ def wrapped_modules(args: PyTree, blocks: type | None = None) -> Iterator[PyTree
         module = context.module
         if _inside.get() or blocks not in (None, type(module)) or not _computes(module, context.method_name):
             return run(*args, **kwargs)
-        method, token = getattr(type(module), context.method_name), _inside.set(True)
-        try:
+        method = getattr(type(module), context.method_name)
+        with _inside_call():
             if blocks is not None:
                 return _run_remat(module, nn.remat, method, *args, **kwargs)
             return purify_linen.transform_method(method, _run_encoded)(module, *args, **kwargs)
-        finally:
-            _inside.reset(token)
 
-    copies = changed(args, lambda x: x)
-    for root in _modules(copies):
+    def change(root: Any) -> None:
         if blocks is None:
             object.__setattr__(root, "__class__", _encoded_class(type(root)))
-            continue
+            return
         for path, module in list(nnx.iter_modules(root)):
             if path and type(module) is blocks:
                 object.__setattr__(module, "__class__", _remat_class(blocks))
-    with _wrapping(("wrapped", blocks)), nn.intercept_methods(wrap):
+
+    with _wrapping(("wrapped", blocks)), nn.intercept_methods(wrap), _changed_modules(args, change) as copies:
+        yield copies
+
+
+@contextlib.contextmanager
+def _changed_modules(args: PyTree, change: Callable[[Any], None]) -> Iterator[PyTree]:
+    """Change the outermost NNX modules of a step: those in copies of its arguments, and those that it merges itself."""
+    known = set[type]()  # a module that is changed may be split and merged again
+
+    def change_all(tree: PyTree) -> PyTree:
+        for root in () if _inside.get() else _modules(tree):
+            if type(root) not in known:
+                change(root)
+                known.add(type(root))
+        return tree
+
+    copies = change_all(changed(args, lambda x: x))
+    with observed_calls(Observed(has_streams=False, merged=change_all)):
         yield copies
 
 
@@ -150,14 +166,25 @@ def _run_remat(module: Any, remat: Any, method: Callable[..., PyTree], /, *args:
 
 
 def _modules(args: PyTree) -> list[Any]:
-    """Return the NNX modules among arguments that compute something; optimizers do not."""
-    return [x for x in jax.tree.leaves(args, is_leaf=is_module) if isinstance(x, nnx.Module) and callable(x)]
+    """Return the outermost NNX modules of a tree that compute something; optimizers do not."""
+    outermost = list[Any]()
+    for root in filter(is_module, jax.tree.leaves(args, is_leaf=is_module)):
+        named = _callable_modules(root)
+        outermost += (x for path, x in named.items() if not any(path[:k] in named for k in range(len(path))))
+    return outermost
 
 
-def _name_scopes(root: Any) -> None:
-    """Let every module of a tree name what it computes by its path below the module around it."""
-    named = {path: module for path, module in nnx.iter_modules(root) if callable(module)}
+def _callable_modules(root: Any) -> dict[tuple[Any, ...], Any]:
+    return {path: module for path, module in nnx.iter_modules(root) if callable(module)}
+
+
+def _name_modules(called: CalledModules, root: Any) -> None:
+    """Let every module of a tree name what it computes by its path below the module around it, and note its class."""
+    named = _callable_modules(root)
+    called.outermost[type(root)] = None
     for path, module in named.items():
+        if path:
+            called.inner[type(module)].add(tuple(map(str, path)))
         above = max((len(other) for other in named if other == path[: len(other)] and other != path), default=0)
         scope = "/".join(map(str, path[above:])) or type(module).__name__
         object.__setattr__(module, "__class__", _named_class(type(module), scope))
@@ -165,7 +192,7 @@ def _name_scopes(root: Any) -> None:
 
 @functools.cache
 def _named_class(cls: type, scope: str) -> type:
-    return twin_class(cls, {"__call__": jax.named_scope(scope)(cls.__call__)})
+    return twin_class(cls, {"__call__": jax.named_scope(scope)(_inside_call()(cls.__call__))})
 
 
 _run_encoded = functools.partial(run_encoded, policy=FAST)

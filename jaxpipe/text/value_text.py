@@ -41,7 +41,7 @@ def structure_difference(given: PyTree, expected: PyTree) -> str:
     ]
     more, less = (listed(sorted(paths[k] - paths[1 - k])) for k in (0, 1))
     parts = [f"{what} {names}" for what, names in (("it has", more), ("it lacks", less)) if names]
-    return "; ".join(parts) or "its containers are of other types"
+    return "; ".join(parts) or "its containers are of other types, or have other static fields"
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:

@@ -82,7 +82,8 @@ class StageLevels:
         floor = (1 - INEXACT) * least
         if self._has_links:
             stages = zip(self.besides, self.program.schedule.stage_of, strict=True)
-            floor = max(besides + max(map(self._least_base, here)) for besides, here in stages)
+            at_once = [min(max(way.problem.base) for way in front.ways) for front in self.fronts]  # whatever is stored
+            floor = max(besides + max(at_once[s] for s in here) for besides, here in stages)
         rooms = sorted((room for room in ample if room > default), reverse=True)
         rooms += [default - (default - least) * k / ROOMS for k in range(ROOMS + 1)]
         return *rooms, *(least - (least - floor) * k / LOW_ROOMS for k in range(1, LOW_ROOMS + 1) if floor < least)
@@ -164,10 +165,6 @@ class StageLevels:
             working = max(point.bytes - point.stash_bytes for point in here)
             total.append(sum(point.stash_bytes for point in here) + working)
         return total
-
-    def _least_base(self, s: int) -> int:
-        """Return the bytes that the backward pass of a stage needs at once whatever is stored."""
-        return min(max(way.problem.base) for way in self.fronts[s].ways)
 
     @property
     def _has_links(self) -> bool:

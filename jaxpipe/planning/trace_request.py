@@ -264,8 +264,8 @@ def _default_microbatches(size: int, request: Request) -> int:
 @phase("profile")
 def _check_same_work(profile: Profile, graph: Graph, rates: Rates) -> None:
     """Raise ``PartitionError`` if a profile that says what its operators do is not of these."""
-    own, wanted = zip(profile.names, profile.forward_flops, strict=False), zip(*described(graph, rates), strict=True)
-    for k, (given, expected) in enumerate(zip(own, wanted, strict=False)):
+    profiled = zip(profile.names, profile.forward_flops, strict=False)
+    for k, (given, expected) in enumerate(zip(profiled, zip(*described(graph, rates), strict=True), strict=False)):
         if given != expected:
             raise PartitionError(
                 f"profile= has {given[0]!r} of {given[1]:.6g} floating-point operations as operator {k}, the model "

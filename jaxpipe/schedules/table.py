@@ -398,7 +398,7 @@ class Schedule:
           ScheduleError: naming the stage, the micro-batch and the ticks.
         """
         self._check_ticks()
-        self._check_work()
+        self.check_work()
         for stage, kind in itertools.product(range(self.total_stages), self.kinds):
             for needed, source in needed_work(kind, stage, self.total_stages):
                 self._check_order(kind, stage, needed, source)
@@ -419,8 +419,8 @@ class Schedule:
                         f"one each of {', '.join(k.value for k in kinds)}, in this order."
                     )
 
-    def _check_work(self) -> None:
-        """Check that each device does each micro-batch of its stages once, in all kinds of work that these have."""
+    def check_work(self) -> None:
+        """Raise ``ScheduleError`` unless each device does each micro-batch of its stages once, in all kinds of work."""
         if not 0 <= self.frozen < self.total_stages:
             raise ScheduleError(
                 f"{self.name}: frozen={self.frozen}; at least the last of {self.total_stages} stages works backward."

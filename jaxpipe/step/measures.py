@@ -19,7 +19,7 @@ from jaxpipe.array_types import PyTree
 from jaxpipe.costs.count_products import count_products
 from jaxpipe.costs.device_memory import pool_fraction
 from jaxpipe.costs.reserved_bytes import reserved_bytes
-from jaxpipe.errors import MemoryBudgetError
+from jaxpipe.errors import MemoryBudgetError, ModelError
 from jaxpipe.step.budgeted_jit import jit
 from jaxpipe.step.compiled_buffers import compile_with_buffers
 from jaxpipe.step.peak import PeakPart, peak_parts
@@ -248,7 +248,7 @@ def rematerialize_blocks(explained: Explained) -> Measure | None:
     if issubclass(blocks, nnx.Module):
         line = f"@nnx.remat  # above {name}.__call__"
         if not _takes_arrays_alone(blocks):
-            line = f"nnx.remat(lambda block, x: block(x, ...))(block, x)  # where a {name} is called"
+            line = f"nnx.remat(lambda block, x: block(x, ...))(block, x)  # where {name} is called"
     count = len(explained.called.inner[blocks])
     return _measure(explained, f"compute each of {count} {name}s again", line, *_retraced(explained, blocks))
 
@@ -291,6 +291,8 @@ def within_budget(explained: Explained) -> Measure | None:
                 raise
             budget = error.smallest
             plan = jit(step, memory=budget, **options).lower(*args).plan
+        except ModelError:  # a step that calls none of these modules but by other methods
+            return None
     line = f"step = jaxpipe.jit(step, memory={budget}{_donating(donated)})  # with the model decorated"
     name, more = f"a budget of {bytes_text(budget)}, decorated", plan.products - plan.plain_products
     return _measure(explained, name, line, plan.needed_bytes, more)

@@ -110,7 +110,7 @@ def _of_kind(kind: str) -> TargetDevice:
             raise PartitionError(
                 f"device={kind!r} is not here, and compiling for an absent one failed ({text}). It needs "
                 f"its compiler, which pip install 'jaxpipe[{target.extra}]' brings, and, before JAX starts, "
-                f"{variables} (the command `jaxpipe explain` sets them)."
+                f"{variables}, which the command `jaxpipe explain` sets by itself."
             ) from error
         return replace(_target(*devices), kind=f"{devices[0].device_kind} (absent)", target=target)
     kinds = ", ".join(dict.fromkeys(repr(device.device_kind) for device in present))

@@ -27,7 +27,7 @@ from jaxpipe.models import check_batch
 from jaxpipe.models.batch_statistics import warn_if_training
 from jaxpipe.models.bound_model import UserFunction, with_values
 from jaxpipe.models.check_arguments import check_outside_jit, outside_jit, random_key
-from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_loss, trace_prediction, with_rows
+from jaxpipe.models.microbatch_program import MicrobatchProgram, check_rows, trace_loss, trace_prediction, with_rows
 from jaxpipe.models.variable_trees import holds_optimizer, optimizer_leaves, steps_taken
 from jaxpipe.plan import Plan
 from jaxpipe.planning.candidate import PlannedStep
@@ -590,4 +590,6 @@ class Pipeline:
             self._looked_at.add(name)
             retrace = functools.partial(trace, planned.model, function, name=name)
             warn_if_training(objective, planned.model, name, rows, lambda n: retrace(with_rows(microbatch, n)))
+            if name == "predict" and parts * m > 1 and rows > 1:
+                check_rows(objective, planned.model, function, with_rows(microbatch, 2 * rows), name)
         return objective, batching

@@ -374,14 +374,28 @@ def test_what_is_no_model():
         (lambda f, x: f(x).sum(), r"predict returned an array of shape \(\) for 4 examples"),
         (lambda f, x: f(x).T, r"predict returned an array of shape \(2, 4\) for 4 examples"),
         # As long as a micro-batch by chance; for twice the examples they would have to be longer.
-        (lambda f, x: f.args[0]["a"].T, r"predict returned an array of shape \(4, 3\) for 8 examples"),
-        (lambda f, x: f(x) @ f(x).T, r"shape \(4, 4\) for 4 examples and \(8, 8\) for 8; only the first axis"),
+        (lambda f, x: f.args[0]["a"].T, r"shape \(4, 3\) for a micro-batch, and \(4, 3\) for one of twice"),
+        (lambda f, x: f(x) @ f(x).T, r"shape \(4, 4\) for a micro-batch, and \(8, 8\) for one of twice"),
     ],
 )
 def test_a_prediction_that_loses_the_rows(returned, message):
     pipeline = partition(predict=returned)
     with pytest.raises(PartitionError, match=message):
         pipeline.predict(pipeline.init(KEY), jnp.ones((8, 3)))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"), [(mesh_of(2), {"num_microbatches": 8}), (mesh_of(1), {"num_microbatches": 1})]
+)
+def test_a_prediction_that_is_not_put_together_of_several_examples(mesh, options):
+    """One example in each micro-batch, or the whole batch in one."""
+
+    def similar(f, x):
+        return f(x) @ f(x).T
+
+    pipeline = partition(mesh=mesh, predict=similar, **options)
+    rows = 8 // options["num_microbatches"]
+    assert pipeline.predict(pipeline.init(KEY), jnp.ones((8, 3))).shape == (8, rows)
 
 
 def test_an_evaluation_that_calls_layers_in_another_order():

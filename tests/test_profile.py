@@ -159,7 +159,7 @@ def test_a_profile_of_other_work(width, rows):
     request = {"loss": lambda model, x: model(x).sum(), "optimizer": optax.sgd(0.1), "num_microbatches": 2}
     partition = functools.partial(jaxpipe.partition, model, mesh_of(2), jnp.ones((8, 3)), **request)
     assert partition(profile=own).plan.step_seconds > 0
-    message = r"'dot_general' of \d+ floating-point operations as operator 0, .* with micro-batches of this size"
+    message = r"has \d+ floating-point operations in operator 0 \(dot_general\), .* with micro-batches of this size"
     with pytest.raises(jaxpipe.PartitionError, match=message):
         partition(profile=profile(width, rows)[1])
 

@@ -1,5 +1,6 @@
 """Schedules whose stages are on devices in a V, or as a map of one's own says: tables, files, plans and training."""
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -462,32 +463,60 @@ def in_own_order(*orders):
 
 
 class Normalized(nn.Module):
-    has_state: bool
+    """Layers of which some are normalized, and so change state."""
+
+    normalized: tuple[int, ...] = ()
 
     @nn.compact
     def __call__(self, x):
-        for width in (8, 6, 4):
+        for k, width in enumerate((8, 6, 4)):
             x = jnp.tanh(nn.Dense(width)(x))
-            x = nn.BatchNorm(use_running_average=False)(x) if self.has_state else x
+            x = nn.BatchNorm(use_running_average=False)(x) if k in self.normalized else x
         return x
+
+
+def normalized(layers, schedule, **options):
+    call = {"loss": lambda model, x: (model(x) ** 2).mean(), "optimizer": optax.sgd(0.1), "num_microbatches": 4}
+    options = {"schedule": schedule, "profile": "analytic", **options}
+    return jaxpipe.partition(Normalized(layers), mesh_of(2), BATCH, **call, **options)
 
 
 @pytest.mark.parametrize("runtime", ["mpmd", "spmd"])
 @pytest.mark.parametrize("orders", [((3, 2, 1, 0),) * 2, (range(4), (1, 0, 3, 2))])
 def test_state_follows_the_order_of_the_micro_batches(orders, runtime):
-    def partition(has_state, schedule):
-        call = {"loss": lambda model, x: (model(x) ** 2).mean(), "optimizer": optax.sgd(0.1), "num_microbatches": 4}
-        options = {"schedule": schedule, "runtime": runtime, "profile": "analytic"}
-        return jaxpipe.partition(Normalized(has_state), mesh_of(2), BATCH, **call, **options)
-
     order = re.escape(str(list(orders[1])))
-    message = (
-        rf"gave own, whose stage [01] works forward on the micro-batches {order}, in this order; the model changes"
-    )
+    message = rf"gave own, whose stage [01] works forward on .* {order}, in this order; the model changes batch_stats"
     with pytest.raises(PartitionError, match=message):
-        partition(True, in_own_order(*orders))
-    assert partition(True, in_own_order(range(4), range(4))).plan.schedule == "own"
-    pipelines = [partition(False, schedule) for schedule in (in_own_order(*orders), "gpipe")]
+        normalized((0, 1, 2), in_own_order(*orders), runtime=runtime)
+    plan = normalized((0, 1, 2), in_own_order(range(4), range(4)), runtime=runtime).plan
+    assert plan.schedule == "own"
+    pipelines = [normalized((), schedule, runtime=runtime) for schedule in (in_own_order(*orders), "gpipe")]
     results = [pipeline.value_and_grad(pipeline.init(jax.random.key(0)), BATCH) for pipeline in pipelines]
     for first, second in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(first, second, rtol=1e-5, atol=1e-7)  # sums in another order
+
+
+def test_a_stage_without_state_works_in_any_order():
+    schedule = in_own_order(range(4), (1, 0, 3, 2))
+    pipelines = [normalized((0,), x, cuts=["Dense_2"]) for x in (schedule, "gpipe")]
+    steps = [pipeline.step(pipeline.init(jax.random.key(0)), BATCH)[0] for pipeline in pipelines]
+    first, second = (pipeline.parameters(state) for pipeline, state in zip(pipelines, steps, strict=True))
+    for one_leaf, other in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_allclose(one_leaf, other, rtol=1e-5, atol=1e-7)  # sums in another order
+
+
+def test_a_given_plan_has_state_follow_the_order_too():
+    plan = normalized((0, 1, 2), in_own_order(range(4), range(4)), cuts=["Dense_2"]).plan
+    swapped = {"F0": "F1", "F1": "F0"}
+    rows = [" ".join(swapped.get(cell, cell) for cell in row.split()) for row in plan.recipe.table]
+    changed = dataclasses.replace(plan, recipe=dataclasses.replace(plan.recipe, table=tuple(rows)))
+    with pytest.raises(PartitionError, match=r"whose stage 0 works forward on the micro-batches \[1, 0, 2, 3\]"):
+        normalized((0, 1, 2), "auto", plan=changed)
+
+
+def test_a_table_with_frozen_stages_is_made_of_orders():
+    forward, backward = ([Action(kind, j) for j in range(2)] for kind in (Kind.FORWARD, Kind.BACKWARD))
+    table = dataclasses.replace(from_orders("own", [forward, [*forward, *backward]], 2), frozen=1)
+    table.validate()
+    with pytest.raises(ScheduleError, match=r"device 1 does B of micro-batches \[0\]; it must do each of 0\.\.1 once"):
+        from_orders("own", [[*forward, *backward], [*forward, backward[0]]], 2)

@@ -43,7 +43,7 @@ def analytic(
     for t in plan.stored:
         if t not in held:
             residual_bytes[home[t]] += stored_bytes(backward_graph.graph.tensors[t], plan.formats[t])
-    names, flops = described(graph, rates)
+    names, flops = names_and_work(graph, rates)
     return Profile(
         names,
         tuple(forward.tolist()),
@@ -58,7 +58,7 @@ def analytic(
     )
 
 
-def described(graph: Graph, rates: Rates) -> tuple[tuple[str, ...], tuple[float, ...]]:
+def names_and_work(graph: Graph, rates: Rates) -> tuple[tuple[str, ...], tuple[float, ...]]:
     """Return the names of the operators of a graph in a profile, and their floating-point operations."""
     names = tuple(f"{op.path} {op.label}".strip() for op in graph.operators)
     return names, tuple(operator_work(op, graph.tensors, rates).flops for op in graph.operators)

@@ -141,47 +141,59 @@ def trace_results(
 
 
 def trace_prediction(
-    model: BoundModel, function: UserFunction, batch: PyTree, name: str = "predict", checks_size: bool = True
+    model: BoundModel, function: UserFunction, batch: PyTree, name: str = "predict"
 ) -> MicrobatchProgram:
     """Trace ``function(model, batch)``, which returns a tree of arrays with one row for each example.
 
-    Also for twice the examples: an array may happen to be as long as the batch. Of a batch that has no axis of
-    examples, arrays may have any first axis.
+    Of a batch that has no axis of examples, arrays may have any first axis.
     """
+    program, rows = _trace_returned(model, function, batch, name), batch_size(batch) // model.joined
+    for shape in program.result_shapes:
+        if not shape or (shape[0] != rows and has_examples(batch)):
+            raise PartitionError(
+                f"{name} returned an array of shape {shape} for {rows} examples; the first axis of everything it "
+                "returns must be the examples."
+            )
+    return program
+
+
+def _trace_returned(model: BoundModel, function: UserFunction, batch: PyTree, name: str) -> MicrobatchProgram:
+    """``trace_prediction`` without a check of what was traced."""
     tree: PyTreeDef | None = None
-    rows = batch_size(batch) // model.joined
 
     def results(returned: PyTree) -> list[Array]:
         nonlocal tree
         check_predicted(returned, name)
         leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, returned))
-        for x in leaves:
-            if x.ndim == 0 or (x.shape[0] != rows and has_examples(batch)):
-                raise PartitionError(
-                    f"{name} returned an array of shape {x.shape} for {rows} examples; the first axis of everything it "
-                    "returns must be the examples."
-                )
         return leaves
 
     def join(values: Sequence[Array]) -> list[Array]:
         return list(map(joined_replicas.rows, values))
 
-    program = replace(_trace(model, function, batch, results, join, name), tree=tree)
-    if has_examples(batch) and checks_size:
-        larger = with_rows(batch, 2 * batch_size(batch))
-        try:
-            others = trace_prediction(model, function, larger, name, checks_size=False).result_shapes
-        except PartitionError:
-            raise
-        except Exception:  # made for batches of one size
-            return program
-        for shape, other in zip(program.result_shapes, others, strict=True):
-            if shape[1:] != other[1:]:
-                raise PartitionError(
-                    f"{name} returned an array of shape {shape} for {rows} examples and {other} for {2 * rows}; only "
-                    "the first axis may be the examples, along which results of micro-batches are put together."
-                )
-    return program
+    return replace(_trace(model, function, batch, results, join, name), tree=tree)
+
+
+def check_rows(
+    program: MicrobatchProgram, model: BoundModel, function: UserFunction, larger: PyTree, name: str
+) -> None:
+    """Raise ``PartitionError`` if a prediction's arrays are as long as a micro-batch by chance.
+
+    Args:
+      program: of a micro-batch of several examples.
+      model, function: of which it is.
+      larger: shapes of one of twice as many.
+      name: of the function.
+    """
+    try:
+        shapes = _trace_returned(model, function, larger, name).result_shapes
+    except Exception:  # made for batches of one size
+        return
+    for shape, other in zip(program.result_shapes, shapes, strict=False):
+        if other != (2 * shape[0], *shape[1:]):
+            raise PartitionError(
+                f"{name} returned an array of shape {shape} for a micro-batch, and {other} for one of twice the "
+                "examples. Micro-batches are put together along the first axis: it must be the examples, and no other."
+            )
 
 
 def with_rows(batch: PyTree, rows: int) -> PyTree:

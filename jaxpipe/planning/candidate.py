@@ -361,8 +361,13 @@ def build_candidate(cut: Cut, schedule: Schedule, maker: schedule_makers.Schedul
 
 
 def make_program(cut: Cut, schedule: Schedule) -> Program:
-    """Return the program of a cut and a schedule in which all stages are trained."""
+    """Return the program of a cut and a schedule in which all stages are trained.
+
+    Raises:
+      PartitionError: if the schedule gives state to micro-batches in another order than that of the batch.
+    """
     traced, request = cut.traced, cut.traced.request
+    _check_order(cut, schedule)
     return Program(
         objective=traced.objective,
         stages=cut.stages,
@@ -374,6 +379,22 @@ def make_program(cut: Cut, schedule: Schedule) -> Program:
         gradient_dtype=request.gradient_dtype,
         specs=traced.shardings.specs(traced.objective),
     )
+
+
+def _check_order(cut: Cut, schedule: Schedule) -> None:
+    """Raise ``PartitionError`` if a stage whose state changes works forward on micro-batches in an order of its own."""
+    objective, m = cut.traced.objective, schedule.num_microbatches
+    names = [v.name for v in cut.traced.model.state]
+    shared = {t: name for t, name, axis in zip(objective.state, names, objective.examples, strict=True) if axis is None}
+    for s, stage in enumerate(cut.stages):
+        changed = [shared[t] for t, new in zip(stage.state, stage.new_state, strict=True) if t in shared and new != t]
+        order = sorted(range(m), key=schedule.stage_ticks(s, Kind.FORWARD).__getitem__) if changed else []
+        if order != sorted(order):
+            raise PartitionError(
+                f"schedule= gave {schedule.name}, whose stage {s} works forward on the micro-batches {order[:16]}, in "
+                f"this order; the model changes {changed[0]} there, which each micro-batch has from the one before it "
+                f"in the batch. Let this stage work forward on 0..{m - 1} in order."
+            )
 
 
 def _stash_bytes(stage: Stage) -> int:

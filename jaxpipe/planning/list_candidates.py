@@ -28,7 +28,7 @@ from jaxpipe.planning.describe_plan import least_seconds, stage_search_arguments
 from jaxpipe.planning.dispatch_timeline import Dispatching, dispatched_timeline, host_seconds
 from jaxpipe.planning.trace_request import Traced
 from jaxpipe.runtime.stages import variable_spans
-from jaxpipe.schedules import Kind, Schedule, StageReplicas, list_schedule, makespan_bound, schedule_makers
+from jaxpipe.schedules import Schedule, StageReplicas, list_schedule, makespan_bound, schedule_makers
 from jaxpipe.schedules.table import without_backward
 from jaxpipe.sharding.mesh_axes import STAGE, Submesh, stage_places
 from jaxpipe.text.progress import phase, tell
@@ -157,7 +157,7 @@ def _candidates(traced: Traced, replicate: bool | tuple[int, ...]) -> list[Candi
         return []
     else:
         schedules = schedule_makers.make_replicated_schedules(request.schedules, cuts(1)[0].replicas, m)
-    candidates = _of_schedules(traced, (_in_order(x, traced) for x in schedules), cut, tried)
+    candidates = _of_schedules(traced, schedules, cut, tried)
     if request.schedules is not schedule_makers.AUTO or request.num_devices == 1 or replicate:
         return candidates
     sources = list(candidates)
@@ -167,22 +167,6 @@ def _candidates(traced: Traced, replicate: bool | tuple[int, ...]) -> list[Candi
     with contextlib.suppress(PartitionError):  # too few operators for so many stages
         sources += _of_schedules(traced, [x for x in more if not _is_longer(traced, x, candidates)], cut, [])
     return candidates + searched_candidates(candidates, sources)
-
-
-def _in_order(schedule: Schedule, traced: Traced) -> Schedule:
-    """Return a table; raise ``PartitionError`` if it gives state to micro-batches in another order than the batch's."""
-    objective, m = traced.objective, schedule.num_microbatches
-    pairs = zip(traced.model.state, objective.state, objective.new_state, strict=True)
-    state = next((v.name for v, old, new in pairs if old != new), None)
-    for s in range(schedule.total_stages) if state is not None else ():
-        order = sorted(range(m), key=schedule.stage_ticks(s, Kind.FORWARD).__getitem__)
-        if order != list(range(m)):
-            raise PartitionError(
-                f"schedule= gave {schedule.name}, whose stage {s} works forward on the micro-batches {order[:16]}, in "
-                f"this order; the model changes {state}, which each micro-batch has from the one before it in the "
-                f"batch. Let every stage work forward on 0..{m - 1} in order."
-            )
-    return schedule
 
 
 def _is_longer(traced: Traced, schedule: Schedule, candidates: Sequence[Candidate]) -> bool:

@@ -16,7 +16,7 @@ from jaxpipe.costs.assumed_links import assumed_links
 from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.profile_model import EstimateFor, frozen_names, profile_objective, without_frozen_work
-from jaxpipe.costs.roofline import described
+from jaxpipe.costs.roofline import names_and_work
 from jaxpipe.costs.sharded_profile import divided, groups_of
 from jaxpipe.errors import FewExamplesWarning, JaxpipeWarning, PartitionError, warn
 from jaxpipe.graph.allowed_codecs import warn_unused
@@ -261,18 +261,18 @@ def _default_microbatches(size: int, request: Request) -> int:
     return next((m for m in counts if m >= wanted), counts[-1])
 
 
-@phase("profile")
 def _check_same_work(profile: Profile, graph: Graph, rates: Rates) -> None:
-    """Raise ``PartitionError`` if a profile that says what its operators do is not of these."""
-    profiled = zip(profile.names, profile.forward_flops, strict=False)
-    for k, (given, expected) in enumerate(zip(profiled, zip(*described(graph, rates), strict=True), strict=False)):
+    """Raise ``PartitionError`` if a profile that says how much its operators do is of other work."""
+    wanted, work = names_and_work(graph, rates)
+    for k, (given, expected) in enumerate(zip(profile.forward_flops, work, strict=False)):
         if given != expected:
             raise PartitionError(
-                f"profile= has {given[0]!r} of {given[1]:.6g} floating-point operations as operator {k}, the model "
-                f"has {expected[0]!r} of {expected[1]:.6g}. Profile this very model, with micro-batches of this size."
+                f"profile= has {given:.6g} floating-point operations in operator {k} ({profile.names[k]}), the model "
+                f"{expected:.6g} ({wanted[k]}). Profile this very model, with micro-batches of this size."
             )
 
 
+@phase("profile")
 def _profile(request: Request, objective: MicrobatchProgram, frozen: tuple[str, ...]) -> Profile:
     graph, source = objective.graph, request.profile
     if request.plan is not None:

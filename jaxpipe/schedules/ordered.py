@@ -50,9 +50,12 @@ def from_orders(
     columns = tuple(tuple((x,) if x else () for x in column) for column in itertools.zip_longest(*orders))
     stages = stage_map(name, stage_of, len(orders), num_chunks)
     listed = Schedule(name, len(orders), num_microbatches, columns, num_chunks, stage_of=stages)
-    listed.check_work()  # what lacks something may look like a deadlock
     part = 1.0 if listed.splits_backward else 0.5
-    timeline = listed.simulate(forward=1, backward_input=part, backward_weight=part)
+    try:
+        timeline = listed.simulate(forward=1, backward_input=part, backward_weight=part)
+    except ScheduleError:
+        listed.check_work()  # what lacks something looks like a deadlock
+        raise
     check_cells(name, len(orders), int(timeline.makespan))
     ticks: list[list[tuple[Action, ...]]] = [[()] * len(orders) for _ in range(int(timeline.makespan))]
     for device, action, start, _ in timeline.spans:

@@ -231,26 +231,30 @@ def rematerialize_blocks(explained: Explained) -> Measure | None:
     blocks = explained.called.blocks()
     if blocks is None:
         return None
-    takes = inspect.signature(blocks.__call__).parameters
-    places: dict[int | str, int] = {name: place for place, name in enumerate(takes)}
-    given = (places.get(k, k) for k in explained.called.static_arguments.get(blocks, ()))
-    static = tuple(sorted({k for k in given if isinstance(k, int)}))
-    shown = f", static_argnums={static}" if static else ""
-    name = blocks.__name__
-    keywords = sorted(explained.called.keywords.get(blocks, ()))  # which nn.remat does not take
-    how = (
-        "pass"
-        if all(k in takes and takes[k].kind is takes[k].POSITIONAL_OR_KEYWORD for k in keywords)
-        else "let it take"
-    )
-    last = f"; {how} {' and '.join(keywords)} by position" if keywords else ""
-    line = f"{name} = nn.remat({name}{shown})  # below class {name}{last}"
+    name, line = blocks.__name__, _remat_line(blocks, explained.called)
     if issubclass(blocks, nnx.Module):
         line = f"@nnx.remat  # above {name}.__call__"
         if not _takes_arrays_alone(blocks):
             line = f"nnx.remat(lambda block, x: block(x, ...))(block, x)  # where {name} is called"
+    if line is None:
+        return None
     count = len(explained.called.inner[blocks])
     return _measure(explained, f"compute each of {count} {name}s again", line, *_retraced(explained, blocks))
+
+
+def _remat_line(blocks: type, called: CalledModules) -> str | None:
+    """Return the line that puts Linen's blocks under ``nn.remat``, whose arguments are positional; None without one."""
+    takes, keywords = inspect.signature(blocks.__call__).parameters, called.keywords.get(blocks, set())
+    given = [k for k in takes if k in keywords]
+    rest = any(p.kind is p.VAR_POSITIONAL for p in takes.values())
+    if len(given) < len(keywords) or (given and rest):
+        return None
+    arguments = called.static_arguments.get(blocks, set())
+    static = tuple(sorted({list(takes).index(k) if isinstance(k, str) else k for k in arguments}))
+    shown, name = f", static_argnums={static}" if static else "", blocks.__name__
+    how = "let it take" if any(takes[k].kind is takes[k].KEYWORD_ONLY for k in given) else "pass"
+    last = f"; {how} {' and '.join(given)} by position" if given else ""
+    return f"{name} = nn.remat({name}{shown})  # below class {name}{last}"
 
 
 def _takes_arrays_alone(cls: type) -> bool:

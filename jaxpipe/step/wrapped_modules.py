@@ -93,9 +93,10 @@ def observed_modules(args: PyTree) -> Iterator[tuple[CalledModules, PyTree]]:
             called.inner[cls].add(tuple(map(str, module.path)))
         else:
             called.outermost[cls] = None
-        given = [*enumerate(args, 1), *kwargs.items()]
-        called.static_arguments[cls] |= {k for k, x in given if not all(map(is_array, jax.tree.leaves(x)))}
-        called.keywords[cls] |= set(kwargs)
+        if context.method_name == "__call__":  # others have other arguments
+            given = [*enumerate(args, 1), *kwargs.items()]
+            called.static_arguments[cls] |= {k for k, x in given if not all(map(is_array, jax.tree.leaves(x)))}
+            called.keywords[cls] |= set(kwargs)
         with _inside_call():
             return run(*args, **kwargs)
 
@@ -144,9 +145,10 @@ def _changed_modules(args: PyTree, change: Callable[[Any], None]) -> Iterator[Py
 
     def change_all(tree: PyTree) -> PyTree:
         for root in () if _inside.get() else _modules(tree):
-            if type(root) not in known:
+            cls = type(root)
+            if cls not in known:
                 change(root)
-                known.add(type(root))
+                known.update({type(root)} - {cls})
         return tree
 
     copies = change_all(changed(args, lambda x: x))

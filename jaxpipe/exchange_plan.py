@@ -28,7 +28,11 @@ def exchange_table(rows: Sequence[ExchangePlan]) -> PlainTable:
     table = PlainTable("exchange")
     table.add_numbers("sent in a step", "seconds", "saved", "fewer bytes")
     for row in rows:
-        saved = "" if row is rows[0] else seconds_text(rows[0].seconds - row.seconds)
-        fewer = "" if row is rows[0] or not row.bytes else f"{rows[0].bytes / row.bytes:,.0f} x"
-        table.add_row(row.name, bytes_text(round(row.bytes)), seconds_text(row.seconds), saved, fewer)
+        less, ratio = rows[0].seconds - row.seconds, rows[0].bytes / row.bytes if row.bytes else 0.0
+        saved, fewer = (
+            f"{'-' * (less < 0)}{seconds_text(abs(less))}",
+            f"{ratio:,.0f} x" if ratio >= 1 else f"{ratio:.2g} x",
+        )
+        beside = ("", "") if row is rows[0] else (saved, fewer if ratio else "")
+        table.add_row(row.name, bytes_text(round(row.bytes)), seconds_text(row.seconds), *beside)
     return table

@@ -71,6 +71,33 @@ def test_overflowing_maps_are_computed_again(fraction):
             assert jaxpipe.count_overflows(encoded, x, ws) >= 1
 
 
+def test_a_density_of_mapped_examples_is_that_of_each():
+    x, ws = data(offset=-0.05)
+
+    def mapped(x, ws):
+        return jax.vmap(encoded, (0, None))(x, ws).sum()
+
+    measured, alone = measure_density(mapped, x[None], ws), measure_density(encoded, x, ws)
+    names = [name for name in alone.fractions if name.startswith("relu")]
+    assert names and [measured.fractions[name] for name in names] == [alone.fractions[name] for name in names]
+    with with_density(alone):
+        expected = residual_report(encoded, x, ws).total_bytes
+    with with_density(measured):
+        assert residual_report(mapped, x[None], ws).total_bytes == expected
+
+
+def test_maps_of_the_branch_that_is_taken_are_counted():
+    x, ws = data()
+    names = [name for name in measure_density(encoded, x, ws).fractions if name.startswith("relu")]
+
+    def branches(x, ws):
+        return jax.lax.cond(x.sum() < np.inf, lambda x: encoded(x, ws), lambda x: encoded(0 * x, ws), x)
+
+    for fraction in (0.2, 0.9):
+        with with_density(Density(dict.fromkeys(names, fraction))):
+            assert jaxpipe.count_overflows(branches, x, ws) == jaxpipe.count_overflows(encoded, x, ws)
+
+
 def test_nothing_overflows_at_the_measured_density():
     x, ws = data()
     with with_density(measure_density(encoded, x, ws)):

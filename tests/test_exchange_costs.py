@@ -8,8 +8,10 @@ import pytest
 
 from jaxpipe.costs.network import Network
 from jaxpipe.errors import PartitionError
+from jaxpipe.exchange_plan import ExchangePlan
 from jaxpipe.gradients import block_sparse, outer_loop
 from jaxpipe.planning import compare_exchanges
+from jaxpipe.planning.exchange_costs import ExchangeCosts
 
 
 pytestmark = pytest.mark.core
@@ -87,3 +89,9 @@ def test_bad_arguments(arguments, message):
     exchange, *rest = arguments
     with pytest.raises(PartitionError, match=message):
         compare_exchanges(PARAMS, {"it": exchange}, *rest)
+
+
+def test_what_costs_more_than_the_first_is_no_saving():
+    rows = ExchangePlan("outer", 100.0, 0.015), ExchangePlan("dense", 400.0, 0.06), ExchangePlan("rare", 10.0, 0.005)
+    cells = [line.split() for line in str(ExchangeCosts(rows)).splitlines()[-3:]]
+    assert [row[-4:] for row in cells[1:]] == [["-45", "ms", "0.25", "x"], ["10.0", "ms", "10", "x"]]

@@ -17,7 +17,7 @@ from jaxpipe import Network, Node
 from jaxpipe.costs import link_speed
 from jaxpipe.costs.link_speed import best_seconds, fit_link
 from jaxpipe.costs.topology import NVLINK_H100, PCIE_3_X16, PCIE_4_X16, PCIE_5_X16
-from jaxpipe.errors import PartitionError
+from jaxpipe.errors import MemoryBudgetError, PartitionError
 
 
 INF, NAN = math.inf, math.nan
@@ -367,3 +367,13 @@ def test_two_processes_agree():
     texts = [process.communicate(timeout=120)[0] for process in processes]
     first, second = (Network.from_json(text[text.index("{") : text.rindex("}") + 1]) for text in texts)
     assert first == second and first.num_devices == 4
+
+
+def test_memory_as_texts_and_one_number_for_all_devices():
+    network = Network(PAIR, memory_bytes="8GiB", speed=2)
+    assert (network.memory_bytes, network.speed) == ((8 * 2**30,) * 2, (2, 2))
+    assert Network(PAIR, memory_bytes=("8GB", 4e9)).memory_bytes == (8e9, 4e9)
+    nodes = [Node(2, 1e9, memory_bytes="80GB"), Node(1, 1e9, memory_bytes=24e9)]
+    assert Network.from_nodes(nodes, 1e9).memory_bytes == (80e9, 80e9, 24e9)
+    with pytest.raises(MemoryBudgetError, match=r"memory_bytes='8 apples' is not a size"):
+        Network(PAIR, memory_bytes="8 apples")

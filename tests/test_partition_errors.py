@@ -363,6 +363,12 @@ def test_no_plan_yet(state):
             call()
 
 
+def test_shapes_are_no_initial_values(pipeline, state):
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), pipeline.parameters(state))
+    with pytest.raises(ModelError, match=r"init got ShapeDtypeStruct\(.*\) as a value, which is a shape alone"):
+        pipeline.init(KEY, variables=shapes)
+
+
 def test_what_is_no_model():
     with pytest.raises(ModelError, match=r"partition was given 'resnet' \(str\) as its model"):
         partition("resnet", loss=untouched)

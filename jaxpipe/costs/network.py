@@ -22,7 +22,7 @@ from jaxpipe.targets.known import target_of
 from jaxpipe.text.checked_json import LARGEST, read_json
 from jaxpipe.text.printed import PlainTable, Printed
 from jaxpipe.text.short_names import number_ranges
-from jaxpipe.text.units import bytes_text, whole_number
+from jaxpipe.text.units import bytes_text, parse_bytes, whole_number
 from jaxpipe.text.value_text import shown
 
 
@@ -61,8 +61,9 @@ class Network(Printed):
     Attributes:
       bandwidth_bytes_per_second: ``[devices, devices]``, symmetric; the diagonal is not used.
       latency_seconds: the same, or one number for all links.
-      speed: how fast each device computes, relative to the one that was profiled; all 1 if left out.
-      memory_bytes: how much each device holds; unlimited if left out.
+      speed: how fast each device computes, relative to the one that was profiled, or one number for all; 1 if left out.
+      memory_bytes: how much each device holds, a number or a text such as ``"80GB"``, or one for all; unlimited if left
+        out.
       names: of the devices.
       host_bandwidth_bytes_per_second: between each device and the memory of its host, in each direction while the
         other is in use; 16 lanes of PCIe 3.0 if left out, the slowest link that GPUs for training have.
@@ -97,7 +98,11 @@ class Network(Printed):
         set_field(self, "latency_seconds", tuple(map(tuple, latency.tolist())))
         rates = ("speed", 1.0), ("memory_bytes", math.inf), ("host_bandwidth_bytes_per_second", PCIE_3_X16)
         for field, default in rates:
-            values = tuple(float(v) for v in getattr(self, field)) or (default,) * count
+            given = getattr(self, field)
+            each = (given,) * count if np.ndim(given) == 0 else given
+            values = (
+                tuple(float(parse_bytes(v, field) if isinstance(v, str) else v) for v in each) or (default,) * count
+            )
             if len(values) != count or not all(v >= 1 / LARGEST and (v < LARGEST or v == default) for v in values):
                 raise PartitionError(
                     f"{field} is {values}; it needs a positive number for each of {count} devices, between 2**-63 and "
@@ -222,7 +227,7 @@ class Network(Printed):
             name = node.name if node.name and given.count(node.name) == 1 else f"{node.name or 'node'} {k}"
             names += [f"{name}/{d}" for d in range(node.devices)]
         of_devices = {
-            field: np.concatenate([np.broadcast_to(getattr(node, field), node.devices) for node in nodes])
+            field: np.concatenate([np.broadcast_to(np.array(getattr(x, field), object), x.devices) for x in nodes])
             for field in ("speed", "memory_bytes", "host_bandwidth_bytes_per_second")
         }
         return cls(bandwidth, latency, names=tuple(names), **of_devices)  # type: ignore[arg-type]

@@ -39,7 +39,7 @@ class Node:
       latency_seconds: of every path inside the node.
       links: direct links, ``{(device, device): bytes per second}``, devices numbered from 0 inside the node.
       speed: how fast the devices compute, relative to the one that was profiled: one number, or one for each.
-      memory_bytes: what a device holds: one number, or one for each.
+      memory_bytes: what a device holds, a number or a text such as ``"80GB"``: one for all, or one for each.
       host_bandwidth_bytes_per_second: between each device and the memory of this machine, as in ``Network``.
       name: for tables and pictures; ``Network.from_nodes`` numbers nodes that have none, or one in common.
 

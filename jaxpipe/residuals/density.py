@@ -6,6 +6,7 @@ never exactness.
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -131,15 +132,25 @@ def room(graph: Graph) -> dict[TensorNumber, int]:
 
 
 def tensor_names(graph: Graph) -> dict[TensorNumber, str]:
-    """A name for each tensor that an operator makes, the same in every trace of the same model."""
+    """A name for each tensor that an operator makes, the same in every trace of the same model, mapped or not."""
     seen: dict[str, int] = {}
     names = {}
     for op in graph.operators:
         for k, t in enumerate(op.outputs):
-            name = op.place + (f".{k}" if k else "")
+            name = without_transformations(op.place) + (f".{k}" if k else "")
             seen[name] = seen.get(name, 0) + 1
             names[t] = f"{name}#{seen[name]}"
     return names
+
+
+def without_transformations(path: str) -> str:
+    """Return a path without the transformations of JAX in it.
+
+    Example:
+      >>> without_transformations("jvp(Net)/Conv_0"), without_transformations("vmap()/relu")
+      ('Net/Conv_0', 'relu')
+    """
+    return re.sub(r"\w+\(\)/?|\b\w+\(([^()]*)\)", r"\1", path)
 
 
 def _assumed(graph: Graph) -> dict[TensorNumber, float]:

@@ -1,7 +1,6 @@
 """Reports of what a model stores for its backward pass, tensor by tensor, as JAX traces it."""
 
 import functools
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,6 +21,7 @@ from jaxpipe.models.linen_facade import is_unbound, with_linen_model
 from jaxpipe.models.purify_nnx import PureCall, purify
 from jaxpipe.models.undecorated import without_encoding
 from jaxpipe.models.variable_trees import common_level
+from jaxpipe.residuals.density import without_transformations
 from jaxpipe.residuals.equal_blocks import common_name, counted, grouped, pattern, sums_by_module
 from jaxpipe.residuals.memory_encoded import run_encoded
 from jaxpipe.residuals.residual_labels import Label, StoredTensor, parse_label
@@ -354,8 +354,8 @@ def _saved(function: Callable[..., list[Array]], differentiated: Sequence[int]) 
 def _by_jax(graph: Graph, t: TensorNumber) -> StoredTensor:
     """Return a tensor that JAX saves by itself."""
     op, tensor = graph.producers[t], graph.tensors[t]
-    path = re.sub(r"\w+\(\)/?|\b\w+\(([^()]*)\)", r"\1", op.path)  # jvp(Net)/Conv_0 -> Net/Conv_0
-    return StoredTensor(replace(op, path=path).place, tensor.shape, str(tensor.dtype), "vjp", tensor.bytes)
+    place = replace(op, path=without_transformations(op.path)).place
+    return StoredTensor(place, tensor.shape, str(tensor.dtype), "vjp", tensor.bytes)
 
 
 def _label(graph: Graph, t: TensorNumber) -> Label | None:
@@ -365,14 +365,18 @@ def _label(graph: Graph, t: TensorNumber) -> Label | None:
 
 
 def _label_of(equation: Equation, position: int) -> Label | None:
-    """The stash label of an equation's output, looked up inside ``scan`` and other programs if need be."""
+    """The stash label of an equation's output, looked up in loops, branches and functions if need be.
+
+    What one branch stores is zeros of the others.
+    """
     if equation.primitive.name == "name":
         return parse_label(str(equation.params["name"]))
-    if equation.primitive.name not in {"scan", *JITS}:
+    if equation.primitive.name not in {"scan", "cond", *JITS}:
         return None
-    body, _ = _compat.open_jaxpr(equation.params["jaxpr"])
-    inner = body.outvars[position]
-    for eqn in body.eqns:
-        if inner in eqn.outvars:
-            return _label_of(eqn, eqn.outvars.index(inner))
+    for program in equation.params.get("branches") or [equation.params["jaxpr"]]:
+        body, _ = _compat.open_jaxpr(program)
+        inner = body.outvars[position]
+        for eqn in body.eqns:
+            if inner in eqn.outvars and (label := _label_of(eqn, eqn.outvars.index(inner))) is not None:
+                return label
     return None

@@ -89,6 +89,12 @@ def arrays_by_place(
 
 def given_values(stacks: Stacks, leaves: Sequence[ArrayLike]) -> Values:
     """Return copies of the pieces of arrays, as a step donates its state, and not the caller's."""
+    shape = next((x for x in leaves if isinstance(x, jax.ShapeDtypeStruct)), None)
+    if shape is not None:
+        raise ModelError(
+            f"init got {shape} as a value, which is a shape alone. Pass arrays as variables= and optimizer_state=, "
+            "or leave these out: a pipeline makes initial values itself."
+        )
 
     def values(positions: Sequence[int]) -> list[ArrayLike]:
         pieces = [stacks.cut(k, leaves[stacks.leaf_of[k]]) for k in positions]

@@ -94,4 +94,4 @@ def test_bad_arguments(arguments, message):
 def test_what_costs_more_than_the_first_is_no_saving():
     rows = ExchangePlan("outer", 100.0, 0.015), ExchangePlan("dense", 400.0, 0.06), ExchangePlan("rare", 10.0, 0.005)
     cells = [line.split() for line in str(ExchangeCosts(rows)).splitlines()[-3:]]
-    assert [row[-4:] for row in cells[1:]] == [["-45", "ms", "0.25", "x"], ["10.0", "ms", "10", "x"]]
+    assert [row[-4:] for row in cells[1:]] == [["-45", "ms", "0.25", "x"], ["10", "ms", "10", "x"]]

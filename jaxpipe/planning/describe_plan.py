@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxpipe.array_types import TensorNumber
 from jaxpipe.costs.kernels import operator_seconds
 from jaxpipe.costs.profile import Profile
+from jaxpipe.costs.roofline import names_and_work
 from jaxpipe.graph.op_cost import weight
 from jaxpipe.models import check_batch
 from jaxpipe.models.bound_model import BoundModel
@@ -179,7 +180,7 @@ def describe(traced: Traced, program: Program, partition: Partition, update: Upd
         memory=bytes_by_component(runtime, program, update, traced.local),
         host=request.host,
         staleness=program.schedule.staleness if program.schedule.versions is not None else (),
-        notes=(*annotations, *_sum_notes(program), *_cut_notes(traced, program), *traced.notes),
+        notes=(*annotations, *_sum_notes(program), *_cut_notes(traced, program), *_work_notes(traced), *traced.notes),
         fingerprint=hashlib.sha256(described.encode()).hexdigest()[:16],
         runtime=runtime,
         axes=dict(shape),
@@ -227,6 +228,20 @@ def _sum_notes(program: Program) -> list[str]:
     types = dict.fromkeys(program.objective.graph.tensors[t].dtype for t in trained)
     pairs = ((narrow, sum_dtype(narrow, program.gradient_dtype)) for narrow in types)
     return [f"gradients of {a.name} parameters are added up in {b.name}" for a, b in pairs if a != b]
+
+
+def _work_notes(traced: Traced) -> list[str]:
+    """Return a sentence if a profile that was passed says how much its operators do, and is of other work."""
+    given = traced.asked[0].profile
+    work = given.forward_flops if isinstance(given, Profile) else ()
+    names, wanted = names_and_work(traced.objective.graph, rates_in(traced.profile))
+    k = next((k for k, (flops, expected) in enumerate(zip(work, wanted, strict=False)) if flops != expected), None)
+    if k is None:
+        return []
+    return [
+        f"profile= is of other work, another model or micro-batches of another size: operator {k}, {names[k]}, has "
+        f"{wanted[k]:.6g} floating-point operations, and {work[k]:.6g} in the profile. Its seconds count as they are."
+    ]
 
 
 def _cut_notes(traced: Traced, program: Program) -> list[str]:

@@ -16,11 +16,9 @@ from jaxpipe.costs.assumed_links import assumed_links
 from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.profile_model import EstimateFor, frozen_names, profile_objective, without_frozen_work
-from jaxpipe.costs.roofline import names_and_work
 from jaxpipe.costs.sharded_profile import divided, groups_of
 from jaxpipe.errors import FewExamplesWarning, JaxpipeWarning, PartitionError, warn
 from jaxpipe.graph.allowed_codecs import warn_unused
-from jaxpipe.graph.graph import Graph
 from jaxpipe.models import check_batch
 from jaxpipe.models.batch_statistics import FEW_EXAMPLES, find_statistics, may_compare
 from jaxpipe.models.bind import bind
@@ -261,17 +259,6 @@ def _default_microbatches(size: int, request: Request) -> int:
     return next((m for m in counts if m >= wanted), counts[-1])
 
 
-def _check_same_work(profile: Profile, graph: Graph, rates: Rates) -> None:
-    """Raise ``PartitionError`` if a profile that says how much its operators do is of other work."""
-    wanted, work = names_and_work(graph, rates)
-    for k, (given, expected) in enumerate(zip(profile.forward_flops, work, strict=False)):
-        if given != expected:
-            raise PartitionError(
-                f"profile= has {given:.6g} floating-point operations in operator {k} ({profile.names[k]}), the model "
-                f"{expected:.6g} ({wanted[k]}). Profile this very model, with micro-batches of this size."
-            )
-
-
 @phase("profile")
 def _profile(request: Request, objective: MicrobatchProgram, frozen: tuple[str, ...]) -> Profile:
     graph, source = objective.graph, request.profile
@@ -292,7 +279,6 @@ def _profile(request: Request, objective: MicrobatchProgram, frozen: tuple[str, 
                 "profile_model, or none: a profile with the work for all gradients in it does for any optimizer."
             )
         target = target_of_kind(source.device_kind) or target_of(request.mesh.devices.flat[0])
-        _check_same_work(source, graph, source.rates or target.rates)
         return without_frozen_work(replace(source, rates=source.rates or target.rates), objective, frozen)
     how = f"estimated for {source.device}" if isinstance(source, EstimateFor) else source
     how = "by a function" if callable(how) else how

@@ -147,7 +147,7 @@ def trace_prediction(
 
     Of a batch that has no axis of examples, arrays may have any first axis.
     """
-    program, rows = _trace_returned(model, function, batch, name), batch_size(batch) // model.joined
+    program, rows = _trace_returned(model, function, batch, name), batch_size(batch)
     for shape in program.result_shapes:
         if not shape or (shape[0] != rows and has_examples(batch)):
             raise PartitionError(

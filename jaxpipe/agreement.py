@@ -75,7 +75,7 @@ def _differences(every: Sequence[Mapping[str, Mapping[str, str]]]) -> Iterator[s
         alike: dict[frozenset[tuple[str, str]], list[int]] = {}
         for k, part in enumerate(parts):
             alike.setdefault(frozenset(part.items()), []).append(k)
-        kinds = {f"process{'es' * (len(n) > 1)} {', '.join(map(str, n))}": parts[n[0]] for n in alike.values()}
+        kinds = {_processes(numbers): parts[numbers[0]] for numbers in alike.values()}
         if len(kinds) == 1:
             continue
         if all(kind.keys() == {""} and not kind[""].startswith("\n") for kind in kinds.values()):
@@ -86,3 +86,7 @@ def _differences(every: Sequence[Mapping[str, Mapping[str, str]]]) -> Iterator[s
         where = f", in {listed(places, _MOST_PLACES)}" if places else ""
         first, *others = kinds
         yield f"{name}{where}: not the same in {' and '.join(others)} as in {first}"
+
+
+def _processes(numbers: Sequence[int]) -> str:
+    return f"process{'es' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

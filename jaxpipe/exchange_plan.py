@@ -28,11 +28,13 @@ def exchange_table(rows: Sequence[ExchangePlan]) -> PlainTable:
     table = PlainTable("exchange")
     table.add_numbers("sent in a step", "seconds", "saved", "fewer bytes")
     for row in rows:
-        less, ratio = rows[0].seconds - row.seconds, rows[0].bytes / row.bytes if row.bytes else 0.0
-        saved, fewer = (
-            f"{'-' * (less < 0)}{seconds_text(abs(less))}",
-            f"{ratio:,.0f} x" if ratio >= 1 else f"{ratio:.2g} x",
-        )
-        beside = ("", "") if row is rows[0] else (saved, fewer if ratio else "")
+        beside = ("", "") if row is rows[0] else _beside(rows[0], row)
         table.add_row(row.name, bytes_text(round(row.bytes)), seconds_text(row.seconds), *beside)
     return table
+
+
+def _beside(first: ExchangePlan, row: ExchangePlan) -> tuple[str, str]:
+    """Return the seconds that an exchange saves beside the first one, and how many times fewer bytes it sends."""
+    saved, ratio = first.seconds - row.seconds, first.bytes / row.bytes if row.bytes else 0.0
+    fewer = f"{ratio:,.0f} x" if ratio >= 1 else f"{ratio:.2g} x" if ratio else ""
+    return f"-{seconds_text(-saved)}" if saved < 0 else seconds_text(saved), fewer

@@ -100,9 +100,8 @@ class Network(Printed):
         for field, default in rates:
             given = getattr(self, field)
             each = (given,) * count if np.ndim(given) == 0 else given
-            values = (
-                tuple(float(parse_bytes(v, field) if isinstance(v, str) else v) for v in each) or (default,) * count
-            )
+            numbers = (parse_bytes(v, field) if isinstance(v, str) else v for v in each)
+            values = tuple(map(float, numbers)) or (default,) * count
             if len(values) != count or not all(v >= 1 / LARGEST and (v < LARGEST or v == default) for v in values):
                 raise PartitionError(
                     f"{field} is {values}; it needs a positive number for each of {count} devices, between 2**-63 and "

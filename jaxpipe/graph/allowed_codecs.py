@@ -61,9 +61,7 @@ class Policy:
     @functools.cached_property
     def codecs_name(self) -> str:
         """A word for the codecs, equal in all processes."""
-        words = [
-            (key, sorted(x if isinstance(x, str) else stable_text(x) for x in codecs)) for key, codecs in self.rules
-        ]
+        words = [(pattern, sorted(map(_word, codecs))) for pattern, codecs in self.rules]
         plain = [pattern for pattern, _ in words] == ["*"] and all(isinstance(c, str) for c in self.rules[0][1])
         digest = hashlib.sha256(repr(words).encode()).hexdigest()[:12]
         return "_".join(words[0][1]) if plain else f"by_path_{digest}"
@@ -123,6 +121,10 @@ def codec_set(codecs: CodecSet, argument: str = "codecs") -> frozenset[str | Cod
     for codec in objects:
         check_own(codec, [*_TAKEN, *(getattr(other, "name", "") for other in objects if other != codec)], argument)
     return frozenset(objects).union(*(CODEC_SETS.get(name, {name}) for name in names))
+
+
+def _word(codec: str | Codec) -> str:
+    return codec if isinstance(codec, str) else stable_text(codec)
 
 
 FAST = parse("fast")

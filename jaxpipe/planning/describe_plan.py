@@ -233,9 +233,10 @@ def _sum_notes(program: Program) -> list[str]:
 def _work_notes(traced: Traced) -> list[str]:
     """Return a sentence if a profile that was passed says how much its operators do, and is of other work."""
     given = traced.asked[0].profile
-    work = given.forward_flops if isinstance(given, Profile) else ()
-    names, wanted = names_and_work(traced.objective.graph, rates_in(traced.profile))
-    k = next((k for k, (flops, expected) in enumerate(zip(work, wanted, strict=False)) if flops != expected), None)
+    if not isinstance(given, Profile) or not given.forward_flops:
+        return []
+    work, (names, wanted) = given.forward_flops, names_and_work(traced.objective.graph, rates_in(traced.profile))
+    k = next((k for k, (flops, expected) in enumerate(zip(work, wanted, strict=True)) if flops != expected), None)
     if k is None:
         return []
     return [

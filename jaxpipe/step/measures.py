@@ -231,11 +231,13 @@ def rematerialize_blocks(explained: Explained) -> Measure | None:
     blocks = explained.called.blocks()
     if blocks is None:
         return None
-    name, line = blocks.__name__, _remat_line(blocks, explained.called)
-    if issubclass(blocks, nnx.Module):
+    name = blocks.__name__
+    if not issubclass(blocks, nnx.Module):
+        line = _remat_line(blocks, explained.called)
+    elif _takes_arrays_alone(blocks):
         line = f"@nnx.remat  # above {name}.__call__"
-        if not _takes_arrays_alone(blocks):
-            line = f"nnx.remat(lambda block, x: block(x, ...))(block, x)  # where {name} is called"
+    else:
+        line = f"nnx.remat(lambda block, x: block(x, ...))(block, x)  # where {name} is called"
     if line is None:
         return None
     count = len(explained.called.inner[blocks])

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 from typing import Any
 
 import flax.linen as nn
@@ -215,11 +216,10 @@ def _roles(leaves: Sequence[_Leaf], arrays: Sequence[Any], results: Counter[Hash
 
 
 def _role_by_name(leaf: _Leaf) -> Role | None:
-    keys = set(map(_key, leaf.path))
-    kind, attribute = leaf.variable, jax.tree_util.GetAttrKey
-    # The state of a module has no attributes, unlike the module: those before it are the optimizer's.
-    in_state = [isinstance(x, jax.tree_util.DictKey) for x in leaf.path[1:]] if kind else [True] * len(leaf.path)
-    attributes = {x.name for x, y in zip(leaf.path, in_state, strict=False) if isinstance(x, attribute) and y}
+    keys, kind, path = set(map(_key, leaf.path)), leaf.variable, leaf.path
+    if kind is not None:  # modules have attributes, too; their states, which optax may hold, are dictionaries
+        path = [x for x, inner in pairwise(path) if isinstance(inner, jax.tree_util.DictKey)]
+    attributes = {x.name for x in path if isinstance(x, jax.tree_util.GetAttrKey)}
     if kind is not None and not attributes & _OPTAX:
         if issubclass(kind, nnx.Param):
             return Role.PARAMETERS

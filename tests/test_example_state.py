@@ -21,11 +21,13 @@ BATCH = {"x": jax.random.normal(jax.random.key(1), (N, 8)), "y": jax.random.norm
 class Recurrent(nn.Module):
     """A carry for each example and a cache of layers beside it, behind running statistics of as many features."""
 
+    rows: int | None = None
+
     @nn.compact
     def __call__(self, x):
         x = nn.BatchNorm(use_running_average=False)(nn.Dense(N)(x))
-        carry = self.variable("carry", "h", jnp.zeros, (len(x), 8))
-        cache = self.variable("cache", "last", jnp.zeros, (2, len(x), 8))
+        carry = self.variable("carry", "h", jnp.zeros, (self.rows or len(x), 8))
+        cache = self.variable("cache", "last", jnp.zeros, (2, self.rows or len(x), 8))
         h = jnp.tanh(nn.Dense(8)(x) + nn.Dense(8)(carry.value) + cache.value.sum(0))
         if not self.is_initializing():
             cache.value = jnp.stack([cache.value[1], jax.lax.stop_gradient(h)])
@@ -93,20 +95,22 @@ def plain_linen(variables, count, steps, per_replica):
 
 
 @pytest.mark.parametrize(
-    ("stages", "replicas", "m", "given"),
+    ("stages", "replicas", "m", "given", "rows"),
     [
-        (1, None, 4, False),
-        pytest.param(2, None, 4, False, marks=pytest.mark.core),
-        (4, None, 2, False),
-        (2, 2, 2, False),
-        (2, None, 16, False),
-        (2, None, 4, True),
-        (2, None, 16, True),
+        (1, None, 4, False, None),
+        pytest.param(2, None, 4, False, None, marks=pytest.mark.core),
+        (4, None, 2, False, None),
+        (2, 2, 2, False, None),
+        (2, None, 16, False, None),
+        (2, None, 4, True, None),
+        (2, None, 16, True, None),
+        (2, None, 4, False, N),  # a size that the module itself has, that of the batch
+        (2, None, 16, False, N),
     ],
 )
-def test_linen(stages, replicas, m, given):
+def test_linen(stages, replicas, m, given, rows):
     variables = Recurrent().init(KEY, BATCH["x"])
-    pipeline = partition(Recurrent(), stages, replicas, num_microbatches=m)
+    pipeline = partition(Recurrent(rows), stages, replicas, num_microbatches=m)
     state = pipeline.init(KEY, variables=variables) if given else pipeline.init(KEY)
     shapes = jax.tree.map(jnp.shape, pipeline.parameters(state))
     assert shapes == jax.tree.map(jnp.shape, variables)

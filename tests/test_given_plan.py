@@ -165,7 +165,8 @@ CASES = {
 
 @pytest.fixture
 def no_search(monkeypatch):
-    """Nothing may list candidates, cut, profile or solve."""
+    """Nothing may list candidates, cut, profile or solve, but the plans that are given."""
+    made("mlp"), made("budget")
 
     def refused(*_, **__):
         raise AssertionError("a given plan was searched for")
@@ -294,6 +295,41 @@ def with_recipe(**fields):
     return dataclasses.replace(plan, recipe=dataclasses.replace(plan.recipe, **fields))
 
 
+def edited(name, edit):
+    """Return the JSON of a plan as somebody has changed it by hand."""
+    data = json.loads(made(name)[0].plan.to_json())
+    edit(data)
+    return json.dumps(data)
+
+
+def swap_to(target):
+    def edit(data):
+        stage = data["recipe"]["stages"][0]
+        stage.update(swapped=stage["formats"]["keep"], targets=[[target, 1.0]])
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "said"),
+    [
+        ("stages in a V", lambda data: data.update(runtime="spmd"), "runtime='spmd' with schedule="),
+        ("asynchronous", lambda data: data.update(runtime="spmd"), "runtime='spmd' with schedule=pipedream"),
+        ("asynchronous", lambda data: data["recipe"].update(versions=None), r"staleness differ: .* \(1, 0\), .* \(\)"),
+        ("mlp", lambda data: data.update(microbatch_size=9), "microbatch_size differ: the plan says 9, given is 4"),
+        ("mlp", lambda data: data["stages"][0].update(in_flight=7), r"stages\[0\].in_flight differ: the plan says 7"),
+        ("mlp", lambda data: data["stages"][0].update(devices=[1]), r"stages"),
+        ("mlp", lambda data: data["recipe"].update(devices=[1, 0]), r"stages\[0\].devices differ: .* \[0\], .* \[1\]"),
+        ("mlp", lambda data: data["recipe"]["stages"].pop(), "number of recipe.stages differ: the plan says 1"),
+        ("mlp", swap_to(7), r"recipe.stages\[0\] swaps '.*' to \(\(7, 1.0\),\), of 2"),
+        ("mlp", swap_to(-1), r"stages\[0\].pieces differ"),
+    ],
+)
+def test_an_edited_plan_is_what_runs_or_is_refused(name, edit, said):
+    with pytest.raises(PartitionError, match=f"(?s){said}"):
+        CASES[name](plan=edited(name, edit))
+
+
 @pytest.mark.parametrize(
     ("plan", "options", "said"),
     [
@@ -391,6 +427,7 @@ def test_a_mesh_of_other_devices_of_the_kind(key, no_search):
     again = jaxpipe.partition(
         case.model, mesh, batch, loss=case.loss, optimizer=optax.sgd(0.05, momentum=0.9), plan=pipeline.plan
     )
+    assert [stage.device_ids for stage in again.plan.stages] == [(4,), (5,)]
     answers = [arrays(p.value_and_grad(p.init(key), batch)) for p in (pipeline, again)]
     assert_same_bits(*answers)
 

@@ -31,6 +31,8 @@ def kept_dimensions(name: str, params: Mapping[str, Any], operands: Sequence[Sha
       [{0: 0, 2: 1}]
       >>> kept_dimensions("add", {}, [(2, 3), (2, 1)], (2, 3))
       [{0: 0, 1: 1}, {0: 0}]
+      >>> kept_dimensions("stack", {"axis": 1}, [(3, 4), (3, 4)], (3, 2, 4))
+      [{0: 0, 1: 2}, {0: 0, 1: 2}]
     """
     if name in RULES:
         return RULES[name](params, operands, result)
@@ -108,7 +110,9 @@ RULES: dict[str, _Rule] = {
     "reshape": _reshape,
     "split": _same_dimensions,
     "squeeze": lambda params, operands, _: _others(operands[0], params["dimensions"]),
+    "stack": lambda params, operands, _: [{d: d + (d >= params["axis"]) for d in range(len(x))} for x in operands],
     "transpose": lambda params, *_: [{d: to for to, d in enumerate(params["permutation"])}],
+    "unstack": lambda params, operands, _: _others(operands[0], [params["axis"]]),
     **dict.fromkeys(["concatenate", "cumsum", "dynamic_slice", "dynamic_update_slice", "pad"], _same_dimensions),
     **dict.fromkeys(["reduce_window", "reduce_window_max", "reduce_window_sum", "rev", "slice"], _same_dimensions),
     **dict.fromkeys(REDUCTIONS, lambda params, operands, _: _others(operands[0], params["axes"])),

@@ -106,7 +106,12 @@ def bind_linen(
 
 def _initial(module: nn.Module, function: UserFunction, microbatch: PyTree, batch: PyTree, assumed: bool) -> _Search:
     """Find the variables that calls need; of state that is longer for a batch, those for the batch."""
-    variables, calls = _shapes(module, function, microbatch, assumed=assumed)
+    try:
+        variables, calls = _shapes(module, function, microbatch, assumed=assumed)
+    except Exception:  # of a module whose state has a row for each example of the batch
+        if shape_key(microbatch) == shape_key(batch):
+            raise
+        return _Search(*_shapes(module, function, batch), batch)
     search = _Search(variables, calls, microbatch)
     rows, size = batch_size(microbatch), batch_size(batch)
     state = by_path(state_of(search.variables))

@@ -340,7 +340,7 @@ def _away(program: Program, partition: Partition, s: StageNumber) -> dict[str, A
         for target in stage.swap.targets
         if (n := round(size * target.share))
     )
-    gone = max(len(points.elsewhere(j)) for j in points.leaves)
+    gone = max((len(points.elsewhere(j)) for j in points.leaves), default=0)
     return {"away": points.away, "away_ticks": gone, "pieces": pieces}
 
 

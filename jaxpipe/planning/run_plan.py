@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxpipe.array_types import TensorNumber
@@ -19,12 +20,12 @@ from jaxpipe.graph.program_text import digests_by, program_text
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.plan import Plan
 from jaxpipe.planning.candidate import Candidate, Cut, PlannedStep, make_program
-from jaxpipe.planning.check_request import settings_of
+from jaxpipe.planning.check_request import check_runtime_features, settings_of
 from jaxpipe.planning.compare_requests import shape_parts
 from jaxpipe.planning.cuts.placed_stages import Partition, StageCost
 from jaxpipe.planning.given_plan import check_same, made_with, recipe_in
 from jaxpipe.planning.refuse_budget import check_budget
-from jaxpipe.planning.storage.stage_levels import sliced_programs
+from jaxpipe.planning.storage.stage_levels import Fitted, sliced_programs
 from jaxpipe.planning.trace_request import Traced
 from jaxpipe.recipe import Recipe, StagePrograms
 from jaxpipe.residuals import vjp_program
@@ -32,7 +33,9 @@ from jaxpipe.residuals.choose_formats import ResidualPlan, refitted
 from jaxpipe.residuals.codecs import BUILT_IN, CSR, Bitmap, SparseCodec
 from jaxpipe.residuals.stored_formats import Derived, Format
 from jaxpipe.runtime.stages import Program, StashSwap, SwapTarget, places_to_cut, with_storage
+from jaxpipe.schedules.swap_points import HOST
 from jaxpipe.schedules.table import Action, Kind, Schedule, StageNumber
+from jaxpipe.sharding.mesh_axes import STAGE
 from jaxpipe.text.progress import phase
 from jaxpipe.text.stable_text import digest, stable_text
 from jaxpipe.text.value_text import listed
@@ -46,6 +49,13 @@ _NUMBERS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?(?:x(\d{1,18}))?")
 
 #: The fields of a recipe that schedules have, too.
 OF_SCHEDULES = "stage_of", "versions", "group", "frozen", "keeps_versions"
+
+#: What a plan, and each of its stages, says of the programs, whoever changed it.
+FACTS = "replicas", "microbatch_size", "staleness", "frozen", "exchange_bytes", "inner_steps", "per_stage", "axes"
+STAGE_FACTS = (
+    *("modules", "parameter_bytes", "stash_bytes", "stored", "stored_modules", "recomputed", "sent_bytes"),
+    *("in_flight", "away", "away_ticks", "pieces"),
+)
 
 #: By name, the codecs that are made with room for so many values.
 SPARSE: dict[str, Callable[[int], Codec]] = {codec.name: codec for codec in (Bitmap, CSR)}
@@ -155,7 +165,9 @@ def _stored(program: Program, traced: Traced, plan: Plan, forms: Mapping[str, Fo
             if sliced is None or sliced.count != planned.slices:
                 raise ValueError(f"stages[{k}].slices is {planned.slices}, here {sliced and sliced.count}.")
             vjp = vjp_program.assemble(sliced.vjp.backward_graph, refitted(_formats(exact, forms), sliced.vjp.graph))
-        if exact.targets:
+        if exact.targets or exact.swapped:
+            if not all(HOST <= s < len(stages) and s != k for s, _ in exact.targets) or not exact.swapped:
+                raise ValueError(f"recipe.stages[{k}] swaps {exact.swapped!r} to {exact.targets}, of {len(stages)}.")
             targets = tuple(SwapTarget(StageNumber(s), share) for s, share in exact.targets)
             swap = StashSwap(tuple(_numbers(exact.swapped)), targets)
         if planned.slices > 1 or swap is not None:
@@ -176,7 +188,9 @@ def run_plan(traced: Traced) -> PlannedStep:
     plan, recipe = request.plan, recipe_in(request.plan)
     _check_program(traced, recipe)
     _check_cuts(traced, plan)
+    check_same("number of recipe.stages", len(recipe.stages), len(plan.stages))
     schedule, partition, forms = _schedule(plan), _partition(traced, plan), _forms(traced)
+    check_runtime_features(request, [schedule])
     try:
         # The default storage of a stage with a sliced product is that of another program.
         storage = tuple(
@@ -190,19 +204,41 @@ def run_plan(traced: Traced) -> PlannedStep:
             f"plan= does not fit the programs of its stages: {error} It was made with {recipe.made_with}; this is "
             f"{made_with(request.mesh)}. Leave out plan= to plan again."
         ) from None
-    for k, (stage, here) in enumerate(zip(plan.stages, program.stages, strict=True)):
-        check_same(f"stages[{k}].stash_bytes", stage.stash_bytes, program.stash_bytes(here))
+    candidate = Candidate(cut, partition, program, schedule)
+    plan, mesh = _checked(plan, candidate), _recipe_mesh(plan, request.mesh, schedule)
     same = recipe.made_with == made_with(request.mesh)
     if not same:
         plan = replace(plan, compiled_each_device=(), compiled_stage_memory=())
-    place = {d: k for k, d in enumerate(sorted(recipe.devices))}  # in the mesh without devices that are left out
-    devices = request.mesh.devices.flatten()[[place[d] for d in recipe.devices]].reshape(request.mesh.devices.shape)
-    mesh = Mesh(devices, request.mesh.axis_names, axis_types=request.mesh.axis_types)
-    planned = replace(Candidate(cut, partition, program, schedule).planned(program, plan), mesh=mesh)
+    planned = replace(candidate.planned(program, plan), mesh=mesh)
     if plan.runtime == "mpmd" and (request.options.compile or (plan.budget is not None and not same)):
         planned = planned.with_step()
         check_budget(planned)
     return planned
+
+
+def _checked(plan: Plan, candidate: Candidate) -> Plan:
+    """Return a plan with the devices that it runs on; raise ``PartitionError`` if its programs are not what it says."""
+    now = candidate.described(candidate.program, (Fitted(),) * len(plan.stages)).plan
+    for name in FACTS:
+        check_same(name, getattr(plan, name), getattr(now, name))
+    for (k, stage), here in zip(enumerate(plan.stages), now.stages, strict=True):
+        for name in STAGE_FACTS:
+            check_same(f"stages[{k}].{name}", getattr(stage, name), getattr(here, name))
+    pairs = zip(plan.stages, now.stages, strict=True)
+    return replace(plan, stages=tuple(replace(stage, device_ids=here.device_ids) for stage, here in pairs))
+
+
+def _recipe_mesh(plan: Plan, mesh: Mesh, schedule: Schedule) -> Mesh:
+    """Return the devices of a mesh in the order of a recipe; raise ``PartitionError`` if stages have others."""
+    recipe, axis = recipe_in(plan), mesh.axis_names.index(STAGE)
+    numbers = {d: k for k, d in enumerate(sorted(recipe.devices))}  # in the mesh without devices that are left out
+    places = np.array([numbers[d] for d in recipe.devices]).reshape(mesh.devices.shape)
+    ends = itertools.accumulate(len(plan.stages[row[0]].devices) for row in schedule.stage_of)
+    groups = np.split(np.moveaxis(places, axis, 0).flatten(), list(ends)[:-1])
+    for k, stage in enumerate(plan.stages):
+        group = groups[schedule.device(StageNumber(k))]
+        check_same(f"stages[{k}].devices", sorted(stage.devices), sorted(group.tolist()))
+    return Mesh(mesh.devices.flatten()[places], mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def _check_cuts(traced: Traced, plan: Plan) -> None:

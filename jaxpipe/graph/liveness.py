@@ -1,7 +1,7 @@
 """The most memory that a program needs at once, from its operators alone."""
 
 import graphlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -237,16 +237,11 @@ class _Written:
         operators = [op for op in graph.operators if any(map(self.writes, op.outputs))]
         if current().runs_early:
             makers = {t: k for k, op in enumerate(operators) for t in op.outputs}
-            sorter = graphlib.TopologicalSorter[int]()
-            for k, op in enumerate(operators):
-                sorter.add(k, *{makers[u] for t in op.outputs for u in self.sources.get(t, ()) if u in makers} - {k})
-            sorter.prepare()
-            queue, order = deque(sorter.get_ready()), []
-            while queue:
-                order.append(operators[k := queue.popleft()])
-                sorter.done(k)
-                queue.extend(sorter.get_ready())
-            operators = order
+            before = {
+                k: {makers[u] for t in op.outputs for u in self.sources.get(t, ()) if u in makers} - {k}
+                for k, op in enumerate(operators)
+            }
+            operators = [operators[k] for k in graphlib.TopologicalSorter(before).static_order()]
         return self._results_early(graph, operators) if results_early else operators
 
     def _results_early(self, graph: Graph, operators: Sequence[Operator]) -> list[Operator]:

@@ -7,6 +7,7 @@ from typing import TypeAlias
 from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.graph import Graph, Operator, bodies, read_graph
 from jaxpipe.graph.kept_dimensions import kept_dimensions
+from jaxpipe.graph.reverse_walk import closure
 from jaxpipe.graph.split_scan import scan_operands
 
 
@@ -37,12 +38,7 @@ def paired_dimensions(graph: Graph, sources: Iterable[TensorNumber]) -> set[tupl
     for a, b in _pairs(graph, 0, itertools.count(1)):
         pairs.setdefault(a, []).append(b)
         pairs.setdefault(b, []).append(a)
-    waiting: list[Dimension] = [(0, t, 0) for t in sources]
-    reached = set(waiting)
-    while waiting:
-        fresh = set(pairs.get(waiting.pop(), ())) - reached
-        reached |= fresh
-        waiting += fresh
+    reached = closure(((0, t, 0) for t in sources), lambda dimension: pairs.get(dimension, ()))
     return {(t, d) for program, t, d in reached if program == 0}
 
 

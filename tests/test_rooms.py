@@ -36,6 +36,7 @@ ROOMS = (
     "options",
     "agreement",
     "collect_later",
+    "context_values",
     "text",
     "multihost",
     "_compat",

@@ -1,11 +1,13 @@
 """A transformation that looks at the gradients of each pipeline stage apart."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 
 import jax
 import optax
+
+from jaxpipe.context_values import holding
 
 
 class _Stages:
@@ -19,15 +21,9 @@ class _Stages:
 _STAGES: ContextVar[_Stages | None] = ContextVar("stages", default=None)
 
 
-@contextlib.contextmanager
-def known_stages(numbers: Sequence[int]) -> Iterator[_Stages]:
+def known_stages(numbers: Sequence[int]) -> contextlib.AbstractContextManager[_Stages]:
     """Tell ``per_stage`` the stages of the leaves while an optimizer is traced; ``asked`` says whether it is there."""
-    stages = _Stages(numbers)
-    token = _STAGES.set(stages)
-    try:
-        yield stages
-    finally:
-        _STAGES.reset(token)
+    return holding(_STAGES, _Stages(numbers))
 
 
 def per_stage(transformation: optax.GradientTransformation) -> optax.GradientTransformation:

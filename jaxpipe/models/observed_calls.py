@@ -18,6 +18,7 @@ from flax import nnx
 from flax.core import lift
 
 from jaxpipe.array_types import PyTree, PyTreeDef
+from jaxpipe.context_values import holding
 from jaxpipe.models.variable_trees import Path
 
 
@@ -154,11 +155,10 @@ def observed_calls(observed: Observed) -> Iterator[None]:
         if _users == 1:
             for owner, name, _, replacement in _replaced:
                 setattr(owner, name, replacement)
-    token = _here.set(observed)
     try:
-        yield
+        with holding(_here, observed):
+            yield
     finally:
-        _here.reset(token)
         with _lock:
             _users -= 1
             if not _users:

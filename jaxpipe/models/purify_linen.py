@@ -11,6 +11,7 @@ from flax.core import lift
 from flax.linen import transforms
 
 from jaxpipe.array_types import Array, PyTree
+from jaxpipe.context_values import holding
 from jaxpipe.models.decorated_class import twin_class
 from jaxpipe.models.purify_nnx import PureCall, check_numeric, part, part_results
 from jaxpipe.models.undecorated import unless_disabled
@@ -48,11 +49,8 @@ def transform_method(method: Callable[..., PyTree], runner: Runner, owner: type 
         running = _running.get()
         if self.scope is None or self.is_initializing() or owner in running:
             return method(self, *args, **kwargs)
-        token = _running.set(running if owner is None else running | {owner})
-        try:
+        with holding(_running, running if owner is None else running | {owner}):
             return lifted(self, *args, **kwargs)
-        finally:
-            _running.reset(token)
 
     return unless_disabled(method, call)
 

@@ -25,6 +25,7 @@ from flax.nnx import graphlib
 from jax.core import Tracer
 
 from jaxpipe.array_types import Array, PyTree
+from jaxpipe.context_values import holding
 from jaxpipe.errors import DifferentiationError, ModelError
 from jaxpipe.models.decorated_class import replaced
 from jaxpipe.models.variable_trees import by_path
@@ -229,15 +230,12 @@ def module_scopes(modules: Sequence[Any]) -> Iterator[None]:
     For the time of the call their classes open the scopes. The modules have no others: some programs ask for them.
     """
     members = [(path, module) for root in modules for path, module in nnx.iter_modules(root)]
-    token = _scopes.set({**_scopes.get(), **{id(module): tuple(map(str, path)) for path, module in members}})
-    try:
-        with _named(bool(_scopes.get())), contextlib.ExitStack() as stack:
-            for cls in dict.fromkeys(type(module) for _, module in members if callable(module)):
-                if getattr(cls.__call__, _SCOPED, None) is not cls:
-                    stack.enter_context(replaced(cls, "__call__", _scoped_call(cls)))
-            yield
-    finally:
-        _scopes.reset(token)
+    scopes = {**_scopes.get(), **{id(module): tuple(map(str, path)) for path, module in members}}
+    with holding(_scopes, scopes), _named(bool(scopes)), contextlib.ExitStack() as stack:
+        for cls in dict.fromkeys(type(module) for _, module in members if callable(module)):
+            if getattr(cls.__call__, _SCOPED, None) is not cls:
+                stack.enter_context(replaced(cls, "__call__", _scoped_call(cls)))
+        yield
 
 
 @contextlib.contextmanager
@@ -261,12 +259,8 @@ def _scoped_call(cls: Any) -> Callable[..., PyTree]:
             return run(self, *args, **kwargs)
         path = paths.get(id(self), ())
         below = path[len(here) :] if path[: len(here)] == here else path
-        token = _here.set(path or here or _ROOT)
-        try:
-            with jax.named_scope("/".join(below) or cls.__name__):
-                return run(self, *args, **kwargs)
-        finally:
-            _here.reset(token)
+        with holding(_here, path or here or _ROOT), jax.named_scope("/".join(below) or cls.__name__):
+            return run(self, *args, **kwargs)
 
     setattr(__call__, _SCOPED, cls)
     return __call__

@@ -17,6 +17,7 @@ import jax
 from flax import nnx
 
 from jaxpipe.array_types import PyTree
+from jaxpipe.context_values import holding
 from jaxpipe.graph.allowed_codecs import FAST
 from jaxpipe.models import purify_linen
 from jaxpipe.models.decorated_class import twin_class
@@ -31,15 +32,7 @@ _wrapping = jax.make_user_context(default_value=None)
 
 #: Whether the call of a module is running.
 _inside: contextvars.ContextVar[bool] = contextvars.ContextVar("inside", default=False)
-
-
-@contextlib.contextmanager
-def _inside_call() -> Iterator[None]:
-    token = _inside.set(True)
-    try:
-        yield
-    finally:
-        _inside.reset(token)
+_inside_call = functools.partial(holding, _inside, True)
 
 
 @dataclass

@@ -18,7 +18,6 @@ from jaxpipe.array_types import AnyJaxpr, TensorNumber
 from jaxpipe.graph.allowed_codecs import Policy
 from jaxpipe.graph.graph import Graph
 from jaxpipe.graph.program_text import program_text
-from jaxpipe.models.undecorated import Undecorated
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.backward_graph import BackwardGraph, build_backward_graph
 from jaxpipe.residuals.choose_formats import ResidualPlan, default_plan
@@ -115,13 +114,11 @@ class Choices:
       otherwise: the storage of programs for which none is chosen.
       storage: that of others, by their keys.
       met: all programs that are met.
-      plain: the trace of the step as if nothing were decorated; left out: it was not traced so.
     """
 
     otherwise: Storage
     storage: Mapping[str, Storage] = field(default_factory=dict)
     met: dict[str, DecoratedProgram] = field(default_factory=dict)
-    plain: Undecorated | None = None
 
     def passes(self, program: DecoratedProgram) -> Passes:
         """Return the passes of a program, and note that it was met."""

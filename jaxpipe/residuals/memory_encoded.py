@@ -152,9 +152,7 @@ def _encode_nnx_class(cls: type[nnx.Module], policy: Policy) -> type[nnx.Module]
 
 def run_encoded(call: PureCall, *, policy: Policy) -> PyTree:
     """Run a pure call now; its derivative, if one is taken, goes through the stash."""
-    choices = choosing.value
-    plain = None if choices is None or choices.plain is None or choices.plain.nested else choices.plain
-    with choosing(None), undecorated(plain):  # decorated parts inside are parts of this program
+    with choosing(None), undecorated(False):  # decorated parts inside are parts of this program
         closed = jax.make_jaxpr(call.function)(*call.leaves)
     program, consts = _compat.hoist_constants(closed)
     values = [*consts, *call.leaves]

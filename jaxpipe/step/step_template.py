@@ -23,7 +23,6 @@ from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Equation, PyTree
 from jaxpipe.graph.evaluate_otherwise import evaluate_otherwise, with_programs
 from jaxpipe.graph.graph import equations_in, without_literals
 from jaxpipe.models.purify_nnx import is_module
-from jaxpipe.models.undecorated import Undecorated
 from jaxpipe.residuals.chosen_storage import Choices, DecoratedProgram, Passes, Storage, choosing
 from jaxpipe.residuals.vjp_program import reached
 from jaxpipe.step.step_arguments import Call, flat_arguments, split_static, with_static
@@ -104,14 +103,11 @@ class StepTemplate:
         return step
 
 
-def step_template(
-    call: Call, met: dict[str, DecoratedProgram], plain: Undecorated | None = None
-) -> StepTemplate | None:
+def step_template(call: Call, met: dict[str, DecoratedProgram]) -> StepTemplate | None:
     """Trace a step with its decorated programs as equations; None where they cannot be replaced by others.
 
-    They are noted in ``met``; ``plain`` is the trace of the plain step, if there was one. None: where a program is
-    batched or in a ``shard_map``, where its passes are in different loops or functions under ``jit``, and where a step
-    adds to its modules or returns them.
+    They are noted in ``met``. None: where a program is batched or in a ``shard_map``, where its passes are in different
+    loops or functions under ``jit``, and where a step adds to its modules or returns them.
     """
     static, dynamic = split_static(call.step, call.options, call.args, call.kwargs)
     flat = flat_arguments(dynamic)
@@ -129,7 +125,7 @@ def step_template(
 
     try:
         # Both equations take the same keys; JAX checks these where the step is traced with its storage.
-        with choosing(Choices(OpaquePasses, met=met, plain=plain)), jax.debug_key_reuse(False):
+        with choosing(Choices(OpaquePasses, met=met)), jax.debug_key_reuse(False):
             program = jax.jit(step).trace(*flat.values).jaxpr
         _check_pairs(program)
     except (CannotReplaceError, NotImplementedError):  # of which the latter says that there is no rule for a batch

@@ -22,7 +22,7 @@ from jaxpipe.array_types import PyTree
 from jaxpipe.costs.count_products import count_products
 from jaxpipe.costs.profile_cache import cache_folder, versions_for
 from jaxpipe.costs.reserved_bytes import reserved_bytes
-from jaxpipe.models.undecorated import Undecorated, undecorated
+from jaxpipe.models.undecorated import undecorated
 from jaxpipe.residuals.chosen_storage import Choices, DecoratedProgram, choosing, whole_scans
 from jaxpipe.residuals.two_passes import StoredPasses
 from jaxpipe.step.step_arguments import Call, jitter, split_arguments
@@ -84,7 +84,6 @@ class StepVariants:
         self._call, self._like, self._whole = call, like, split is not None
         self._variants: dict[str, Variant] = {} if split is None else {PLAIN: split.plain}
         self._met: dict[str, DecoratedProgram] = {}
-        self._undecorated = Undecorated() if split is None else split._undecorated
         self.compilations = 0
         self.seconds = 0.0  # of compilations
         self.plain = self.variant(PLAIN)
@@ -145,12 +144,12 @@ class StepVariants:
     @cached_property
     def _template(self) -> StepTemplate | None:
         with phase("trace"), building_for(self._call.device), whole_scans(self._whole):
-            return step_template(self._call, self._met, self._undecorated)
+            return step_template(self._call, self._met)
 
     def _traced(self, level: str) -> Variant:
         call, template = self._call, None if level == PLAIN else self._template
         chosen = {} if level in (PLAIN, DEFAULT) else self.front.storage(level)
-        choices = Choices(lambda program: StoredPasses(program.default), chosen, self._met, self._undecorated)
+        choices = Choices(lambda program: StoredPasses(program.default), chosen, self._met)
         step = call.step
         if template is not None:
             step = template.with_storage(choices.passes)
@@ -159,7 +158,7 @@ class StepVariants:
         def traced(*args: PyTree, **kwargs: PyTree) -> PyTree:
             with contextlib.ExitStack() as stack:
                 if level == PLAIN:
-                    stack.enter_context(undecorated(self._undecorated))
+                    stack.enter_context(undecorated(True))
                 elif template is None:
                     stack.enter_context(choosing(choices))
                     stack.enter_context(whole_scans(self._whole))

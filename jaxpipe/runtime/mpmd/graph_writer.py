@@ -2,11 +2,12 @@
 
 import functools
 from collections.abc import Hashable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 
 from jaxpipe.array_types import Device, PyTree
+from jaxpipe.models.check_batch import shape_key
 from jaxpipe.runtime.mpmd import step_graph
 from jaxpipe.runtime.mpmd.stage_layout import StageLayout
 from jaxpipe.runtime.mpmd.step_graph import Arrays, Instruction, Place, Port, StepGraph, Task, Traced, Value, Work
@@ -62,18 +63,16 @@ class GraphWriter:
     ) -> Arrays:
         """Run work of a stage at a place, on values from anywhere.
 
-        It is traced once for each ``key`` and what the stage stores, among all plans with the same cuts; left out, for
-        each label and operands of other shapes, whatever the stage stores.
+        It is traced once for each label and operands of other shapes, among all plans with the same cuts; ``key`` is
+        what else decides it, such as what the stage stores.
         """
         traces, layout, operands = self.layout.planned.traces, self.layout, self.at(place, operands)
-        named = layout.objective, place.stage, label, shapes_of(self.avals(operands))
-        key = named if key is None else (layout.stage(place.stage), key)
+        avals, leaves = self.avals(operands), jax.tree.leaves(operands)
+        key = layout.objective, place.stage, label, key, shape_key(avals)
         if key not in traces:
-            form = functools.partial(self.layout.form, place.stage)
-            traces[key] = step_graph.trace_task(label, work, form, self.avals(operands), consumes)
+            form = functools.partial(layout.form, place.stage)
+            traces[key] = step_graph.trace_task(label, work, form, avals, consumes)
         traced: Traced = traces[key]
-        leaves, structure = jax.tree.flatten(operands)
-        assert structure == traced.operands, f"{label}: other operands than before"
         task = traced.task
         pairs = zip(task.written_avals, task.forms, strict=True)
         writes = [self.value(Value(aval, place, form)) for aval, form in pairs]
@@ -152,9 +151,3 @@ class GraphWriter:
     def finish(self, outputs: dict[Port, int]) -> StepGraph:
         """Return the graph that ends with some arrays."""
         return StepGraph(tuple(self.values), tuple(self.tasks), tuple(self.instructions), self.inputs, outputs)
-
-
-def shapes_of(avals: Arrays) -> tuple[Any, ...]:
-    """Return the structure, shapes and types that decide how work on some arrays is traced."""
-    leaves, structure = jax.tree.flatten(avals)
-    return structure, *((x.shape, x.dtype) for x in leaves)

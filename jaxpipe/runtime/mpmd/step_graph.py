@@ -213,10 +213,9 @@ _ORDER = ("leaving", "state", "totals", "overflows", "statistics", "results", "s
 
 
 class Traced(NamedTuple):
-    """A task, and how its operands and its results stand in trees."""
+    """A task, and how its results stand in a tree."""
 
     task: Task
-    operands: PyTreeDef
     reads: tuple[int, ...]  # positions among all operands
     tree: PyTreeDef  # of the results
     sources: tuple[int, ...]  # by leaf of this tree, the position among the written results, or ~position of an operand
@@ -259,7 +258,7 @@ def trace_task(
     names = tuple(results[n] for n in writes)
     task = Task(label, program, tuple(given[k] for k in reads), names, tuple(map(form, names)), consumes)
     tree = jax.tree.structure(shapes)
-    return Traced(task, jax.tree.structure(operands), reads, tree, tuple(sources[n] for n in range(len(results))))
+    return Traced(task, reads, tree, tuple(sources[n] for n in range(len(results))))
 
 
 def trim_task(task: Task, writes: Collection[int]) -> tuple[Task, tuple[int, ...]]:

@@ -17,7 +17,8 @@ from typing import cast
 import jax
 
 from jaxpipe.array_types import TensorNumber
-from jaxpipe.runtime.mpmd.graph_writer import GraphWriter, shapes_of
+from jaxpipe.models.check_batch import shape_key
+from jaxpipe.runtime.mpmd.graph_writer import GraphWriter
 from jaxpipe.runtime.mpmd.passes import apply_passes
 from jaxpipe.runtime.mpmd.report_tasks import batch_results, step_counters, total_weight
 from jaxpipe.runtime.mpmd.stage_layout import StageLayout
@@ -120,7 +121,7 @@ class MicrobatchWriter(GraphWriter):
         operands |= {"index": self.given(place, "index", j), "arriving": {}, "cotangents": {}} | kept
         label = f"stage {s}: " + " and ".join(KIND_NAMES[kind] for kind in kinds)
         work = functools.partial(run_kinds, layout, s, kinds)
-        results = self.run(place, label, work, operands, (kinds, layout.collects), microbatch=j, action=action)
+        results = self.run(place, label, work, operands, layout.stage(s), microbatch=j, action=action)
         put(member, {name: x for name, x in results.items() if name in _OF_MEMBERS})
         kept |= {group: results[group] for group in ("stash", "saved") if group in results}
         if Kind.BACKWARD in kinds or Kind.BACKWARD_WEIGHT in kinds:
@@ -146,7 +147,7 @@ class MicrobatchWriter(GraphWriter):
     def zeros(self, place: Place, label: str, avals: Arrays) -> Arrays:
         """Make zeros of some shapes, or what else sums begin with."""
         work = functools.partial(first_sums, avals, self.layout.objective.overwritten)
-        return self.run(place, label, lambda _: work(), {}, (label, shapes_of(avals)))
+        return self.run(place, label, lambda _: work(), {}, shape_key(avals))
 
     def _added(self, s: StageNumber, kinds: Kinds) -> Arrays:
         """Shapes of the arrays that work of some kinds adds to: totals, and sums of the gradients that it computes."""
@@ -279,8 +280,8 @@ class StepEndWriter(MicrobatchWriter):
         copied = {} if learning_rate is None else {"learning_rate": held["shared"][learning_rate]}
         copied |= {"skipped": held["skipped"]} if self.layout.update.on_nonfinite == "skip" else {}
         arrays |= {"copied": copied}
-        work, key = functools.partial(step_counters, updates), ("counters", updates, shapes_of(self.avals(arrays)))
-        counters = self.run(home, "counters", work, arrays, key)["counters"]
+        work = functools.partial(step_counters, updates)
+        counters = self.run(home, "counters", work, arrays, updates)["counters"]
         self.reports |= {Port(home, "counters", name): x for name, x in counters.items()}
 
     def state(self) -> dict[Port, int]:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.runtime.mpmd.device_bytes import HOST_PURPOSE, PEER_PURPOSE, array_bytes
-from jaxpipe.runtime.mpmd.graph_writer import GraphWriter, shapes_of
+from jaxpipe.runtime.mpmd.graph_writer import GraphWriter
 from jaxpipe.runtime.mpmd.stage_layout import StageLayout
 from jaxpipe.runtime.mpmd.step_graph import Arrays, Call, Form, Instruction, Place, Send, StepGraph, Value, Wait
 from jaxpipe.runtime.stages import StashSwap, SwapTarget
@@ -163,9 +163,8 @@ class _Mover(GraphWriter):
         forms: Sequence[Form],
     ) -> list[int]:
         """Write a call that cuts or joins those arrays that are in pieces; return its results, of some forms."""
-        operands = {"stash": list(arrays)}
-        key = what, tuple(map(tuple, pieces)), shapes_of(self.avals(operands))
-        results = self.run(place, f"stage {place.stage}: {what}", functools.partial(work, pieces), operands, key)
+        label, operands, key = f"stage {place.stage}: {what}", {"stash": list(arrays)}, tuple(map(tuple, pieces))
+        results = self.run(place, label, functools.partial(work, pieces), operands, key)
         to += self.instructions
         self.instructions.clear()
         for number, form in zip(results["arrays"], forms, strict=True):

@@ -90,12 +90,6 @@ def test_a_section_passes_on_what_later_ones_need():
     assert graph.inputs[0] not in middle.inputs
 
 
-def test_section_out_of_range():
-    graph = trace(lambda x: [jnp.sin(x)], jnp.ones(3))
-    with pytest.raises(ValueError, match=r"operators 0:5, but the graph has 1 operators"):
-        graph.section(0, 5)
-
-
 def test_derived_from_parameters():
     table = np.arange(6.0, dtype=np.float32).reshape(2, 3)
 

@@ -228,11 +228,6 @@ class Graph:
         output, so that a chain of sections hands everything from neighbor to neighbor, and cotangents are summed
         in the order of the whole graph; not so without ``passing``. Tensors keep their numbers.
         """
-        if not 0 <= start <= stop <= len(self.operators):
-            raise ValueError(
-                f"Graph.section got operators {start}:{stop}, but the graph has "
-                f"{len(self.operators)} operators; it needs 0 <= start <= stop <= {len(self.operators)}."
-            )
         body = self.operators[start:stop]
         written = dict.fromkeys(t for op in body for t in op.outputs)
         earlier = {t for op in self.operators[:start] for t in op.outputs}

@@ -32,9 +32,6 @@ FEWEST_RUNS, MOST_RUNS = 16, 200
 #: Shares of an operation's seconds by which it may delay a more urgent one.
 PATIENCES = (1.0, 0.5, 0.0)
 
-#: Schedules of the priority rules that are improved.
-MOST_IMPROVED = 4
-
 #: By what share a step may be over the bound for the search to end: measured seconds are no better than this.
 CLOSE = 1e-3
 
@@ -270,15 +267,10 @@ class _Search:
 
     def run(self) -> Sequenced | None:
         """Return the shortest schedule; None if none was found."""
-        tried = []
         for way, rule, patience in itertools.product(range(2), _RULES, PATIENCES):
             graph = self._graphs[way]
             ranks = [[_rank(rule, x, self._costliest)] * graph.num_microbatches for x in graph.operations]
-            ordered = self._scheduled(ranks, way, patience)
-            tried += [] if ordered is None else [(ordered, way)]
-        tried.sort(key=lambda pair: pair[0].makespan)
-        for ordered, way in tried[:MOST_IMPROVED]:
-            self._improve(ordered.next_ranks(), 1 - way)
+            self._scheduled(ranks, way, patience)
         self._restart()
         if self._best is None:
             return None

@@ -51,7 +51,7 @@ class Item:
     Attributes:
       name: for people; equal work has equal answers, whatever its names.
       options: the forms it may be stored in; none if it is always computed again.
-      uses: the events that read it, ascending.
+      uses: the events that read it, ascending, each once.
       bytes: that it takes while it is there without being stored.
       sources: the items that it is computed from.
       seconds: to compute it again from them; None if that is not possible.
@@ -103,15 +103,6 @@ class Problem:
     frees: bool = True
     most_swapped: float = math.inf
     overlap: float = 0.0
-
-    def __post_init__(self) -> None:
-        for k, item in enumerate(self.items):
-            if any(source >= k for source in item.sources):
-                raise ValueError(f"item {k} ({item.name}) has sources {item.sources}; they must come before it.")
-            if list(item.uses) != sorted(set(item.uses)) or any(not 0 <= e < len(self.base) for e in item.uses):
-                raise ValueError(f"item {k} ({item.name}) has uses {item.uses} of {len(self.base)} events.")
-            if item.seconds is None and not item.options:
-                raise ValueError(f"item {k} ({item.name}) can neither be stored nor computed again.")
 
     @cached_property
     def base_bytes(self) -> np.ndarray:

@@ -39,6 +39,7 @@ ROOMS = (
     "context_values",
     "text",
     "multihost",
+    "_compat_vmap",
     "_compat",
     "targets",
     "array_types",

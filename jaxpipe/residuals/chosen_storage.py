@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxpipe import _compat
 from jaxpipe.array_types import AnyJaxpr, TensorNumber
 from jaxpipe.graph.allowed_codecs import Policy
 from jaxpipe.graph.graph import Graph
@@ -44,8 +43,8 @@ class DecoratedProgram:
     wrt: tuple[TensorNumber, ...]
     policy: Policy
     held: frozenset[TensorNumber]
-    iterations: int | None = None
-    axes: Callable[[], contextlib.AbstractContextManager[object]] = field(default_factory=_compat.axes_here)
+    iterations: int | None
+    axes: Callable[[], contextlib.AbstractContextManager[object]]
 
     @cached_property
     def key(self) -> str:

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from jaxpipe import _compat
+from jaxpipe._compat_vmap import Mapped, added_up, of_first_example, vmaps_of
 from jaxpipe.array_types import AnyJaxpr, Array, PyTree, TensorNumber
 from jaxpipe.errors import DifferentiationError, ModelError
 from jaxpipe.graph.allowed_codecs import Codecs, Policy, parse, warn_unused
@@ -174,14 +175,15 @@ def run_encoded(call: PureCall, *, policy: Policy) -> PyTree:
     return call.finish(run(graph, held, values))
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["kept"], meta_fields=["passes", "wrt"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["kept"], meta_fields=["passes", "wrt", "vmaps"])
 @dataclass(frozen=True)
 class _Residuals:
-    """The values between the forward and the backward pass, and the inputs that are differentiated."""
+    """The values between the forward and the backward pass, the inputs that are differentiated, and who maps them."""
 
     kept: PyTree
     passes: Passes
     wrt: tuple[TensorNumber, ...]
+    vmaps: tuple[Mapped, ...]
 
 
 def _encoded_function(
@@ -207,7 +209,7 @@ def _encoded_function(
     # The name tells an enclosing `memory_encoded` or `partition` that it may look inside.
     body.__name__ = ENCODED_MARK + policy.name
 
-    choices = choosing.value
+    choices, axes = choosing.value, _compat.axes_here()
 
     @functools.cache
     def passes_for(perturbed: tuple[bool, ...]) -> tuple[Passes, tuple[TensorNumber, ...]]:
@@ -216,7 +218,8 @@ def _encoded_function(
         if named:
             raise ModelError(_NAMED_SIZES.format(", ".join(sorted(named))))
         wrt = tuple(t for t, moves in zip(graph.inputs, perturbed, strict=True) if moves)
-        differentiated = DecoratedProgram(program, graph, wrt, policy, held | {*graph.inputs} - {*wrt}, iterations)
+        kept = held | {*graph.inputs} - {*wrt}
+        differentiated = DecoratedProgram(program, graph, wrt, policy, kept, iterations, axes)
         return (_default_passes if choices is None else choices.passes)(differentiated), wrt
 
     @jax.custom_vjp
@@ -226,14 +229,18 @@ def _encoded_function(
     @building_for(target)
     def encoded_forward(*primals: CustomVJPPrimal) -> tuple[Sequence[Array], _Residuals]:
         values = list(map(_value, primals))
-        passes, wrt = passes_for(tuple(p.perturbed for p in primals))
-        outputs, kept = passes.forward(values)
-        return [_first_order(jax.numpy.asarray(y)) for y in outputs], _Residuals(kept, passes, wrt)
+        with axes():  # of a scan or a checkpoint, JAX calls this elsewhere
+            passes, wrt = passes_for(tuple(p.perturbed for p in primals))
+            outputs, kept = passes.forward(values)
+        mapped = vmaps_of([p.value for p in primals if p.perturbed])
+        return [_first_order(jax.numpy.asarray(y)) for y in outputs], _Residuals(kept, passes, wrt, mapped)
 
     @building_for(target)
     def encoded_backward(residuals: _Residuals, cotangents: Sequence[Array | SymbolicZero]) -> tuple[Array | None, ...]:
         seeds = [None if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
-        gradients = dict(zip(residuals.wrt, residuals.passes.backward(residuals.kept, seeds), strict=True))
+        with axes():
+            passed = residuals.passes.backward(residuals.kept, of_first_example(residuals.vmaps, seeds))
+        gradients = dict(zip(residuals.wrt, added_up(residuals.vmaps, passed), strict=True))
         return tuple(gradients.get(t) for t in graph.inputs)
 
     encoded.defvjp(encoded_forward, encoded_backward, symbolic_zeros=True)

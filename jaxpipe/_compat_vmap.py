@@ -1,0 +1,88 @@
+"""What ``jax.vmap`` keeps private: whether it maps the two halves of a derivative apart.
+
+    vmap(grad(function)):  one call of vmap, in which forward and backward rule run
+    grad(vmap(function)):  forward rule, mapped ──▶ outputs, residuals ──▶ backward rule, mapped again
+
+In the second an output may be one value for all examples: what depends on parameters alone, or a mean over a named
+axis. It has one cotangent then. The backward rule runs for each example, and JAX adds up what it gives for inputs that
+all examples share: jax 0.10 counts that cotangent once for each of them, 0.12 refuses. Here it is the first example's.
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax._src.core import trace_ctx
+from jax._src.interpreters.batching import BatchTrace, BatchTracer
+
+from jaxpipe.array_types import Array
+
+
+def is_batched(value: object) -> bool:
+    """Return whether ``value`` is traced by ``jax.vmap``."""
+    return isinstance(value, BatchTracer)
+
+
+@dataclass(frozen=True, eq=False)
+class Mapped:
+    """A call of ``jax.vmap`` around a forward rule: what its two halves share, its own, the inputs that it maps."""
+
+    tag: object
+    trace: weakref.ref[Any]
+    inputs: tuple[bool, ...]
+
+
+def vmaps_of(values: Sequence[object]) -> tuple[Mapped, ...]:
+    """Return the calls of ``jax.vmap`` around a forward rule of some inputs, the innermost first."""
+    return tuple(Mapped(t.tag, weakref.ref(t), tuple(_is_mapped(x, t) for x in values)) for t in _vmap_traces())
+
+
+def of_first_example(vmaps: Sequence[Mapped], cotangents: Sequence[Array | None]) -> list[Array | None]:
+    """Return the cotangents of a backward rule, of which those that all examples share are the first one's alone."""
+    cotangents = list(cotangents)
+    for trace, _ in _apart(vmaps):
+        first = BatchTracer(trace, jnp.arange(trace.axis_data.size) == 0, 0)
+        for k, ct in enumerate(cotangents):
+            if ct is not None and not _is_mapped(ct, trace):
+                cotangents[k] = jnp.where(first, ct, jnp.zeros_like(ct))
+    return cotangents
+
+
+def added_up(vmaps: Sequence[Mapped], gradients: Sequence[Array | None]) -> list[Array | None]:
+    """Return the gradients of a backward rule, those of inputs that all examples share added up over them."""
+    gradients = list(gradients)
+    for trace, mapped in _apart(vmaps):
+        for k, x in enumerate(gradients):
+            if x is not None and not mapped.inputs[k] and _is_mapped(x, trace):
+                gradients[k] = _sum(x, trace)
+    return gradients
+
+
+def _apart(vmaps: Sequence[Mapped]) -> list[tuple[Any, Mapped]]:
+    """The calls of ``jax.vmap`` around a backward rule that are another half of those around its forward rule."""
+    return [(t, m) for t in _vmap_traces() for m in vmaps if m.tag is t.tag and m.trace() is not t]
+
+
+def _vmap_traces() -> Iterator[Any]:
+    """The traces of the calls of ``jax.vmap`` around what is traced here, the innermost first."""
+    trace = trace_ctx.trace
+    while isinstance(trace, BatchTrace):
+        yield trace
+        trace = trace.parent_trace
+
+
+def _is_mapped(x: Any, trace: object) -> bool:
+    while isinstance(x, BatchTracer):
+        if x._trace is trace:
+            return True
+        x = x.val
+    return False
+
+
+def _sum(x: Any, trace: object) -> Array:
+    """The sum over the examples of a call of ``jax.vmap``, which may be around others that map ``x``, too."""
+    if x._trace is trace:
+        return x.val.sum(x.batch_dim)
+    return type(x)(x._trace, _sum(x.val, trace), x.batch_dim)

@@ -1,0 +1,97 @@
+"""``jax.vmap`` of decorated functions: an output that all examples share has one cotangent, whoever maps what."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxpipe
+from tests.support.compare import FUSION, relative_l2
+
+
+KEYS = jax.random.split(jax.random.key(0), 3)
+WEIGHT = 0.3 * jax.random.normal(KEYS[0], (6, 6))
+ROWS = jax.random.normal(KEYS[1], (5, 6))
+TABLE = jax.random.normal(KEYS[2], (4, 5, 6))
+
+
+def decay(w, x):
+    """The loss of an example, and what depends on parameters alone."""
+    return jnp.square(jnp.tanh(x @ w)).mean(), jnp.tanh(w @ w).sum()
+
+
+def mean_over_axis(w, x):
+    hidden = jnp.tanh(x @ w)
+    return jnp.square(hidden - jax.lax.pmean(hidden, "rows")).mean(), jax.lax.pmean(hidden, "rows").var()
+
+
+def gathered(w, x):
+    return x.sum(), jax.lax.all_gather(jnp.tanh(x @ w), "rows").var()
+
+
+def under_jit(w, x):
+    return jax.jit(decay)(w, x)
+
+
+def mapped(function, out=0):
+    return jax.vmap(function, in_axes=(None, 0), out_axes=(0, out), axis_name="rows")
+
+
+def total(results):
+    each, shared = results
+    return each.mean() + 3 * shared.mean()
+
+
+PROGRAMS = {
+    "grad of vmap": lambda f: jax.grad(lambda w: total(mapped(f)(w, ROWS))),
+    "shared results": lambda f: jax.grad(lambda w: total(mapped(f, None)(w, ROWS))),
+    "vmap of grad": lambda f: (
+        lambda w: jax.vmap(jax.grad(lambda w, x: total(f(w, x))), in_axes=(None, 0), axis_name="rows")(w, ROWS)
+    ),
+    "two calls of vmap": lambda f: jax.grad(lambda w: total(jax.vmap(mapped(f), in_axes=(None, 0))(w, TABLE))),
+    "grad between them": lambda f: (
+        lambda w: jax.vmap(jax.grad(lambda w, x: total(mapped(f)(w, x))), in_axes=(None, 0))(w, TABLE)
+    ),
+    "parameters mapped": lambda f: jax.grad(
+        lambda w: total(jax.vmap(mapped(f), in_axes=(0, None))(jnp.stack([w, 2 * w]), ROWS))
+    ),
+    "in a scan": lambda f: jax.grad(
+        lambda w: jax.lax.scan(lambda sum_, x: (sum_ + total(mapped(f)(w, x)), None), 0.0, TABLE)[0]
+    ),
+    "in a checkpoint": lambda f: jax.grad(jax.checkpoint(lambda w: total(mapped(f)(w, ROWS)))),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("function", [decay, mean_over_axis, gathered, under_jit])
+def test_what_examples_share_counts_once(function, program):
+    expected = PROGRAMS[program](function)(WEIGHT)
+    for compiled in (lambda f: f, jax.jit):
+        actual = compiled(PROGRAMS[program](jaxpipe.memory_encoded(function)))(WEIGHT)
+        assert relative_l2(actual, expected) < 20 * FUSION
+
+
+def test_a_pullback_that_is_mapped_by_itself():
+    """What one ``vmap`` returns and another one calls: every example has the cotangent that is passed."""
+
+    def run(function):
+        pull = jax.vmap(lambda x: jax.vjp(function, WEIGHT, x)[1])(ROWS)
+        return jax.vmap(lambda pull: pull((jnp.float32(1), jnp.float32(2))))(pull)
+
+    assert relative_l2(run(jaxpipe.memory_encoded(decay)), run(decay)) < 20 * FUSION
+
+
+def test_a_module_with_a_temperature():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.relu(nn.Dense(8)(x)), jnp.exp(self.param("temperature", nn.initializers.ones, ()))
+
+    def loss(variables, net):
+        features, temperature = jax.vmap(net.apply, in_axes=(None, 0))(variables, ROWS)
+        return (features * temperature[:, None]).mean() + jnp.square(temperature).mean()
+
+    variables = Net().init(KEYS[0], ROWS[0])
+    expected = jax.grad(loss)(variables, Net())
+    actual = jax.grad(loss)(variables, jaxpipe.memory_encoded(Net)())
+    assert relative_l2(actual, expected) < 20 * FUSION

@@ -398,9 +398,6 @@ def _selected(builder: GraphBuilder, op: Operator, read: Sequence[TensorNumber])
 
     results = []
     for cases in zip(*ways, strict=True):
-        if len(set(cases)) == 1:
-            results.append(cases[0])
-            continue
         closed = _compat.trace_without_scope(select, *(builder.tensors[t].aval for t in (which, *cases)))
         results += builder.read(closed, [which, *cases], path=op.path)
     return results

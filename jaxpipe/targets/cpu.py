@@ -6,6 +6,8 @@ from jaxpipe.targets.target import Target
 CPU = Target(
     "cpu",
     "cpu",
+    pool_fraction=1.0,
+    pool_variables=(),
     order="grouped",
     runs_early=True,
     plain_convolutions=True,

@@ -61,8 +61,6 @@ def _gpu(name: str, rates: Rates, gib: int | None = None, **others: Any) -> Targ
         "gpu",
         rates,
         memory=None if gib is None else gib << 30,
-        pool_fraction=0.75,
-        pool_variables=("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"),
         **others,
     )
 

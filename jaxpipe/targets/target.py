@@ -57,8 +57,8 @@ class Target:
     rates: Rates = OTHER
     kinds: tuple[str, ...] = ()
     memory: int | None = None
-    pool_fraction: float = 1.0
-    pool_variables: tuple[str, ...] = ()
+    pool_fraction: float = 0.75
+    pool_variables: tuple[str, ...] = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
     lowers_for: str = ""
     topology: Callable[[int], Mapping[str, Any]] | None = None
     extra: str = ""

@@ -44,6 +44,8 @@ def _tpu(name: str, kind: str, rates: Rates, gib: float, shapes: Mapping[int, st
         rates,
         kinds=(kind,),
         memory=int(gib * 2**30),
+        pool_fraction=1.0,
+        pool_variables=(),
         topology=topology,
         extra="tpu",
         compilers=("libtpu",),

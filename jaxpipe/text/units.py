@@ -86,7 +86,7 @@ def device_bytes(memory: float | str, name: str = "memory") -> int:
         unit = "GB" if size <= MOST_GIGABYTES else "MB"
         raise MemoryBudgetError(
             f"{name}={memory!r} is {size} byte{'s' if size > 1 else ''}, as a number without a unit is a number of "
-            f"bytes, and nothing fits into so few. Did you mean {name}='{size}{unit}'? Pass '{size}B' for bytes indeed."
+            f"bytes, and nothing fits into so few. Did you mean {name}='{memory}{unit}'? Pass '{size}B' for bytes."
         )
     return size
 

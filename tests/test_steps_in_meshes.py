@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -123,3 +124,36 @@ def test_logits_in_slices_on_explicit_axes(rows):
         budgeted = jaxpipe.jit(step, memory=budget)
         assert reserved(budgeted.lower(weights, x).compile()) <= budget
         np.testing.assert_allclose(budgeted(weights, x)[0], plain[0], rtol=1e-5, atol=1e-7)  # sums over slices
+
+
+def average_step(loss, tx):
+    """A step whose state is parameters, their moments and their average, in one argument without names."""
+
+    def step(state, x):
+        weights, opt_state, average = state
+        updates, opt_state = tx.update(jax.grad(loss)(weights, x), opt_state, weights)
+        weights = optax.apply_updates(weights, updates)
+        return weights, opt_state, jax.tree.map(lambda a, b: 0.99 * a + 0.01 * b, average, weights)
+
+    return step
+
+
+def test_all_that_a_step_updates_is_sharded():
+    tx = optax.sgd(0.1, momentum=0.9)
+    step = average_step(lambda w, x: (jnp.tanh(x @ w["a"]) @ w["b"]).var(), tx)
+    weights, x = {"a": jnp.ones((256, 512)), "b": jnp.ones((512, 256))}, jnp.ones((64, 256))
+    state = weights, tx.init(weights), jax.tree.map(jnp.copy, weights)
+    explanation = jaxpipe.explain(step, state, x)
+    shard = next(m for m in explanation.measures if m.devices > 1)
+    assert explanation.bytes_by_cause()["parameters"] == 4 * 2 * 256 * 512 * 2
+    mesh = jax.make_mesh((shard.devices,), ("data",), axis_types=(AxisType.Auto,))
+
+    def split(a):
+        axis = a.shape.index(max(a.shape))
+        return jax.device_put(a, NamedSharding(mesh, P(*[None] * axis, "data")))
+
+    placed = jax.tree.map(split, state), jax.device_put(x, NamedSharding(mesh, P("data")))
+    compiled = jax.jit(step, out_shardings=jax.tree.map(lambda a: a.sharding, placed[0])).lower(*placed).compile()
+    sizes = compiled.memory_analysis()
+    typed = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
+    assert abs(shard.bytes - (typed - sizes.alias_size_in_bytes)) <= 0.03 * typed

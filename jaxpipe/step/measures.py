@@ -348,7 +348,7 @@ def _sharding(argument: Argument, mesh: Mesh) -> NamedSharding:
     if argument.role is Role.BATCH and shape:
         return NamedSharding(mesh, PartitionSpec("data"))
     axes = [k for k, length in enumerate(shape) if length >= count and length % count == 0]
-    if not axes or argument.role not in (Role.PARAMETERS, Role.OPTIMIZER):
+    if not axes or not (argument.updated or argument.role in (Role.PARAMETERS, Role.OPTIMIZER)):
         return NamedSharding(mesh, PartitionSpec())
     largest = max(axes, key=lambda k: shape[k])
     return NamedSharding(mesh, PartitionSpec(*[None] * largest, "data"))

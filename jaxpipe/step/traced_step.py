@@ -203,15 +203,18 @@ def _roles(leaves: Sequence[_Leaf], arrays: Sequence[Any], results: Counter[Hash
     named, first = [_role_by_name(leaf) for leaf in leaves], [_key(leaf.path[0]) for leaf in leaves]
     results = results - Counter(_shape_and_type(x) for x, role in zip(arrays, named, strict=True) if role)
     with_names = {key for key, role in zip(first, named, strict=True) if role}
+    with_parameters = {key for key, role in zip(first, named, strict=True) if role is Role.PARAMETERS}
     with_axes = {key for key, x in zip(first, arrays, strict=True) if x.shape}
     changing = [jax.dtypes.issubdtype(x.dtype, np.inexact) and results[_shape_and_type(x)] > 0 for x in arrays]
     updated = set(first) - {key for key, changes in zip(first, changing, strict=True) if not changes}
     roles = list[Role]()
-    for key, x, role in zip(first, arrays, named, strict=True):
+    for key, x, role, changes in zip(first, arrays, named, changing, strict=True):
         rest = Role.PARAMETERS if key in updated else Role.BATCH if key in with_axes else Role.OTHER
+        if key in with_names:  # beside optimizer states alone, what changes is parameters
+            rest = Role.PARAMETERS if changes and key not in with_parameters else Role.OTHER
         # The second is what jax.random.PRNGKey returns; the third such as the number of the step, beside parameters.
         is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) or _shape_and_type(x) == ((2,), "uint32")
-        roles.append(role or (Role.OTHER if is_key or key in with_names else rest))
+        roles.append(role or (Role.OTHER if is_key else rest))
     return roles
 
 

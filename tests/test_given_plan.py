@@ -112,6 +112,29 @@ def fast_links(**options):
     return make(**options)
 
 
+def uneven_links(count):
+    """Return a network in which no two links are as fast."""
+    rates = np.random.default_rng(1).uniform(1e8, 1e10, (count, count))
+    return Network(tuple(map(tuple, ((rates + rates.T) / 2).tolist())))
+
+
+def links_of_few_devices(**options):
+    """Return a small chain on two of the devices of a network, not the first ones."""
+    model = jax.tree_util.Partial(lambda ws, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x), WEIGHTS[:2])
+    options = {"num_microbatches": 4, "profile": "analytic", "network": uneven_links(4), **options}
+    loss = lambda f, x: jnp.square(f(x)).mean()  # noqa: E731
+    return jaxpipe.partition(model, mesh_of(4), ROWS, loss=loss, optimizer=optax.sgd(0.1), **options), ROWS
+
+
+def links_of_shards(**options):
+    """Return a chain on a network of eight devices, of which two share a part of a stage."""
+    options = {"num_microbatches": 4, "profile": "analytic", "network": uneven_links(8), **options}
+    model = jax.tree_util.Partial(lambda ws, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x), WEIGHTS[:4])
+    loss = lambda f, x: jnp.square(f(x)).mean()  # noqa: E731
+    mesh, options["options"] = named_mesh(stage=2, data=2, model=2), PlanOptions(batch_axes=("model",))
+    return jaxpipe.partition(model, mesh, ROWS, loss=loss, optimizer=optax.sgd(0.1), **options), ROWS
+
+
 @memory_encoded(codecs="smallest")
 def rectified(weights, x):
     for w in weights:
@@ -160,6 +183,8 @@ CASES = {
     "a scan in groups": scanned,
     "devices left out": fewer_devices,
     "network": fast_links,
+    "network, devices left out": links_of_few_devices,
+    "network of shards": links_of_shards,
 }
 
 

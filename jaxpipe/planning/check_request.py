@@ -37,7 +37,7 @@ from jaxpipe.runtime.select_runtime import RuntimeName, makers_for
 from jaxpipe.schedules import BY_NAME, Schedule
 from jaxpipe.schedules.schedule_makers import AUTO, ScheduleMaker, plain_name, schedule_named
 from jaxpipe.sharding import mesh_axes
-from jaxpipe.sharding.mesh_axes import COMMON_NAMES, DATA, STAGE, Submesh
+from jaxpipe.sharding.mesh_axes import COMMON_NAMES, DATA, STAGE, Submesh, joined_mesh
 from jaxpipe.targets.known import target_named
 from jaxpipe.text.stable_text import stable_text
 from jaxpipe.text.units import asked_bytes, bytes_text, device_bytes, whole_number
@@ -253,7 +253,8 @@ def _for_plan(request: Request) -> Request:
         )
     shape = [len(places) // request.replicas if name == STAGE else n for name, n in request.mesh.shape.items()]
     mesh = Mesh(flat[places].reshape(shape), request.mesh.axis_names, axis_types=request.mesh.axis_types)
-    network = None if request.network is None else groups_of(request.network, request.mesh, mesh, Submesh())[0]
+    every, those = (joined_mesh(outer, request.submesh) for outer in (request.mesh, mesh))
+    network = None if request.network is None else groups_of(request.network, every, those, Submesh())[0]
     return replace(
         request,
         plan=plan,

@@ -109,7 +109,8 @@ def on_fewer_devices(candidates: Sequence[Candidate]) -> list[Candidate]:
     if len(busy) in (0, count) or not plan.stage_replicas.is_single or jax.process_count() > 1:
         return []
     request, given = traced.request, best.mesh
-    devices = np.take(given.devices, busy, given.axis_names.index(STAGE))
+    taken, order = np.take(given.devices, busy, given.axis_names.index(STAGE)), request.mesh.devices.flatten().tolist()
+    devices = np.array(sorted(taken.flat, key=order.index)).reshape(taken.shape)  # numbers in plans are ranks
     mesh = Mesh(devices, given.axis_names, axis_types=given.axis_types)
     links = groups_of(traced.links, request.mesh, mesh, Submesh())[0]
     network = None if request.network is None else groups_of(request.network, request.mesh, mesh, Submesh())[0]

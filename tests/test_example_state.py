@@ -381,3 +381,42 @@ def test_perturbations_of_values_inside_are_no_state(runtime, given):
     np.testing.assert_allclose(value, plain[0], rtol=FUSION)
     assert relative_l2(gradients, plain[1]["params"]) < 3 * FUSION
     assert set(pipeline.parameters(state)) == {"params"}
+
+
+class Queue(nn.Module):
+    """Keys of the examples before, in a queue that may be as long as the batch or a micro-batch."""
+
+    length: int
+
+    @nn.compact
+    def __call__(self, x):
+        query = nn.Dense(8)(nn.relu(nn.Dense(12)(x)))
+        queue = self.variable("queue", "keys", lambda: jnp.ones((self.length, 8)))
+        place = self.variable("queue", "place", lambda: jnp.zeros((), jnp.int32))
+        before = queue.value
+        if not self.is_initializing():
+            queue.value = jax.lax.dynamic_update_slice(before, jax.lax.stop_gradient(query), (place.value, 0))
+            place.value = (place.value + len(x)) % self.length
+        return query @ before.T
+
+
+@pytest.mark.parametrize(("length", "m"), [(N, 4), (N, N), (N // 4, 4)])
+def test_a_queue_as_long_as_a_batch_has_no_row_for_each_example(length, m):
+    def loss(model, batch):
+        return jax.nn.logsumexp(model(batch["x"]), axis=-1).mean()
+
+    def of(params, queue, x):
+        out, new = Queue(length).apply({"params": params, **queue}, x, mutable=["queue"])
+        return loss(lambda _: out, {"x": x}), new
+
+    pipeline = partition(Queue(length), 2, loss=loss, num_microbatches=m)
+    state = pipeline.init(KEY)
+    params, queue = (pipeline.parameters(state)[name] for name in ("params", "queue"))
+    queue, gradients = {"queue": queue}, []
+    for x in jnp.split(BATCH["x"], m):
+        gradient, queue = jax.grad(of, has_aux=True)(params, queue, x)
+        gradients.append(gradient)
+    expected = jax.tree.map(lambda p, *g: p - 0.1 * sum(g) / m, params, *gradients)
+    state, _ = pipeline.step(state, BATCH)
+    assert relative_l2(pipeline.parameters(state)["params"], expected) < 5 * FUSION
+    assert relative_l2(pipeline.parameters(state)["queue"], queue["queue"]) < 5 * FUSION

@@ -96,7 +96,8 @@ def bind(
     with nn.logical_axis_rules(axis_rules) if axis_rules else contextlib.nullcontext():
         bound = _bind(model, function, microbatch, batch, variables, assumed)
     bound = replace(bound, axis_rules=axis_rules, stage_shape=stage_shape or {})
-    if not any(axis is not None for axis in bound.examples):
+    given = variables is not None or not isinstance(model, nn.Module)
+    if given or (bound.batch is batch and not any(axis is not None for axis in bound.examples)):
         bound = replace(bound, examples=_example_axes(bound, function, microbatch, batch))
     return bound if variables is None else with_values(bound, variables)
 

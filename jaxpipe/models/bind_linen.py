@@ -17,6 +17,7 @@ from jaxpipe.models.call_function import call_function
 from jaxpipe.models.check_batch import batch_size, shape_key, shape_of
 from jaxpipe.models.example_state import Axes, changed_axes
 from jaxpipe.models.linen_facade import TRAINED, LinenModel, handed_on, make_variables, state_of, without_sown
+from jaxpipe.models.microbatch_program import with_rows
 from jaxpipe.models.observed_calls import Observed
 from jaxpipe.models.variable_trees import Path, by_path, is_train_state, path_text, plain_tree
 
@@ -126,7 +127,14 @@ def _initial(module: nn.Module, function: UserFunction, microbatch: PyTree, batc
     grown = by_path(state_of(larger.variables))
     names, after = list(map(path_text, state)), [grown.get(path, x) for path, x in state.items()]
     examples = changed_axes(names, list(state.values()), after, (rows, size))
-    return search if not any(axis is not None for axis in examples) else replace(larger, examples=examples)
+    if any(axis is not None for axis in examples):
+        return replace(larger, examples=examples)
+    try:
+        if rows == 1:  # which is broadcast over state that has a row for each example of the batch
+            _shapes(module, function, with_rows(batch, 2 if size > 2 else 3))
+    except Exception:  # of a module that is made for the batch
+        return larger
+    return search
 
 
 def _given(module: nn.Module, function: UserFunction, microbatch: PyTree, batch: PyTree, variables: PyTree) -> _Search:

@@ -6,6 +6,7 @@
 In the second an output may be one value for all examples: what depends on parameters alone, or a mean over a named
 axis. It has one cotangent then. The backward rule runs for each example, and JAX adds up what it gives for inputs that
 all examples share: jax 0.10 counts that cotangent once for each of them, 0.12 refuses. Here it is the first example's.
+Inside of ``jit``, ``scan``, ``cond`` or a checkpoint that is itself mapped, no trace tells, and JAX does as it does.
 """
 
 import weakref
@@ -39,10 +40,17 @@ def vmaps_of(values: Sequence[object]) -> tuple[Mapped, ...]:
     return tuple(Mapped(t.tag, weakref.ref(t), tuple(_is_mapped(x, t) for x in values)) for t in _vmap_traces())
 
 
-def of_first_example(vmaps: Sequence[Mapped], cotangents: Sequence[Array | None]) -> list[Array | None]:
-    """Return the cotangents of a backward rule, of which those that all examples share are the first one's alone."""
+def of_first_example(
+    vmaps: Sequence[Mapped], kept: Sequence[object], cotangents: Sequence[Array | None]
+) -> list[Array | None]:
+    """Return the cotangents of a backward rule, of which those that all examples share are the first one's alone.
+
+    Where inputs, what is ``kept`` and all cotangents are one value for all examples, so are the gradients.
+    """
     cotangents = list(cotangents)
-    for trace, _ in _apart(vmaps):
+    for trace, mapped in _apart(vmaps):
+        if not any(mapped.inputs) and not any(_is_mapped(x, trace) for x in (*kept, *cotangents)):
+            continue
         first = BatchTracer(trace, jnp.arange(trace.axis_data.size) == 0, 0)
         for k, ct in enumerate(cotangents):
             if ct is not None and not _is_mapped(ct, trace):

@@ -81,6 +81,31 @@ def test_a_pullback_that_is_mapped_by_itself():
     assert relative_l2(run(jaxpipe.memory_encoded(decay)), run(decay)) < 20 * FUSION
 
 
+def test_what_no_example_enters_is_computed_once():
+    """A decorated function of parameters alone takes a ``vmap`` around it for nothing, as plain code does."""
+
+    def operations(weight):
+        step = jax.grad(lambda w: jax.vmap(lambda x: jnp.square(x @ weight(w)).sum())(ROWS).mean())
+        return jax.jit(step).lower(WEIGHT).compile().cost_analysis()["flops"]
+
+    def weight(w):
+        return jnp.tanh(w @ w)
+
+    assert operations(jaxpipe.memory_encoded(weight)) < 1.5 * operations(weight)
+
+
+def test_a_mean_of_the_examples_themselves():
+    """Nothing is stored for it."""
+
+    def gradient(function):
+        return jax.grad(lambda x: jax.vmap(function, axis_name="rows")(x).sum())(ROWS)
+
+    def mean(x):
+        return jax.lax.pmean(3 * x, "rows")
+
+    assert relative_l2(gradient(jaxpipe.memory_encoded(mean)), gradient(mean)) < 20 * FUSION
+
+
 def test_a_module_with_a_temperature():
     class Net(nn.Module):
         @nn.compact

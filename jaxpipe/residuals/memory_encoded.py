@@ -239,7 +239,8 @@ def _encoded_function(
     def encoded_backward(residuals: _Residuals, cotangents: Sequence[Array | SymbolicZero]) -> tuple[Array | None, ...]:
         seeds = [None if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
         with axes():
-            passed = residuals.passes.backward(residuals.kept, of_first_example(residuals.vmaps, seeds))
+            seeds = of_first_example(residuals.vmaps, jax.tree.leaves(residuals.kept), seeds)
+            passed = residuals.passes.backward(residuals.kept, seeds)
         gradients = dict(zip(residuals.wrt, added_up(residuals.vmaps, passed), strict=True))
         return tuple(gradients.get(t) for t in graph.inputs)
 

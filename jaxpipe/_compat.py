@@ -1,4 +1,4 @@
-"""Every name that differs between supported JAX versions, and every private one but those of ``_compat_vmap``.
+"""Every name that differs between supported JAX versions, and every private one.
 
 jax 0.10 (Python 3.11) and 0.12 (Python 3.12) are both supported. No other file may branch on a version or
 reach below the public API.
@@ -26,6 +26,8 @@ from jax._src.clusters import ClusterEnv
 from jax._src.compiler import get_compile_options
 from jax._src.dispatch import jaxpr_has_prim_requiring_devices
 from jax._src.distributed import global_state
+from jax._src.interpreters.batching import BatchTrace as BatchTrace
+from jax._src.interpreters.batching import BatchTracer as BatchTracer
 from jax._src.interpreters.pxla import _dce_jaxpr, global_aval_to_result_handler
 from jax._src.lib import xla_client
 from jax._src.mesh import get_concrete_mesh as get_concrete_mesh  # that of jax.set_mesh, while tracing, too
@@ -188,6 +190,11 @@ def is_forward_mode(value: object) -> bool:
     """Return whether ``value`` is traced by ``jax.jvp`` (reverse mode has a tracer type of its own)."""
     direct = getattr(jax.config, "jax_use_direct_linearize", True)
     return bool(direct) and isinstance(value, ad.JVPTracer)
+
+
+def is_batched(value: object) -> bool:
+    """Return whether ``value`` is traced by ``jax.vmap``."""
+    return isinstance(value, BatchTracer)
 
 
 def without_scope(equation: Equation) -> Equation:

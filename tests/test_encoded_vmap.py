@@ -9,6 +9,9 @@ import jaxpipe
 from tests.support.compare import FUSION, relative_l2
 
 
+#: Sums over examples and over uses of a weight are taken in another order, of float32, with terms that cancel.
+ORDER = 20 * FUSION
+
 KEYS = jax.random.split(jax.random.key(0), 3)
 WEIGHT = 0.3 * jax.random.normal(KEYS[0], (6, 6))
 ROWS = jax.random.normal(KEYS[1], (5, 6))
@@ -68,7 +71,7 @@ def test_what_examples_share_counts_once(function, program):
     expected = PROGRAMS[program](function)(WEIGHT)
     for compiled in (lambda f: f, jax.jit):
         actual = compiled(PROGRAMS[program](jaxpipe.memory_encoded(function)))(WEIGHT)
-        assert relative_l2(actual, expected) < 20 * FUSION
+        assert relative_l2(actual, expected) < ORDER
 
 
 def test_a_pullback_that_is_mapped_by_itself():
@@ -78,7 +81,7 @@ def test_a_pullback_that_is_mapped_by_itself():
         pull = jax.vmap(lambda x: jax.vjp(function, WEIGHT, x)[1])(ROWS)
         return jax.vmap(lambda pull: pull((jnp.float32(1), jnp.float32(2))))(pull)
 
-    assert relative_l2(run(jaxpipe.memory_encoded(decay)), run(decay)) < 20 * FUSION
+    assert relative_l2(run(jaxpipe.memory_encoded(decay)), run(decay)) < ORDER
 
 
 def test_what_no_example_enters_is_computed_once():
@@ -103,7 +106,7 @@ def test_a_mean_of_the_examples_themselves():
     def mean(x):
         return jax.lax.pmean(3 * x, "rows")
 
-    assert relative_l2(gradient(jaxpipe.memory_encoded(mean)), gradient(mean)) < 20 * FUSION
+    assert relative_l2(gradient(jaxpipe.memory_encoded(mean)), gradient(mean)) < ORDER
 
 
 def test_a_module_with_a_temperature():
@@ -119,4 +122,4 @@ def test_a_module_with_a_temperature():
     variables = Net().init(KEYS[0], ROWS[0])
     expected = jax.grad(loss)(variables, Net())
     actual = jax.grad(loss)(variables, jaxpipe.memory_encoded(Net)())
-    assert relative_l2(actual, expected) < 20 * FUSION
+    assert relative_l2(actual, expected) < ORDER

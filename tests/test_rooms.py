@@ -39,7 +39,6 @@ ROOMS = (
     "context_values",
     "text",
     "multihost",
-    "_compat_vmap",
     "_compat",
     "targets",
     "array_types",

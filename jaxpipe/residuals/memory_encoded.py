@@ -13,7 +13,6 @@ from flax import nnx
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from jaxpipe import _compat
-from jaxpipe._compat_vmap import Mapped, added_up, of_first_example, vmaps_of
 from jaxpipe.array_types import AnyJaxpr, Array, PyTree, TensorNumber
 from jaxpipe.errors import DifferentiationError, ModelError
 from jaxpipe.graph.allowed_codecs import Codecs, Policy, parse, warn_unused
@@ -26,6 +25,7 @@ from jaxpipe.models.purify_nnx import PureCall, purify, root_scope
 from jaxpipe.models.undecorated import undecorated, unless_disabled
 from jaxpipe.residuals.chosen_storage import DecoratedProgram, Passes, choosing
 from jaxpipe.residuals.encoded_bodies import Held, encoded_bodies, module_paths, run_around
+from jaxpipe.residuals.shared_outputs import Mapped, added_up, of_first_example, vmaps_of
 from jaxpipe.residuals.two_passes import CheckpointedPasses, StoredPasses
 from jaxpipe.targets.building import building_for, current, target_of_values
 from jaxpipe.targets.target import Target

@@ -15,7 +15,6 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpipe import _compat
-from jaxpipe._compat_vmap import is_batched
 from jaxpipe.array_types import AnyJaxpr, Array, Atom, OpenJaxpr
 from jaxpipe.graph.graph import encoded_policy, replaced
 from jaxpipe.graph.save_policy import SavePolicy
@@ -57,7 +56,7 @@ class StoredPasses:
 
     def backward(self, kept: Kept, cotangents: Sequence[Array | None]) -> list[Array | None]:
         """Return gradients."""
-        barriers = self.barriers and not any(map(is_batched, jax.tree.leaves((kept, cotangents))))
+        barriers = self.barriers and not any(map(_compat.is_batched, jax.tree.leaves((kept, cotangents))))
         return backward(self.vjp, *kept, cotangents, barriers=barriers)
 
 

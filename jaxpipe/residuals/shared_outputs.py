@@ -1,4 +1,4 @@
-"""What ``jax.vmap`` keeps private: whether it maps the two halves of a derivative apart.
+"""Outputs of a decorated function that all examples of a ``jax.vmap`` share.
 
     vmap(grad(function)):  one call of vmap, in which forward and backward rule run
     grad(vmap(function)):  forward rule, mapped ──▶ outputs, residuals ──▶ backward rule, mapped again
@@ -15,15 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-from jax._src.core import trace_ctx
-from jax._src.interpreters.batching import BatchTrace, BatchTracer
 
+from jaxpipe import _compat
 from jaxpipe.array_types import Array
-
-
-def is_batched(value: object) -> bool:
-    """Return whether ``value`` is traced by ``jax.vmap``."""
-    return isinstance(value, BatchTracer)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +45,7 @@ def of_first_example(
     for trace, mapped in _apart(vmaps):
         if not any(mapped.inputs) and not any(_is_mapped(x, trace) for x in (*kept, *cotangents)):
             continue
-        first = BatchTracer(trace, jnp.arange(trace.axis_data.size) == 0, 0)
+        first = _compat.BatchTracer(trace, jnp.arange(trace.axis_data.size) == 0, 0)
         for k, ct in enumerate(cotangents):
             if ct is not None and not _is_mapped(ct, trace):
                 cotangents[k] = jnp.where(first, ct, jnp.zeros_like(ct))
@@ -75,15 +69,15 @@ def _apart(vmaps: Sequence[Mapped]) -> list[tuple[Any, Mapped]]:
 
 def _vmap_traces() -> Iterator[Any]:
     """The traces of the calls of ``jax.vmap`` around what is traced here, the innermost first."""
-    trace = trace_ctx.trace
-    while isinstance(trace, BatchTrace):
+    trace = _compat.current_trace()
+    while isinstance(trace, _compat.BatchTrace):
         yield trace
         trace = trace.parent_trace
 
 
 def _is_mapped(x: Any, trace: object) -> bool:
-    while isinstance(x, BatchTracer):
-        if x._trace is trace:
+    while _compat.is_batched(x):
+        if _compat.is_within(x, trace):
             return True
         x = x.val
     return False
@@ -91,6 +85,7 @@ def _is_mapped(x: Any, trace: object) -> bool:
 
 def _sum(x: Any, trace: object) -> Array:
     """The sum over the examples of a call of ``jax.vmap``, which may be around others that map ``x``, too."""
-    if x._trace is trace:
+    if _compat.is_within(x, trace):
         return x.val.sum(x.batch_dim)
-    return type(x)(x._trace, _sum(x.val, trace), x.batch_dim)
+    inner = next(t for t in _vmap_traces() if _compat.is_within(x, t))
+    return _compat.BatchTracer(inner, _sum(x.val, trace), x.batch_dim)

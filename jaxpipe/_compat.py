@@ -28,6 +28,7 @@ from jax._src.dispatch import jaxpr_has_prim_requiring_devices
 from jax._src.distributed import global_state
 from jax._src.interpreters.batching import BatchTrace as BatchTrace
 from jax._src.interpreters.batching import BatchTracer as BatchTracer
+from jax._src.interpreters.partial_eval import DynamicJaxprTrace as DynamicJaxprTrace
 from jax._src.interpreters.pxla import _dce_jaxpr, global_aval_to_result_handler
 from jax._src.lib import xla_client
 from jax._src.mesh import get_concrete_mesh as get_concrete_mesh  # that of jax.set_mesh, while tracing, too

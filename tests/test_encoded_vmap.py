@@ -40,6 +40,14 @@ def mapped(function, out=0):
     return jax.vmap(function, in_axes=(None, 0), out_axes=(0, out), axis_name="rows")
 
 
+def scanned(function):
+    return lambda w, x: jax.tree.map(jnp.sum, jax.lax.scan(lambda c, x: (c, function(w, x)), 0.0, TABLE[:2, 0] + x)[1])
+
+
+def branch(function):
+    return lambda w, x: jax.lax.cond(w[0, 0] > 9, lambda w, x: (x.sum(), w.sum()), function, w, x)
+
+
 def total(results):
     each, shared = results
     return each.mean() + 3 * shared.mean()
@@ -62,6 +70,23 @@ PROGRAMS = {
         lambda w: jax.lax.scan(lambda sum_, x: (sum_ + total(mapped(f)(w, x)), None), 0.0, TABLE)[0]
     ),
     "in a checkpoint": lambda f: jax.grad(jax.checkpoint(lambda w: total(mapped(f)(w, ROWS)))),
+    "around jit": lambda f: jax.grad(lambda w: total(mapped(jax.jit(f))(w, ROWS))),
+    "around jit, shared results": lambda f: jax.grad(lambda w: total(mapped(jax.jit(f), None)(w, ROWS))),
+    "around a checkpoint": lambda f: jax.grad(lambda w: total(mapped(jax.checkpoint(f))(w, ROWS))),
+    "around a scan": lambda f: jax.grad(lambda w: total(mapped(scanned(f))(w, ROWS))),
+    "around a branch": lambda f: jax.grad(lambda w: total(mapped(branch(f))(w, ROWS))),
+    "around jit of vmap": lambda f: jax.grad(
+        lambda w: total(jax.vmap(jax.jit(mapped(f)), in_axes=(None, 0))(w, TABLE))
+    ),
+    "around jit of vmap of jit": lambda f: jax.grad(
+        lambda w: total(jax.vmap(jax.jit(mapped(jax.jit(f))), in_axes=(None, 0))(w, TABLE))
+    ),
+    "around jit of grad": lambda f: (
+        lambda w: jax.vmap(jax.jit(jax.grad(lambda w, x: total(f(w, x)))), in_axes=(None, 0), axis_name="rows")(w, ROWS)
+    ),
+    "around grad of jit": lambda f: (
+        lambda w: jax.vmap(jax.grad(lambda w, x: total(jax.jit(f)(w, x))), in_axes=(None, 0), axis_name="rows")(w, ROWS)
+    ),
 }
 
 
@@ -74,12 +99,23 @@ def test_what_examples_share_counts_once(function, program):
         assert relative_l2(actual, expected) < ORDER
 
 
-def test_a_pullback_that_is_mapped_by_itself():
+@pytest.mark.parametrize("compiled", [lambda f: f, jax.jit], ids=["called", "compiled"])
+def test_a_pullback_that_is_mapped_by_itself(compiled):
     """What one ``vmap`` returns and another one calls: every example has the cotangent that is passed."""
 
     def run(function):
-        pull = jax.vmap(lambda x: jax.vjp(function, WEIGHT, x)[1])(ROWS)
+        pull = jax.vmap(compiled(lambda x: jax.vjp(function, WEIGHT, x)[1]))(ROWS)
         return jax.vmap(lambda pull: pull((jnp.float32(1), jnp.float32(2))))(pull)
+
+    assert relative_l2(run(jaxpipe.memory_encoded(decay)), run(decay)) < ORDER
+
+
+def test_one_compiled_function_mapped_by_two():
+    """JAX keeps what it has traced of it for the second one."""
+
+    def run(function):
+        function = jax.jit(function)
+        return [jax.grad(lambda w, rows=rows: total(mapped(function)(w, rows)))(WEIGHT) for rows in (ROWS, ROWS[:3])]
 
     assert relative_l2(run(jaxpipe.memory_encoded(decay)), run(decay)) < ORDER
 

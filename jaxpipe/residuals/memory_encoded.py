@@ -25,7 +25,7 @@ from jaxpipe.models.purify_nnx import PureCall, purify, root_scope
 from jaxpipe.models.undecorated import undecorated, unless_disabled
 from jaxpipe.residuals.chosen_storage import DecoratedProgram, Passes, choosing
 from jaxpipe.residuals.encoded_bodies import Held, encoded_bodies, module_paths, run_around
-from jaxpipe.residuals.shared_outputs import Mapped, added_up, of_first_example, vmaps_of
+from jaxpipe.residuals.shared_outputs import ForwardRule, counted_once, forward_rule
 from jaxpipe.residuals.two_passes import CheckpointedPasses, StoredPasses
 from jaxpipe.targets.building import building_for, current, target_of_values
 from jaxpipe.targets.target import Target
@@ -175,15 +175,15 @@ def run_encoded(call: PureCall, *, policy: Policy) -> PyTree:
     return call.finish(run(graph, held, values))
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["kept"], meta_fields=["passes", "wrt", "vmaps"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["kept", "rule"], meta_fields=["passes", "wrt"])
 @dataclass(frozen=True)
 class _Residuals:
     """The values between the forward and the backward pass, the inputs that are differentiated, and who maps them."""
 
     kept: PyTree
+    rule: ForwardRule
     passes: Passes
     wrt: tuple[TensorNumber, ...]
-    vmaps: tuple[Mapped, ...]
 
 
 def _encoded_function(
@@ -232,16 +232,16 @@ def _encoded_function(
         with axes():  # of a scan or a checkpoint, JAX calls this elsewhere
             passes, wrt = passes_for(tuple(p.perturbed for p in primals))
             outputs, kept = passes.forward(values)
-        mapped = vmaps_of([p.value for p in primals if p.perturbed])
-        return [_first_order(jax.numpy.asarray(y)) for y in outputs], _Residuals(kept, passes, wrt, mapped)
+        outputs = [_first_order(jax.numpy.asarray(y)) for y in outputs]
+        rule = forward_rule([x for x, p in zip(values, primals, strict=True) if p.perturbed], outputs)
+        return outputs, _Residuals(kept, rule, passes, wrt)
 
     @building_for(target)
     def encoded_backward(residuals: _Residuals, cotangents: Sequence[Array | SymbolicZero]) -> tuple[Array | None, ...]:
         seeds = [None if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
         with axes():
-            seeds = of_first_example(residuals.vmaps, jax.tree.leaves(residuals.kept), seeds)
-            passed = residuals.passes.backward(residuals.kept, seeds)
-        gradients = dict(zip(residuals.wrt, added_up(residuals.vmaps, passed), strict=True))
+            passed = counted_once(residuals.rule, residuals.passes.backward, residuals.kept, seeds)
+        gradients = dict(zip(residuals.wrt, passed, strict=True))
         return tuple(gradients.get(t) for t in graph.inputs)
 
     encoded.defvjp(encoded_forward, encoded_backward, symbolic_zeros=True)

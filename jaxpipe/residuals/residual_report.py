@@ -331,7 +331,7 @@ def _residuals(
         label = _label(graph, t)
         if label is not None and label.part > 0:  # the arrays of a tensor stand together
             rows[-1] = replace(rows[-1], bytes=rows[-1].bytes + tensor.bytes)
-        else:
+        elif label is not None or tensor.bytes:  # without elements are marks of what jax.vmap maps
             row = _by_jax(graph, t) if label is None else label.tensor
             rows.append(replace(row, bytes=tensor.bytes))
     return rows, constant_bytes

@@ -6,65 +6,95 @@
 In the second an output may be one value for all examples: what depends on parameters alone, or a mean over a named
 axis. It has one cotangent then. The backward rule runs for each example, and JAX adds up what it gives for inputs that
 all examples share: jax 0.10 counts that cotangent once for each of them, 0.12 refuses. Here it is the first example's.
-Inside of ``jit``, ``scan``, ``cond`` or a checkpoint that is itself mapped, no trace tells, and JAX does as it does.
+
+Inside of ``jit``, ``scan``, ``cond`` or a checkpoint that is itself mapped, JAX traces the forward rule first and maps
+what was traced. What goes from one rule to the other tells then what is mapped: *marks*, arrays without elements that
+are mapped as inputs and outputs are.
 """
 
+import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxpipe import _compat
-from jaxpipe.array_types import Array
+from jaxpipe.array_types import Array, PyTree
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["inputs", "outputs"], meta_fields=["vmaps", "is_traced"]
+)
 @dataclass(frozen=True, eq=False)
-class Mapped:
-    """A call of ``jax.vmap`` around a forward rule: what its two halves share, its own, the inputs that it maps."""
+class ForwardRule:
+    """Where a forward rule ran: marks, the calls of ``jax.vmap`` around it, and whether others may map what it traced.
 
-    tag: object
-    trace: weakref.ref[Any]
-    inputs: tuple[bool, ...]
-
-
-def vmaps_of(values: Sequence[object]) -> tuple[Mapped, ...]:
-    """Return the calls of ``jax.vmap`` around a forward rule of some inputs, the innermost first."""
-    return tuple(Mapped(t.tag, weakref.ref(t), tuple(_is_mapped(x, t) for x in values)) for t in _vmap_traces())
-
-
-def of_first_example(
-    vmaps: Sequence[Mapped], kept: Sequence[object], cotangents: Sequence[Array | None]
-) -> list[Array | None]:
-    """Return the cotangents of a backward rule, of which those that all examples share are the first one's alone.
-
-    Where inputs, what is ``kept`` and all cotangents are one value for all examples, so are the gradients.
+    Each call of ``jax.vmap`` is what its two halves share, and the half that it ran in.
     """
-    cotangents = list(cotangents)
-    for trace, mapped in _apart(vmaps):
-        if not any(mapped.inputs) and not any(_is_mapped(x, trace) for x in (*kept, *cotangents)):
-            continue
+
+    inputs: Sequence[Array]
+    outputs: Sequence[Array]
+    vmaps: tuple[tuple[object, weakref.ref[Any]], ...]
+    is_traced: bool
+
+
+def forward_rule(inputs: Sequence[Array], outputs: Sequence[Array]) -> ForwardRule:
+    """Describe where the forward rule that is traced now runs, with the inputs that are differentiated."""
+    around = list(_vmap_traces())
+    end = around[-1].parent_trace if around else _compat.current_trace()
+    vmaps = tuple((trace.tag, weakref.ref(trace)) for trace in around)
+    return ForwardRule(
+        list(map(_mark, inputs)), list(map(_mark, outputs)), vmaps, isinstance(end, _compat.DynamicJaxprTrace)
+    )
+
+
+def counted_once(
+    rule: ForwardRule, backward: Callable[..., Sequence[Array | None]], kept: PyTree, cotangents: Sequence[Array | None]
+) -> list[Array | None]:
+    """Return the gradients of a backward rule, with what all examples share counted once.
+
+    Of their cotangents, those that they share are the first example's alone; the gradients of inputs that they share
+    are added up. Where inputs, what is ``kept`` and all cotangents are one value for all, so are the gradients.
+    """
+    apart = [trace for trace in _vmap_traces() if _is_apart(trace, rule, kept, cotangents)]
+    seeds = list(cotangents)
+    for trace in apart:
         first = _compat.BatchTracer(trace, jnp.arange(trace.axis_data.size) == 0, 0)
-        for k, ct in enumerate(cotangents):
+        for k, ct in enumerate(seeds):
             if ct is not None and not _is_mapped(ct, trace):
-                cotangents[k] = jnp.where(first, ct, jnp.zeros_like(ct))
-    return cotangents
-
-
-def added_up(vmaps: Sequence[Mapped], gradients: Sequence[Array | None]) -> list[Array | None]:
-    """Return the gradients of a backward rule, those of inputs that all examples share added up over them."""
-    gradients = list(gradients)
-    for trace, mapped in _apart(vmaps):
-        for k, x in enumerate(gradients):
-            if x is not None and not mapped.inputs[k] and _is_mapped(x, trace):
+                seeds[k] = jnp.where(first, ct, jnp.zeros_like(ct))
+    gradients = list(backward(kept, seeds))
+    for trace in apart:
+        for k, (x, mark) in enumerate(zip(gradients, rule.inputs, strict=True)):
+            if x is not None and _is_mapped(x, trace) and not _is_mapped(mark, trace):
                 gradients[k] = _sum(x, trace)
     return gradients
 
 
-def _apart(vmaps: Sequence[Mapped]) -> list[tuple[Any, Mapped]]:
-    """The calls of ``jax.vmap`` around a backward rule that are another half of those around its forward rule."""
-    return [(t, m) for t in _vmap_traces() for m in vmaps if m.tag is t.tag and m.trace() is not t]
+def _is_apart(trace: Any, rule: ForwardRule, kept: PyTree, cotangents: Sequence[Array | None]) -> bool:
+    """Whether a call of ``jax.vmap`` around a backward rule is another half of one around its forward rule.
+
+    It has the tag of one that ran, or maps what was traced: then cotangents are mapped as outputs are. They need not
+    be where a pullback is mapped by itself, which differentiates each example on its own.
+    """
+    if any(forward() is trace for _, forward in rule.vmaps):
+        return False
+    if not any(_is_mapped(x, trace) for x in (*rule.inputs, *rule.outputs, *jax.tree.leaves(kept))):
+        return False
+    return any(tag is trace.tag for tag, _ in rule.vmaps) or (
+        rule.is_traced
+        and all(
+            ct is None or _is_mapped(ct, trace) == _is_mapped(mark, trace)
+            for ct, mark in zip(cotangents, rule.outputs, strict=True)
+        )
+    )
+
+
+def _mark(x: Array) -> Array:
+    return jax.lax.broadcast(x, (0,))
 
 
 def _vmap_traces() -> Iterator[Any]:

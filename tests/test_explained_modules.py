@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import jaxpipe
+from jaxpipe.costs.reserved_bytes import reserved_bytes
 
 
 pytestmark = pytest.mark.compiles
@@ -213,3 +214,23 @@ def test_each_of_two_models_of_a_class_is_computed_again():
         assert needed >= explanation.total_bytes
     else:
         assert (shown.bytes, shown.products) == (needed, 2 * BLOCKS)
+
+
+def test_a_frozen_teacher_is_neither_donated_nor_trained():
+    def step(model, optimizer, teacher, x):
+        def loss(model):
+            return jnp.square(model(x) - jax.lax.stop_gradient(teacher(x))).mean()
+
+        value, gradients = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, gradients)
+        return value
+
+    def arguments(optimizer, rows):
+        model, teacher = Net(nnx.Rngs(0)), Net(nnx.Rngs(1))
+        return model, nnx.Optimizer(model, optimizer, wrt=nnx.Param), teacher, jnp.ones((rows, WIDTH))
+
+    measures = {m.name: m for m in jaxpipe.explain(step, *arguments(OPTIMIZER, ROWS)).measures}
+    assert measures["donate the state"].line == "nnx.jit(step, donate_argnums=(0, 1))"
+    half = nnx.jit(step).lower(*arguments(optax.MultiSteps(OPTIMIZER, 2), ROWS // 2)).compile()
+    # The sums are those of the student alone; of steps that are not applied XLA copies a part for their condition.
+    assert measures["half the batch, twice per update"].bytes == pytest.approx(reserved_bytes(half), rel=0.03)

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.extend.core import ClosedJaxpr
 
+from jaxpipe import _compat
 from jaxpipe.array_types import PyTree
 from jaxpipe.errors import ModelError
 from jaxpipe.models.call_function import parameters_of
@@ -43,7 +44,7 @@ class Argument:
       position: of the positional argument that it is in; None of a keyword.
       array: its shape, type and sharding.
       donated: whether its memory may be used for a result.
-      updated: whether it may be: a result has its shape and type.
+      updated: whether it may be: a result that is computed has its shape and type.
       leaf: of the arguments that the step was given; None if it is not found there.
     """
 
@@ -129,11 +130,14 @@ def trace_step(step: Any, args: Sequence[PyTree]) -> TracedStep:
             "explain was given no array among the arguments of the step. Pass them as the step gets them, such as "
             "explain(step, state, batch); shapes (jax.ShapeDtypeStruct) will do."
         )
-    unused = Counter(map(_shape_and_type, jax.tree.leaves(traced.out_info)))
+    results = Counter(map(_shape_and_type, jax.tree.leaves(traced.out_info)))
     leaves = _traced_leaves(args, traced.jaxpr.in_avals)
     if leaves is None:  # in the structure of nnx.jit
         leaves = [_Leaf(path[1:], None, None) for path, _ in jax.tree_util.tree_leaves_with_path(traced.args_info)]
-    roles = _roles(leaves, arrays, unused)
+    roles = _roles(leaves, arrays, results)
+    program, _ = _compat.open_jaxpr(traced.jaxpr)
+    passed = set(map(id, program.invars))
+    unused = Counter(_shape_and_type(v.aval) for v in program.outvars if id(v) not in passed)
     names = [parameter.name for parameter in parameters_of(step)]
     arguments = [
         Argument(

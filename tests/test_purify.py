@@ -9,7 +9,7 @@ from flax import nnx
 
 from jaxpipe import ModelError, memory_encoded
 from jaxpipe.models.purify_nnx import purify
-from tests.support.compare import assert_same_bits, relative_l2
+from tests.support.compare import FUSION, assert_same_bits, relative_l2
 
 
 class Tied(nnx.Module):
@@ -202,3 +202,14 @@ def test_modules_run_under_their_paths(model):
     call = purify(model, jnp.arange(3))
     paths = {str(eqn.source_info.name_stack) for eqn in jax.make_jaxpr(call.function)(*call.leaves).eqns}
     assert {"Tied", "Tied/embed", "Tied/blocks/0", "Tied/norm", "Tied/dropout"} <= paths
+
+
+def test_no_tracer_outlives_the_call_of_a_decorated_module():
+    """The new state that a call leaves in a module holds what is unchanged as it was outside."""
+
+    def gradients(cls):
+        return nnx.grad(lambda model: (model(jnp.arange(3)) ** 2).sum())(cls(nnx.Rngs(0)))
+
+    expected = gradients(Tied)
+    with jax.checking_leaks():
+        assert relative_l2(gradients(memory_encoded(Tied)), expected) < FUSION

@@ -95,13 +95,13 @@ def purify(function: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> 
         new_graphdef, state = graphlib.flatten(copies, ref_outer_index=origin, graph=True)
         origins = [origin.get(x) for x in state.leaves]
         kept = {id(x): value for x, value in zip(leaves, values.values(), strict=False)}
-        new, fill_changed = part(list(state.leaves), lambda x: id(x) not in kept)
+        same = set(map(id, values.values()))
+        leaves_now = jax.tree.map(lambda x: kept.get(id(x), x), list(state.leaves))  # holds no tracer of what is kept
+        new, fill_changed = part(leaves_now, lambda x: id(x) not in same)
 
         def write_back(arrays: Sequence[Array]) -> None:
             if arrays or not is_same:
-                fresh = set(map(id, arrays))
-                variables = jax.tree.map(lambda x: x if id(x) in fresh else kept[id(x)], fill_changed(arrays))
-                _restructure(modules, new_graphdef, variables, origins)
+                _restructure(modules, new_graphdef, fill_changed(arrays), origins)
 
         finished = len(output), give, write_back
         return [x for _, x in (*output, *new)]

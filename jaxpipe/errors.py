@@ -69,7 +69,7 @@ class JaxpipeWarning(UserWarning):
 
 
 class FewExamplesWarning(JaxpipeWarning):
-    """Few examples in a micro-batch for a model that normalizes over them, or for a loss that compares them."""
+    """Few examples in a micro-batch for what normalizes over them, compares them, or has a row for each of all."""
 
 
 class TrainingModeWarning(JaxpipeWarning):

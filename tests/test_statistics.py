@@ -14,7 +14,7 @@ from jaxpipe import FewExamplesWarning, TrainingModeWarning
 from jaxpipe.models.batch_statistics import Statistics, find_statistics
 from jaxpipe.models.bind import bind
 from jaxpipe.models.microbatch_program import trace_results, with_rows
-from tests.support.compare import relative_l2
+from tests.support.compare import FUSION, relative_l2
 
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -318,3 +318,25 @@ def test_the_mode_that_evaluation_sets_is_its_own():
     (after, _), _ = pipeline.value_and_grad(state, x)
     assert quiet[0] == quiet[1] != float(before) == float(after)
     assert not module.dropout.deterministic
+
+
+TABLE = jax.random.normal(jax.random.key(3), (8, 4))
+ROWS_OF_ALL = {
+    "constant": lambda v, x: (x + TABLE) @ v["w"],
+    "parameter": lambda v, x: (x + v["table"]) @ v["w"],
+    "carry": lambda v, x: jax.lax.scan(lambda h, _: (jnp.tanh((h + x) @ v["w"]), None), TABLE, None, length=3)[0],
+}
+
+
+@pytest.mark.parametrize("kind", ROWS_OF_ALL)
+def test_one_example_is_not_put_beside_the_rows_of_all(kind):
+    """By default the batch is one micro-batch then, with the gradients of plain code; else there is a warning."""
+    variables = {"w": jax.random.normal(jax.random.key(4), (4, 4)), "table": TABLE if kind == "parameter" else None}
+    model = jax.tree_util.Partial(ROWS_OF_ALL[kind], variables)
+    batch = jax.random.normal(jax.random.key(5), (8, 4))
+    pipeline = partition(model, rows=8)
+    expected = jax.grad(lambda variables: jnp.square(ROWS_OF_ALL[kind](variables, batch)).mean())(variables)
+    _, gradients = pipeline.value_and_grad(pipeline.init(jax.random.key(0)), batch)
+    assert relative_l2(gradients, expected) < FUSION
+    with pytest.warns(FewExamplesWarning, match="puts each example beside every row of these"):
+        partition(model, rows=8, num_microbatches=8)

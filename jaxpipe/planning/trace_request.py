@@ -3,7 +3,7 @@
 # More than 15 of our modules: model, batch, optimizer, profile and links of a request are read here.
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -191,7 +191,8 @@ def _leaving_examples(
     """Return a number of micro-batches that leaves enough examples to each if they depend on one another.
 
     A number that the caller passed stays. There is a ``FewExamplesWarning`` where few examples are left to normalize
-    over, and where examples are compared with those of their micro-batch only.
+    over, where examples are compared with those of their micro-batch only, and where one is compared with every row of
+    an array that has a row for each.
     """
     replicas, rows = request.replicas, size // (request.replicas * num_microbatches)
     is_few = rows < FEW_EXAMPLES
@@ -201,6 +202,10 @@ def _leaving_examples(
     def trace(rows: int) -> MicrobatchProgram:
         return trace_results(layers.model, request.loss, with_rows(microbatch, rows))[0]
 
+    if rows == 1 < size and _is_broadcast(layers.objective, size, trace):
+        if request.num_microbatches is None and replicas == 1:
+            return 1
+        _warn_broadcast(size, replicas, num_microbatches)
     statistics = find_statistics(layers.objective, rows, trace)
     if is_few and (statistics.modules or statistics.similarities):
         counts = [m for m in _counts(size, request.parts) if m <= num_microbatches]
@@ -213,6 +218,29 @@ def _leaving_examples(
     if statistics.similarities and rows < size:
         _warn_own_negatives(statistics.similarities, size, replicas, num_microbatches)
     return num_microbatches
+
+
+def _is_broadcast(objective: MicrobatchProgram, size: int, trace: Callable[[int], MicrobatchProgram]) -> bool:
+    """Whether a program of one example has an array with a row for each of the batch, and runs for no other number."""
+    if all(x.shape[:1] != (size,) for x in objective.graph.tensors):
+        return False
+    try:
+        trace(3 if size == 2 else 2)
+    except Exception:  # whatever a function raises that is made for batches of one size
+        return True
+    return False
+
+
+def _warn_broadcast(size: int, replicas: int, num_microbatches: int) -> None:
+    single = "num_microbatches=1" + (" on one replica" if replicas > 1 else "")
+    warn(
+        f"The loss runs for micro-batches of one example and not of more, and computes with arrays of {size} rows, as "
+        f"many as the batch has examples: num_microbatches={num_microbatches} on each of {replicas} replica(s) puts "
+        "each example beside every row of these (a mask or a table of positions that is no part of the batch, a carry "
+        "made for one size). Make them part of the batch, or as long as the examples that the loss is given "
+        f"(x.shape[0]), or use {single}.",
+        FewExamplesWarning,
+    )
 
 
 def _warn_few_examples(modules: Sequence[str], size: int, replicas: int, num_microbatches: int, fewer: int) -> None:

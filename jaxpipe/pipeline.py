@@ -2,7 +2,6 @@
 
 # More than 15 of our modules: each method calls the room that does its work.
 import contextlib
-import functools
 import itertools
 import os
 import threading
@@ -588,8 +587,7 @@ class Pipeline:
         objective = trace(planned.model, function, microbatch, name)
         if name not in self._looked_at:
             self._looked_at.add(name)
-            retrace = functools.partial(trace, planned.model, function, name=name)
-            warn_if_training(objective, planned.model, name, rows, lambda n: retrace(with_rows(microbatch, n)))
+            warn_if_training(objective, planned.model, name)
             if name == "predict" and parts * m > 1 and rows > 1:
-                check_rows(objective, planned.model, function, with_rows(microbatch, 2 * rows), name)
+                check_rows(objective, name)
         return objective, batching

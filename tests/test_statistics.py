@@ -13,7 +13,7 @@ import jaxpipe
 from jaxpipe import FewExamplesWarning, TrainingModeWarning
 from jaxpipe.models.batch_statistics import Statistics, find_statistics
 from jaxpipe.models.bind import bind
-from jaxpipe.models.microbatch_program import trace_results, with_rows
+from jaxpipe.models.microbatch_program import trace_loss
 from tests.support.compare import FUSION, relative_l2
 
 
@@ -98,12 +98,7 @@ def by_class(model, x):
 
 def statistics_of(model, loss, rows):
     microbatch = jax.ShapeDtypeStruct((rows, 4), jnp.float32)
-    bound = bind(model, loss, microbatch)
-
-    def trace(rows):
-        return trace_results(bound, loss, with_rows(microbatch, rows))[0]
-
-    return find_statistics(trace(rows), rows, trace)
+    return find_statistics(trace_loss(bind(model, loss, microbatch), loss, microbatch))
 
 
 @pytest.mark.core

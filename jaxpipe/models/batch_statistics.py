@@ -19,6 +19,7 @@ from jaxpipe.graph.graph import Graph, Operator, bodies, dependents, equations_i
 from jaxpipe.graph.primitives import DRAWS
 from jaxpipe.graph.split_scan import scan_operands
 from jaxpipe.models.bound_model import BoundModel
+from jaxpipe.models.check_batch import batch_size
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.text.value_text import listed
 
@@ -65,25 +66,23 @@ class _Search:
     similarities: dict[str, None] = field(default_factory=dict)
 
 
-def find_statistics(objective: MicrobatchProgram, rows: int, trace: Callable[[int], MicrobatchProgram]) -> Statistics:
-    """Return the statistics over examples in a program; ``trace`` gives the same for another number of examples."""
-    nothing = Statistics()
-    if _guessed(objective, rows) == nothing:
+def find_statistics(objective: MicrobatchProgram) -> Statistics:
+    """Return the statistics over examples in a program."""
+    nothing, rows = Statistics(), batch_size(objective.microbatch)
+    if _guessed(objective) == nothing:
         return nothing
-    try:
-        # An axis of length 1 is broadcast otherwise than a longer one.
-        pair = (objective if rows > 1 else trace(2)), trace(2 * max(rows, 2))
-    except Exception:  # whatever a function raises that is made for batches of one size
-        return nothing
-    return _find(*pair, _Search(_grown_axes))
+    # An axis of length 1 is broadcast otherwise than a longer one.
+    smaller, larger = objective if rows > 1 else objective.with_examples(2), objective.with_examples(2 * max(rows, 2))
+    return nothing if smaller is None or larger is None else _find(smaller, larger, _Search(_grown_axes))
 
 
-def may_compare(objective: MicrobatchProgram, rows: int) -> bool:
+def may_compare(objective: MicrobatchProgram) -> bool:
     """Return whether a program may multiply each example with each: ``find_statistics`` is worth its two traces."""
-    return bool(_guessed(objective, rows).similarities)
+    return bool(_guessed(objective).similarities)
 
 
-def _guessed(objective: MicrobatchProgram, rows: int) -> Statistics:
+def _guessed(objective: MicrobatchProgram) -> Statistics:
+    rows = batch_size(objective.microbatch)
     return _find(objective, objective, _Search(lambda graph, _: _likely_axes(graph, rows), guess=True))
 
 
@@ -211,12 +210,10 @@ def _grown_axes(graph: Graph, larger: Graph) -> Axes | None:
     return axes
 
 
-def warn_if_training(
-    objective: MicrobatchProgram, model: BoundModel, name: str, rows: int, trace: Callable[[int], MicrobatchProgram]
-) -> None:
+def warn_if_training(objective: MicrobatchProgram, model: BoundModel, name: str) -> None:
     """Give a ``TrainingModeWarning`` if a function draws from the model's random streams, or updates statistics."""
     drawn = random_draws(objective)
-    updated = [model.state[k].name for k in find_statistics(objective, rows, trace).state]
+    updated = [model.state[k].name for k in find_statistics(objective).state]
     if not drawn and not updated:
         return
     signs = [

@@ -63,27 +63,13 @@ def flatten_metrics(metrics: PyTree, name: str, weighted: bool) -> tuple[list[Me
         metric = Metric(jax.tree_util.keystr(path), summed, jnp.asarray(value))
         if not summed and not weighted and not _is_inexact(metric.value):
             raise PartitionError(
-                f"{_returned(name, metric.name)} of dtype {metric.value.dtype}. Metrics are averaged over the "
+                f"{returned_metric(name, metric.name)} of dtype {metric.value.dtype}. Metrics are averaged over the "
                 "micro-batches of a batch, and an average of counts is not their total. Return jaxpipe.Sum(value) to "
                 "add them up, or a floating-point number, such as the mean over the examples, to average it."
             )
         inexact = metric.value if summed or _is_inexact(metric.value) else metric.value.astype(jnp.float32)
         arrays.append(Metric(metric.name, summed, addable(inexact)))
     return arrays, tree
-
-
-def check_reduced(
-    metrics: Sequence[tuple[str, tuple[int, ...]]], others: Sequence[tuple[int, ...]], name: str, rows: tuple[int, int]
-) -> None:
-    """Raise ``PartitionError`` if a metric has an axis of examples: another shape for another number of ``rows``."""
-    for (path, shape), other in zip(metrics, others, strict=True):
-        if shape != other:
-            raise PartitionError(
-                f"{_returned(name, path)} of shape {shape} for a micro-batch of {rows[0]} examples, and {other} for "
-                f"{rows[1]}: it has values of single examples. Metrics are averaged over micro-batches "
-                "(jaxpipe.Sum(value): added up), which mixes examples. Reduce it over the examples, as value.mean(0) "
-                "does; to get a value for each example, use predict."
-            )
 
 
 def combine(totals: Sequence[Array], weight: Array, summed: Sequence[bool]) -> list[Array]:
@@ -100,5 +86,6 @@ def addable(x: Array) -> Array:
     return x if x.dtype.itemsize >= 4 else x.astype(jnp.float32 if _is_inexact(x) else jnp.int32)
 
 
-def _returned(name: str, path: str) -> str:
+def returned_metric(name: str, path: str) -> str:
+    """Begin a sentence on a metric that a function has returned."""
     return f"{name} returned the metric {path}" if path else f"{name} returned as its metrics an array"

@@ -22,7 +22,7 @@ from jaxpipe.models import joined_replicas
 from jaxpipe.models.bound_model import BoundModel, UserFunction
 from jaxpipe.models.check_arguments import check_predicted, returned_parts
 from jaxpipe.models.check_batch import batch_size, has_examples
-from jaxpipe.models.combine_metrics import Metric, addable, check_reduced, flatten_metrics
+from jaxpipe.models.combine_metrics import Metric, addable, flatten_metrics, returned_metric
 from jaxpipe.models.example_state import Axes, rows_of, with_rows_of
 
 
@@ -44,6 +44,8 @@ class MicrobatchProgram:
       overwritten: the parameters whose new value is their gradient.
       metrics_only: whether an evaluation returned metrics and no loss.
       joined: of how many replicas a micro-batch is (``jaxpipe.models.joined_replicas``).
+      microbatch: the shapes that it was traced for.
+      retrace: traces the same function for other shapes, without a check of what it returns.
     """
 
     graph: Graph
@@ -53,7 +55,9 @@ class MicrobatchProgram:
     batch: tuple[TensorNumber, ...]
     results: tuple[TensorNumber, ...]
     new_state: tuple[TensorNumber, ...]
-    tree: PyTreeDef | None = None
+    microbatch: PyTree
+    retrace: Callable[[PyTree], "MicrobatchProgram"]
+    tree: PyTreeDef
     metrics_only: bool = False
     weighted: bool = False
     annotations: Annotations = field(default_factory=Annotations)
@@ -85,6 +89,13 @@ class MicrobatchProgram:
         tensors = self.graph.tensors
         return tuple(t for t in self.parameters if t not in self.frozen and is_differentiable(tensors[t].aval))
 
+    def with_examples(self, rows: int) -> "MicrobatchProgram | None":
+        """Trace the function for another number of examples; None of one that is made for batches of one size."""
+        try:
+            return self.retrace(with_rows(self.microbatch, rows))
+        except Exception:  # whatever such a function raises
+            return None
+
     def training(self, trained: Sequence[bool]) -> "MicrobatchProgram":
         """A copy of which only some parameters are trained."""
         left = (t for t, kept in zip(self.parameters, trained, strict=True) if not kept)
@@ -100,44 +111,25 @@ def trace_loss(model: BoundModel, function: UserFunction, batch: PyTree, name: s
       PartitionError: if what is returned has another form, metrics are not reduced over the examples, or a loss that
         is trained depends on no parameter, or its weight does.
     """
-    objective, metrics = trace_results(model, function, batch, name)
-    if any(shape for _, shape in metrics):
-        rows = batch_size(batch)
-        try:
-            _, larger = trace_results(model, function, with_rows(batch, 2 * rows), name)
-            others = [shape for _, shape in larger]
-        except Exception:  # made for batches of one size: a first axis as long as the micro-batch is its examples
-            others = [(2 * rows, *shape[1:]) if shape[:1] == (rows,) else shape for _, shape in metrics]
-        check_reduced(metrics, others, name, (rows, 2 * rows))
+    objective = _trace(model, function, batch, _reduced, name)
+    if any(objective.result_shapes):
+        _check_reduced(objective, name)
     if name == "loss":
         _check_trained(objective, model)
         _check_weight(objective)
     return objective
 
 
-def trace_results(
-    model: BoundModel, function: UserFunction, batch: PyTree, name: str = "loss"
-) -> tuple[MicrobatchProgram, list[tuple[str, tuple[int, ...]]]]:
-    """``trace_loss`` without a check of what was traced; and the names and shapes of the metrics."""
-    seen: dict[str, Any] = {}
-    shapes: list[tuple[str, tuple[int, ...]]] = []
-
-    def results(returned: PyTree) -> list[Array]:
-        loss, weight, rest = returned_parts(returned, name)
-        weighted = weight is not None
-        metrics, tree = flatten_metrics(rest, name, weighted)
-        shapes[:] = [(x.name, x.value.shape) for x in metrics]
-        weight = addable(jnp.asarray(weight)) if weighted else jnp.asarray(1.0, jnp.float32)
-        metrics += [Metric("weight", True, weight)] if weighted else []
-        summed = tuple(x.summed for x in metrics)
-        seen.update(tree=tree, metrics_only=loss is None, weighted=weighted, summed=summed)
-        return [addable(jnp.asarray(0.0 if loss is None else loss)), weight, *(x.value for x in metrics)]
-
-    def join(values: Sequence[Array]) -> list[Array]:
-        added = [seen["weighted"] or summed for summed in (False, False, *seen["summed"])]
-        return list(map(joined_replicas.total, values, added))
-
-    return replace(_trace(model, function, batch, results, join, name), **seen), shapes
+def _reduced(returned: PyTree, name: str) -> tuple[list[Array], dict[str, Any]]:
+    """Return the loss, the weight and the metrics that a function has returned, and what is known of them."""
+    loss, weight, rest = returned_parts(returned, name)
+    weighted = weight is not None
+    metrics, tree = flatten_metrics(rest, name, weighted)
+    weight = addable(jnp.asarray(weight)) if weighted else jnp.asarray(1.0, jnp.float32)
+    metrics += [Metric("weight", True, weight)] if weighted else []
+    arrays = [addable(jnp.asarray(0.0 if loss is None else loss)), weight, *(x.value for x in metrics)]
+    summed = tuple(x.summed for x in metrics)
+    return arrays, {"tree": tree, "metrics_only": loss is None, "weighted": weighted, "summed": summed}
 
 
 def trace_prediction(
@@ -147,7 +139,7 @@ def trace_prediction(
 
     Of a batch that has no axis of examples, arrays may have any first axis.
     """
-    program, rows = _trace_returned(model, function, batch, name), batch_size(batch)
+    program, rows = _trace(model, function, batch, _predicted, name), batch_size(batch)
     for shape in program.result_shapes:
         if not shape or (shape[0] != rows and has_examples(batch)):
             raise PartitionError(
@@ -157,38 +149,17 @@ def trace_prediction(
     return program
 
 
-def _trace_returned(model: BoundModel, function: UserFunction, batch: PyTree, name: str) -> MicrobatchProgram:
-    """``trace_prediction`` without a check of what was traced."""
-    tree: PyTreeDef | None = None
-
-    def results(returned: PyTree) -> list[Array]:
-        nonlocal tree
-        check_predicted(returned, name)
-        leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, returned))
-        return leaves
-
-    def join(values: Sequence[Array]) -> list[Array]:
-        return list(map(joined_replicas.rows, values))
-
-    return replace(_trace(model, function, batch, results, join, name), tree=tree)
+def _predicted(returned: PyTree, name: str) -> tuple[list[Array], dict[str, Any]]:
+    """Return the leaves of a prediction, and their structure."""
+    check_predicted(returned, name)
+    leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, returned))
+    return leaves, {"tree": tree}
 
 
-def check_rows(
-    program: MicrobatchProgram, model: BoundModel, function: UserFunction, larger: PyTree, name: str
-) -> None:
-    """Raise ``PartitionError`` if a prediction's arrays are as long as a micro-batch by chance.
-
-    Args:
-      program: of a micro-batch of several examples.
-      model, function: of which it is.
-      larger: shapes of one of twice as many.
-      name: of the function.
-    """
-    try:
-        shapes = _trace_returned(model, function, larger, name).result_shapes
-    except Exception:  # made for batches of one size
-        return
-    for shape, other in zip(program.result_shapes, shapes, strict=False):
+def check_rows(program: MicrobatchProgram, name: str) -> None:
+    """Raise ``PartitionError`` if a prediction's arrays are as long as a micro-batch of several examples by chance."""
+    larger = program.with_examples(2 * batch_size(program.microbatch))
+    for shape, other in zip(program.result_shapes, larger.result_shapes if larger else (), strict=False):
         if other != (2 * shape[0], *shape[1:]):
             raise PartitionError(
                 f"{name} returned an array of shape {shape} for a micro-batch, and {other} for one of twice the "
@@ -201,6 +172,25 @@ def with_rows(batch: PyTree, rows: int) -> PyTree:
     if not has_examples(batch):
         return batch
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) if x.shape else x, batch)
+
+
+def _check_reduced(objective: MicrobatchProgram, name: str) -> None:
+    """Raise ``PartitionError`` if a metric has an axis of examples: another shape for another number of examples."""
+    rows, shapes, tree = batch_size(objective.microbatch), objective.result_shapes[2:], objective.tree
+    larger = objective.with_examples(2 * rows)
+    if larger is None:  # a first axis as long as the micro-batch is its examples
+        others = [(2 * rows, *shape[1:]) if shape[:1] == (rows,) else shape for shape in shapes]
+    else:
+        others = larger.result_shapes[2:]
+    paths = jax.tree_util.tree_leaves_with_path(tree.unflatten(range(tree.num_leaves)))
+    for (path, _), shape, other in zip(paths, shapes, others, strict=False):  # behind them may be the weight
+        if shape != other:
+            raise PartitionError(
+                f"{returned_metric(name, jax.tree_util.keystr(path))} of shape {shape} for a micro-batch of {rows} "
+                f"examples, and {other} for {2 * rows}: it has values of single examples. Metrics are averaged over "
+                "micro-batches (jaxpipe.Sum(value): added up), which mixes examples. Reduce it over the examples, as "
+                "value.mean(0) does; to get a value for each example, use predict."
+            )
 
 
 def _check_trained(objective: MicrobatchProgram, model: BoundModel) -> None:
@@ -256,11 +246,10 @@ def _trace(
     model: BoundModel,
     function: UserFunction,
     batch: PyTree,
-    results: Callable[[PyTree], list[Array]],
-    join: Callable[[Sequence[Array]], list[Array]],
+    results: Callable[[PyTree, str], tuple[list[Array], dict[str, Any]]],
     name: str,
 ) -> MicrobatchProgram:
-    """Trace a function, of whose returned values ``results`` makes arrays; ``join`` does away with a replica axis."""
+    """Trace a function, of whose returned values ``results`` makes arrays, and fields of the program."""
     batch_leaves, batch_tree = jax.tree.flatten(batch)
     original = model.original
     parameters = [v.aval for v in original.parameters]
@@ -268,7 +257,7 @@ def _trace(
     rows, axes = batch_size(batch), original.examples
     indexed = any(axis is not None for axis in axes)
     counts = [len(parameters), len(state), 1, int(indexed), len(batch_leaves)]
-    number = 0
+    number, returns = 0, dict[str, Any]()
 
     def body(*leaves: Array) -> list[Array]:
         nonlocal number
@@ -278,13 +267,15 @@ def _trace(
         def run(key: Array, b: Sequence[Array]) -> tuple[list[Array], list[Array]]:
             microbatch, keeps = jax.tree.unflatten(batch_tree, b), name != "predict"
             returned, new_state = original.run(function, p, state_rows, key, microbatch, keeps)
-            return results(returned), new_state
+            arrays, fields = results(returned, name)
+            returns.update(fields)
+            return arrays, new_state
 
         if original.replica_axis is None:
             result_leaves, new_state = run(key, b)
         else:
             result_leaves, new_state = joined_replicas.run_replicas(original.replica_axis, run, s, key, b)
-            result_leaves = join(result_leaves)
+            result_leaves = _joined(result_leaves, **returns)
         new_state = with_rows_of(s, new_state, axes, rows, index[0]) if indexed else new_state
         number = len(result_leaves)
         return [*result_leaves, *new_state]
@@ -317,12 +308,25 @@ def _trace(
         b,
         graph.outputs[:number],
         graph.outputs[number:],
+        batch,
+        lambda other: _trace(model, function, other, results, name),
+        **returns,
         annotations=mentioned,
         index=next(iter(i), None),
         examples=model.examples,
         overwritten=frozenset(p[position] for position in model.overwritten),
         joined=model.joined,
     )
+
+
+def _joined(
+    values: Sequence[Array], summed: Sequence[bool] | None = None, weighted: bool = False, **_: Any
+) -> list[Array]:
+    """Return results without their axis of replicas: totals or means of a loss's, rows of a prediction's."""
+    if summed is None:
+        return list(map(joined_replicas.rows, values))
+    added = [weighted or flag for flag in (False, False, *summed)]
+    return list(map(joined_replicas.total, values, added))
 
 
 def _check_references(constants: Sequence[object], name: str) -> None:

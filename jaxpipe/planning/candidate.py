@@ -20,7 +20,6 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.gradients.outer_loop import OuterLoop
 from jaxpipe.graph.op_cost import weight
 from jaxpipe.graph.sharding_annotations import outside_mesh
-from jaxpipe.models.microbatch_program import trace_loss
 from jaxpipe.models.traced_update import trace_update, without_frozen
 from jaxpipe.plan import Plan
 from jaxpipe.planning.arrange_devices import arrange
@@ -250,14 +249,12 @@ class Candidate:
             plan=plan,
             mesh=self.mesh,
             batch=traced.batch,
-            microbatch=traced.microbatch,
             model=model,
             program=program,
             update=update,
             batching=traced.batching,
             policy=request.policy,
             schedules=request.schedules if self.maker is None else (self.maker, *request.schedules),
-            retrace=lambda shapes: trace_loss(model, request.loss, shapes).training(traced.update.trained),
             shardings=traced.shardings,
             traces=self.cut.traces,
         )

@@ -66,7 +66,7 @@ def trace_layers(request: Request, model: BoundModel, microbatch: PyTree) -> Tra
     given = request.profile.scan_groups if isinstance(request.profile, Profile) else None
     unrolling = given if given and request.unroll_scans == "auto" else request.unroll_scans
     if unrolling and unrolling != "auto":
-        return _cut(request, unroll(model, objective, groups_of(objective, unrolling)), objective, microbatch)
+        return _cut(request, unroll(model, objective, groups_of(objective, unrolling)), objective)
     groups, reason = _as_given(request, objective, _balanced(request, objective)), ""
     if not (groups and unrolling):
         reason = "unroll_scans=False"
@@ -78,7 +78,7 @@ def trace_layers(request: Request, model: BoundModel, microbatch: PyTree) -> Tra
         try:
             cut = unroll(model, objective, groups, partly=False)
             variable_specs(cut, request.submesh, request.options)  # layers may be split within a stage
-            layers = _cut(request, cut, objective, microbatch)
+            layers = _cut(request, cut, objective)
             if sum(places_to_cut(layers.objective)) >= min(sum(places_to_cut(objective)), request.num_devices + 1):
                 return layers
             reason = "they share variables, each of which lives in one stage"
@@ -88,9 +88,9 @@ def trace_layers(request: Request, model: BoundModel, microbatch: PyTree) -> Tra
     return TracedLayers(model, objective, trace_update(request.optimizer, model), notes)
 
 
-def _cut(request: Request, model: BoundModel, whole: MicrobatchProgram, microbatch: PyTree) -> TracedLayers:
+def _cut(request: Request, model: BoundModel, whole: MicrobatchProgram) -> TracedLayers:
     """Trace a model whose scans are cut, of which ``whole`` has them as they are."""
-    objective, update = trace_loss(model, request.loss, microbatch), trace_update(request.optimizer, model)
+    objective, update = trace_loss(model, request.loss, whole.microbatch), trace_update(request.optimizer, model)
     notes = []
     for scan, bounds in _scans(whole, model.scan_groups).items():
         sizes = sorted({b - a for a, b in itertools.pairwise(bounds)})

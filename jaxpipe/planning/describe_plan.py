@@ -167,7 +167,7 @@ def describe(traced: Traced, program: Program, partition: Partition, update: Upd
         ),
         replicas=request.replicas,
         num_microbatches=program.num_microbatches,
-        microbatch_size=check_batch.batch_size(traced.microbatch),
+        microbatch_size=check_batch.batch_size(traced.objective.microbatch),
         schedule=program.schedule.name,
         profile=partition.profile.source,
         measured="" if partition.profile.measurement is None else str(partition.profile.measurement),

@@ -3,7 +3,7 @@
 # More than 15 of our modules: model, batch, optimizer, profile and links of a request are read here.
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -24,7 +24,7 @@ from jaxpipe.models.batch_statistics import FEW_EXAMPLES, find_statistics, may_c
 from jaxpipe.models.bind import bind
 from jaxpipe.models.example_state import StateCall, check_counts
 from jaxpipe.models.linen_facade import ReturnsOtherError
-from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_results, with_rows
+from jaxpipe.models.microbatch_program import MicrobatchProgram, with_rows
 from jaxpipe.models.traced_update import without_frozen
 from jaxpipe.models.variable_shardings import Shardings, shardings_of
 from jaxpipe.planning.check_request import Request, check_model_features, check_runtime_features
@@ -59,7 +59,6 @@ class Traced(TracedLayers):
     profile: Profile
     links: Network
     batch: PyTree
-    microbatch: PyTree
     batching: Batching
     local: Sequence[Shaped]
     shardings: Shardings
@@ -79,8 +78,8 @@ def rates_in(profile: Profile) -> Rates:
 def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> Traced:
     """Trace a model for batches of the given shapes, and profile its operators; raises as ``partition``."""
     asked, start = (request, batch, variables), time.perf_counter()
-    request, batching, microbatch, layers = agreed(
-        "jaxpipe.partition", lambda: _trace_programs(*asked), lambda x: program_parts(x[0], x[3], x[1])
+    request, batching, layers = agreed(
+        "jaxpipe.partition", lambda: _trace_programs(*asked), lambda x: program_parts(x[0], x[2], x[1])
     )
     seconds = time.perf_counter() - start
     model, objective, update = layers.model, layers.objective, layers.update
@@ -101,7 +100,6 @@ def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> 
         profile=profile,
         links=links,
         batch=batch,
-        microbatch=microbatch,
         batching=batching,
         local=local,
         shardings=shardings,
@@ -111,10 +109,8 @@ def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> 
     )
 
 
-def _trace_programs(
-    request: Request, batch: PyTree, variables: PyTree
-) -> tuple[Request, Batching, PyTree, TracedLayers]:
-    """Trace a model; return its request with a number of micro-batches, these, and the shapes of one."""
+def _trace_programs(request: Request, batch: PyTree, variables: PyTree) -> tuple[Request, Batching, TracedLayers]:
+    """Trace a model; return its request with a number of micro-batches, and these."""
     size = check_batch.batch_size(batch)
     m = _default_microbatches(size, request) if request.num_microbatches is None else request.num_microbatches
     check_batch.check_microbatches(batch, request.parts, m)
@@ -130,14 +126,14 @@ def _trace_programs(
     microbatch = with_rows(batch, size // (request.replicas * m))
     layers = _trace_layers(request, microbatch, variables, batch, assumed=request.replica_axis is None)
     warn_unused(request.policy, (op.path for op in layers.objective.graph.operators), "storage")
-    enough = _leaving_examples(request, layers, microbatch, size, m)
+    enough = _leaving_examples(request, layers.objective, size, m)
     if enough != m:
         return _trace_programs(replace(request, num_microbatches=enough), batch, variables)
     if m > 1:
         model, traced = layers.model, layers.objective
         called = StateCall(traced.graph, traced.batch, traced.state, traced.new_state)
         check_counts(called, [v.name for v in model.state], model.examples)
-    return request, batching, microbatch, layers
+    return request, batching, layers
 
 
 def _trace_layers(
@@ -185,9 +181,7 @@ def _counts(size: int, replicas: int) -> list[int]:
     return [m for m in range(1, size + 1) if size % (replicas * m) == 0]
 
 
-def _leaving_examples(
-    request: Request, layers: TracedLayers, microbatch: PyTree, size: int, num_microbatches: int
-) -> int:
+def _leaving_examples(request: Request, objective: MicrobatchProgram, size: int, num_microbatches: int) -> int:
     """Return a number of micro-batches that leaves enough examples to each if they depend on one another.
 
     A number that the caller passed stays. There is a ``FewExamplesWarning`` where few examples are left to normalize
@@ -196,17 +190,13 @@ def _leaving_examples(
     """
     replicas, rows = request.replicas, size // (request.replicas * num_microbatches)
     is_few = rows < FEW_EXAMPLES
-    if not check_batch.has_examples(microbatch) or not (is_few or may_compare(layers.objective, rows)):
+    if not check_batch.has_examples(objective.microbatch) or not (is_few or may_compare(objective)):
         return num_microbatches
-
-    def trace(rows: int) -> MicrobatchProgram:
-        return trace_results(layers.model, request.loss, with_rows(microbatch, rows))[0]
-
-    if rows == 1 < size and _is_broadcast(layers.objective, size, trace):
+    if rows == 1 < size and _is_broadcast(objective, size):
         if request.num_microbatches is None and replicas == 1:
             return 1
         _warn_broadcast(size, replicas, num_microbatches)
-    statistics = find_statistics(layers.objective, rows, trace)
+    statistics = find_statistics(objective)
     if is_few and (statistics.modules or statistics.similarities):
         counts = [m for m in _counts(size, request.parts) if m <= num_microbatches]
         enough = [m for m in counts if size // (replicas * m) >= FEW_EXAMPLES]
@@ -220,15 +210,10 @@ def _leaving_examples(
     return num_microbatches
 
 
-def _is_broadcast(objective: MicrobatchProgram, size: int, trace: Callable[[int], MicrobatchProgram]) -> bool:
+def _is_broadcast(objective: MicrobatchProgram, size: int) -> bool:
     """Whether a program of one example has an array with a row for each of the batch, and runs for no other number."""
-    if all(x.shape[:1] != (size,) for x in objective.graph.tensors):
-        return False
-    try:
-        trace(3 if size == 2 else 2)
-    except Exception:  # whatever a function raises that is made for batches of one size
-        return True
-    return False
+    has_rows = any(x.shape[:1] == (size,) for x in objective.graph.tensors)
+    return has_rows and objective.with_examples(3 if size == 2 else 2) is None
 
 
 def _warn_broadcast(size: int, replicas: int, num_microbatches: int) -> None:

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.array_types import Array, ArrayLike, PyTree
 from jaxpipe.graph.allowed_codecs import Policy
 from jaxpipe.models.bound_model import BoundModel
-from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.models.variable_shardings import Shardings
 from jaxpipe.plan import Plan
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
@@ -67,14 +66,12 @@ class ExecutablePlan:
     plan: Plan  # the part that the user sees
     mesh: Mesh  # the first device of each group of ``shardings``, in the order of the stages
     batch: PyTree  # shapes
-    microbatch: PyTree
     model: BoundModel
     program: Program
     update: Update
     batching: Batching
     policy: Policy  # codecs where a module is not decorated
     schedules: tuple[ScheduleMaker, ...]
-    retrace: Callable[[PyTree], MicrobatchProgram]  # traces the loss for the shapes of one micro-batch
     shardings: Shardings  # of variables within a stage
     compiled: Dispatch | None = None  # of stage programs, the training step that was compiled while planning
     graph: StepGraph | None = None  # of stage programs, the training step

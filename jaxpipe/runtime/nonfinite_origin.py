@@ -121,7 +121,7 @@ def _stages(program: Program) -> list[StageNumber]:
 def _names(planned: ExecutablePlan) -> dict[TensorNumber, str]:
     """Name the inputs of the loss."""
     objective, model = planned.program.objective, planned.model
-    paths = jax.tree_util.tree_flatten_with_path(planned.microbatch)[0]
+    paths = jax.tree_util.tree_flatten_with_path(objective.microbatch)[0]
     names = [f"parameter {v.name}" for v in model.parameters] + [f"variable {v.name}" for v in model.state]
     names += [f"batch{jax.tree_util.keystr(path)}" for path, _ in paths]
     return dict(zip((*objective.parameters, *objective.state, *objective.batch), names, strict=True))

@@ -40,7 +40,8 @@ def shaped_for(planned: ExecutablePlan, batch: PyTree) -> ExecutablePlan:
     # A batch that was planned as one micro-batch without examples stays that, whatever its sizes are by chance.
     m = 1 if all(planned.batching.shared) else _microbatches(batch, size, replicas, planned)
     batching = Batching(planned.batching.shared, replicas, m)
-    objective = planned.retrace(with_rows(batch, size // (replicas * m)))
+    objective = before.objective.retrace(with_rows(batch, size // (replicas * m)))
+    objective = objective.training(planned.update.by_stage.trained)
     schedule = without_backward(_schedule(planned, before.stage_replicas.rounds(m)), before.schedule.frozen)
     if _same_operators(objective, before.objective):
         cuts = (0, *(stage.operators[1] for stage in planned.plan.stages))
@@ -58,7 +59,7 @@ def shaped_for(planned: ExecutablePlan, batch: PyTree) -> ExecutablePlan:
 
 def _microbatches(batch: PyTree, size: int, replicas: int, planned: ExecutablePlan) -> int:
     """The number of micro-batches of a replica: of as many examples as planned, or else of as few numbers as that."""
-    rows = check_batch.batch_size(planned.microbatch)
+    rows = check_batch.batch_size(planned.program.objective.microbatch)
     if size % (rows * replicas) == 0:
         return size // (rows * replicas)
     most, parts = planned.batching.num_microbatches, replicas * planned.model.joined

@@ -12,15 +12,14 @@ from flax import nnx
 
 from jaxpipe.array_types import Array, PyTree
 from jaxpipe.errors import ModelError
-from jaxpipe.graph.graph import is_differentiable, read_graph
+from jaxpipe.graph.graph import is_differentiable
 from jaxpipe.graph.sharding_annotations import with_axes
 from jaxpipe.models.bind_linen import bind_linen
 from jaxpipe.models.bind_nnx import bind_nnx, check_factory, nnx_factory
 from jaxpipe.models.bound_model import BoundModel, Called, Model, UserFunction, Variable, check_variables, with_values
 from jaxpipe.models.call_function import call_function
-from jaxpipe.models.check_batch import batch_size, shape_of
-from jaxpipe.models.example_state import Axes, StateCall, example_axes
-from jaxpipe.models.microbatch_program import with_rows
+from jaxpipe.models.check_batch import shape_of
+from jaxpipe.models.example_state import example_axes
 from jaxpipe.models.variable_trees import by_path, common_level, is_train_state, key_name, plain_tree
 from jaxpipe.options import AxisRules
 from jaxpipe.text.value_text import shown
@@ -98,26 +97,8 @@ def bind(
     bound = replace(bound, axis_rules=axis_rules, stage_shape=stage_shape or {})
     given = variables is not None or not isinstance(model, nn.Module)
     if given or (bound.batch is batch and not any(axis is not None for axis in bound.examples)):
-        bound = replace(bound, examples=_example_axes(bound, function, microbatch, batch))
+        bound = replace(bound, examples=example_axes(bound, function, microbatch, batch))
     return bound if variables is None else with_values(bound, variables)
-
-
-def _example_axes(bound: BoundModel, function: UserFunction, microbatch: PyTree, batch: PyTree) -> Axes:
-    """Find the axes of examples of state that was given."""
-
-    def call(rows: int, state: Sequence[jax.ShapeDtypeStruct]) -> StateCall:
-        def run(state: Sequence[Array], batch: PyTree, parameters: Sequence[Array], key: Array) -> list[Array]:
-            returned, new = bound.run(function, parameters, state, key, batch)
-            return [*new, *(x for x in jax.tree.leaves(returned) if isinstance(x, jax.Array))]
-
-        parameters, some = [v.aval for v in bound.parameters], with_rows(microbatch, rows)
-        closed = with_axes(lambda: jax.make_jaxpr(run)(state, some, parameters, jax.random.key(0)))[0]
-        graph, count = read_graph(closed), len(state)
-        given = graph.inputs[count : count + len(jax.tree.leaves(some))]
-        return StateCall(graph, given, graph.inputs[:count], graph.outputs[:count])
-
-    names, avals = [v.name for v in bound.state], [v.aval for v in bound.state]
-    return example_axes(names, avals, batch_size(microbatch), batch_size(batch), call)
 
 
 def _bind(

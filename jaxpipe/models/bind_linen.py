@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.array_types import Array, ArrayLike, PyTree
 from jaxpipe.errors import ModelError
 from jaxpipe.graph.sharding_annotations import with_axes
-from jaxpipe.models.bound_model import BoundModel, Called, UserFunction, named
+from jaxpipe.models.bound_model import Axes, BoundModel, Called, UserFunction, named
 from jaxpipe.models.call_function import call_function
 from jaxpipe.models.check_batch import batch_size, shape_key, shape_of
-from jaxpipe.models.example_state import Axes, changed_axes
+from jaxpipe.models.example_state import changed_axes
 from jaxpipe.models.linen_facade import TRAINED, LinenModel, handed_on, make_variables, state_of, without_sown
 from jaxpipe.models.microbatch_program import with_rows
 from jaxpipe.models.observed_calls import Observed

@@ -34,6 +34,9 @@ UserFunction = Callable[[Any, PyTree], PyTree]
 #: A Linen module; an NNX module, its class or a ``functools.partial`` of it; ``jax.tree_util.Partial``; or a function.
 Model = nn.Module | nnx.Module | Callable[..., PyTree]
 
+#: By state variable, the axis that has a row for each example of a batch, if it has one.
+Axes = tuple[int | None, ...]
+
 #: Parameters and state, as lists.
 Flat = tuple[list[ArrayLike], list[ArrayLike]]
 
@@ -96,7 +99,7 @@ class BoundModel:
     values: Flat | None = None
     annotated: tuple[tuple[P, ...], tuple[P, ...]] = ((), ())
     overwritten: frozenset[int] = frozenset()
-    examples: tuple[int | None, ...] = ()
+    examples: Axes = ()
     stage_shape: Mapping[str, int] = field(default_factory=dict)
     axis_rules: AxisRules = ()
     replica_axis: ReplicaAxis | None = None

@@ -7,49 +7,23 @@ has them is read from a trace: a call pairs them with the examples of its batch.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import jax
 import numpy as np
-from jax import lax
 
-from jaxpipe.array_types import Array, Shaped, TensorNumber
+from jaxpipe.array_types import PyTree, Shaped
 from jaxpipe.errors import ModelError
-from jaxpipe.graph.graph import Graph, dependents
+from jaxpipe.graph.graph import dependents
 from jaxpipe.graph.paired_dimensions import paired_dimensions
+from jaxpipe.models.bound_model import Axes, BoundModel, UserFunction
+from jaxpipe.models.check_batch import batch_size
+from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_call, with_rows
 from jaxpipe.text.value_text import listed
 
 
-#: By state variable, the axis of examples, if it has one.
-Axes = tuple[int | None, ...]
-
-
-@dataclass(frozen=True)
-class StateCall:
-    """One call, traced: its inputs for the batch and for the state, and what becomes of the state."""
-
-    graph: Graph
-    batch: Sequence[TensorNumber]
-    state: Sequence[TensorNumber]
-    new: Sequence[TensorNumber]
-
-
 #: ``(rows, shapes of the state) -> one call``; raises what the model raises.
-Call = Callable[[int, Sequence[jax.ShapeDtypeStruct]], StateCall]
-
-
-def rows_of(state: Sequence[Array], axes: Axes, rows: int, index: Array) -> list[Array]:
-    """Return the state of a micro-batch, by its number in the batch."""
-    pairs = zip(state, axes, strict=True)
-    return [x if axis is None else lax.dynamic_slice_in_dim(x, index * rows, rows, axis) for x, axis in pairs]
-
-
-def with_rows_of(state: Sequence[Array], new: Sequence[Array], axes: Axes, rows: int, index: Array) -> list[Array]:
-    """Return the state of a batch after a micro-batch has left new rows."""
-    return [
-        after if axis is None else lax.dynamic_update_slice_in_dim(before, after, index * rows, axis)
-        for before, after, axis in zip(state, new, axes, strict=True)
-    ]
+Call = Callable[[int, Sequence[jax.ShapeDtypeStruct]], MicrobatchProgram]
 
 
 def changed_axes(names: Sequence[str], small: Sequence[Shaped], large: Sequence[Shaped], rows: tuple[int, int]) -> Axes:
@@ -92,33 +66,37 @@ def _not_divided(names: Sequence[str], rows: int, size: int, error: Exception) -
     )
 
 
-def example_axes(names: Sequence[str], state: Sequence[jax.ShapeDtypeStruct], rows: int, size: int, call: Call) -> Axes:
+def example_axes(bound: BoundModel, function: UserFunction, microbatch: PyTree, batch: PyTree) -> Axes:
     """Find the axes of examples of state that was given.
-
-    Args:
-      rows, size: examples of a micro-batch and of the batch.
 
     Raises:
       ModelError: if state has a row for each example of a micro-batch, or several rows for each; or if the model does
         not run on some of the rows.
     """
+    names, state = [v.name for v in bound.state], [v.aval for v in bound.state]
+    rows, size = batch_size(microbatch), batch_size(batch)
+
+    def call(rows: int, state: Sequence[jax.ShapeDtypeStruct]) -> MicrobatchProgram:
+        variables = tuple(replace(v, aval=aval) for v, aval in zip(bound.state, state, strict=True))
+        return trace_call(replace(bound, state=variables), function, with_rows(microbatch, rows))
+
     none: Axes = (None,) * len(state)
     if rows == size or not any(n and n % rows == 0 for x in state for n in x.shape):
         return none
     for examples in (size, rows):
         dimensions = _paired(call, examples, state)
-        with_rows = [k for k, paired in enumerate(dimensions) if paired]
-        for k in with_rows:
+        grown = [k for k, paired in enumerate(dimensions) if paired]
+        for k in grown:
             if [state[k].shape[d] for d in dimensions[k]] != [examples]:
                 raise ModelError(_several_rows(names[k], state[k], examples))
             if examples == rows:
                 raise ModelError(_own_rows(names[k], state[k], rows, size))
-        if with_rows:
+        if grown:
             axes = tuple(next(iter(paired), None) for paired in dimensions)
             try:
                 call(rows, _sized(state, axes, rows, size))
             except Exception as error:  # whatever a model raises whose state does not fit
-                raise ModelError(_not_divided([names[k] for k in with_rows], rows, size, error)) from error
+                raise ModelError(_not_divided([names[k] for k in grown], rows, size, error)) from error
             return axes
     _check_grown(names, state, rows, size, call)
     return none
@@ -134,7 +112,7 @@ def _check_grown(names: Sequence[str], state: Sequence[jax.ShapeDtypeStruct], ro
             called = call(number, shapes)
         except Exception:  # see above
             return False
-        return all(x.shape == called.graph.tensors[t].shape for x, t in zip(shapes, called.new, strict=True))
+        return all(x.shape == called.graph.tensors[t].shape for x, t in zip(shapes, called.new_state, strict=True))
 
     if runs((None,) * len(state), rows):
         return
@@ -158,14 +136,14 @@ def _paired(call: Call, examples: int, state: Sequence[jax.ShapeDtypeStruct]) ->
     paired = paired_dimensions(graph, [t for t in called.batch if graph.tensors[t].shape[:1] == (examples,)])
     return [
         [d for d in range(len(x.shape)) if (new, d) in paired and (old not in read or (old, d) in paired)]
-        for x, old, new in zip(state, called.state, called.new, strict=True)
+        for x, old, new in zip(state, called.state, called.new_state, strict=True)
     ]
 
 
-def check_counts(called: StateCall, names: Sequence[str], axes: Axes) -> None:
+def check_counts(called: MicrobatchProgram, names: Sequence[str]) -> None:
     """Raise ``ModelError`` if rows follow from state that counts calls, or changes as such does."""
     tensors, operators = called.graph.tensors, called.graph.operators
-    state = list(zip(names, called.state, called.new, axes, strict=True))
+    state = list(zip(names, called.state, called.new_state, called.examples, strict=True))
     rows = [(name, new) for name, _, new, axis in state if axis is not None]
     given = dependents(operators, [*called.batch, *(old for _, old, _, axis in state if axis is not None)])
     for name, old, new, axis in state:

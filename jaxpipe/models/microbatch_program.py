@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxpipe.array_types import Array, PyTree, PyTreeDef, TensorNumber
 from jaxpipe.errors import PartitionError
@@ -19,11 +20,10 @@ from jaxpipe.graph.sharding_annotations import Annotations
 from jaxpipe.graph.split_scan import MixedRowsError, split_rows, with_layer_paths
 from jaxpipe.graph.stacked_layers import Stacks
 from jaxpipe.models import joined_replicas
-from jaxpipe.models.bound_model import BoundModel, UserFunction
+from jaxpipe.models.bound_model import Axes, BoundModel, UserFunction
 from jaxpipe.models.check_arguments import check_predicted, returned_parts
 from jaxpipe.models.check_batch import batch_size, has_examples
 from jaxpipe.models.combine_metrics import Metric, addable, flatten_metrics, returned_metric
-from jaxpipe.models.example_state import Axes, rows_of, with_rows_of
 
 
 T = TypeVar("T")
@@ -167,6 +167,16 @@ def check_rows(program: MicrobatchProgram, name: str) -> None:
             )
 
 
+def trace_call(model: BoundModel, function: UserFunction, batch: PyTree) -> MicrobatchProgram:
+    """Trace ``function(model, batch)`` for what becomes of the state, whatever it returns."""
+
+    def results(returned: PyTree, _: str) -> tuple[list[Array], dict[str, Any]]:
+        arrays, tree = jax.tree.flatten([x for x in jax.tree.leaves(returned) if isinstance(x, jax.Array)])
+        return arrays, {"tree": tree}
+
+    return _trace(model, function, batch, results, "")
+
+
 def with_rows(batch: PyTree, rows: int) -> PyTree:
     """The shapes of a batch with another number of examples, those of a micro-batch for example, if it has examples."""
     if not has_examples(batch):
@@ -262,7 +272,7 @@ def _trace(
     def body(*leaves: Array) -> list[Array]:
         nonlocal number
         p, s, (key,), index, b = split(leaves, counts)
-        state_rows = rows_of(s, axes, rows, index[0]) if indexed else s
+        state_rows = _rows_of(s, axes, rows, index[0]) if indexed else s
 
         def run(key: Array, b: Sequence[Array]) -> tuple[list[Array], list[Array]]:
             microbatch, keeps = jax.tree.unflatten(batch_tree, b), name != "predict"
@@ -276,7 +286,7 @@ def _trace(
         else:
             result_leaves, new_state = joined_replicas.run_replicas(original.replica_axis, run, s, key, b)
             result_leaves = _joined(result_leaves, **returns)
-        new_state = with_rows_of(s, new_state, axes, rows, index[0]) if indexed else new_state
+        new_state = _with_rows_of(s, new_state, axes, rows, index[0]) if indexed else new_state
         number = len(result_leaves)
         return [*result_leaves, *new_state]
 
@@ -317,6 +327,20 @@ def _trace(
         overwritten=frozenset(p[position] for position in model.overwritten),
         joined=model.joined,
     )
+
+
+def _rows_of(state: Sequence[Array], axes: Axes, rows: int, index: Array) -> list[Array]:
+    """Return the state of a micro-batch, by its number in the batch."""
+    pairs = zip(state, axes, strict=True)
+    return [x if axis is None else lax.dynamic_slice_in_dim(x, index * rows, rows, axis) for x, axis in pairs]
+
+
+def _with_rows_of(state: Sequence[Array], new: Sequence[Array], axes: Axes, rows: int, index: Array) -> list[Array]:
+    """Return the state of a batch after a micro-batch has left new rows."""
+    return [
+        after if axis is None else lax.dynamic_update_slice_in_dim(before, after, index * rows, axis)
+        for before, after, axis in zip(state, new, axes, strict=True)
+    ]
 
 
 def _joined(

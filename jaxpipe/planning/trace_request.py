@@ -22,7 +22,7 @@ from jaxpipe.graph.allowed_codecs import warn_unused
 from jaxpipe.models import check_batch
 from jaxpipe.models.batch_statistics import FEW_EXAMPLES, find_statistics, may_compare
 from jaxpipe.models.bind import bind
-from jaxpipe.models.example_state import StateCall, check_counts
+from jaxpipe.models.example_state import check_counts
 from jaxpipe.models.linen_facade import ReturnsOtherError
 from jaxpipe.models.microbatch_program import MicrobatchProgram, with_rows
 from jaxpipe.models.traced_update import without_frozen
@@ -130,9 +130,7 @@ def _trace_programs(request: Request, batch: PyTree, variables: PyTree) -> tuple
     if enough != m:
         return _trace_programs(replace(request, num_microbatches=enough), batch, variables)
     if m > 1:
-        model, traced = layers.model, layers.objective
-        called = StateCall(traced.graph, traced.batch, traced.state, traced.new_state)
-        check_counts(called, [v.name for v in model.state], model.examples)
+        check_counts(layers.objective, [v.name for v in layers.model.state])
     return request, batching, layers
 
 

@@ -587,7 +587,7 @@ class Pipeline:
         objective = trace(planned.model, function, microbatch, name)
         if name not in self._looked_at:
             self._looked_at.add(name)
-            warn_if_training(objective, planned.model, name)
+            warn_if_training(objective, name)
             if name == "predict" and parts * m > 1 and rows > 1:
                 check_rows(objective, name)
         return objective, batching

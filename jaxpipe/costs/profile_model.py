@@ -1,7 +1,6 @@
 """``profile_model``: profile what ``partition`` would cut."""
 
 # More than 15 of our modules: a profile takes the arguments of partition and traces them.
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,7 +17,7 @@ from jaxpipe.errors import BatchError, PartitionError
 from jaxpipe.graph.sharding_annotations import outside_mesh, without_annotations
 from jaxpipe.models import check_batch
 from jaxpipe.models.bind import bind
-from jaxpipe.models.bound_model import BoundModel, Model, UserFunction
+from jaxpipe.models.bound_model import Model, UserFunction
 from jaxpipe.models.check_arguments import check_function
 from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_loss, with_rows
 from jaxpipe.models.traced_update import trace_update, without_frozen
@@ -102,24 +101,20 @@ def profile_model(
     check_batch.check_microbatches(shapes, 1, num_microbatches)
     microbatch = with_rows(shapes, size // num_microbatches)
     unrolling = check_groups(unroll_scans)
-    bound = bind(model, loss, microbatch, variables)
-    objective = trace_loss(bound, loss, microbatch)
+    objective = trace_loss(bind(model, loss, microbatch, variables), loss, microbatch)
     if unrolling:
-        bound = unroll(bound, objective, groups_of(objective, unrolling))
-        objective = trace_loss(bound, loss, microbatch)
-    frozen: tuple[str, ...] = ()
+        objective = trace_loss(unroll(objective, groups_of(objective, unrolling)), loss, microbatch)
     if optimizer is not None:
-        trained = without_frozen(trace_update(optimizer, bound)).trained
-        frozen, objective = frozen_names(bound, trained), objective.training(trained)
+        objective = objective.training(without_frozen(trace_update(optimizer, objective.model)).trained)
     profiled = EstimateFor(device) if isinstance(device, str) else source
     described = None if isinstance(device, str) else device or jax.devices()[0]
     profile = profile_objective(objective, profiled, described, cache=cache)
-    return replace(profile, frozen=frozen, scan_groups=bound.scan_groups)
+    return replace(profile, frozen=frozen_names(objective), scan_groups=objective.model.scan_groups)
 
 
-def frozen_names(model: BoundModel, trained: Sequence[bool]) -> tuple[str, ...]:
+def frozen_names(objective: MicrobatchProgram) -> tuple[str, ...]:
     """Names of the parameters that are not trained."""
-    return tuple(v.name for v, kept in zip(model.parameters, trained, strict=True) if not kept)
+    return tuple(name for t, name in objective.names.items() if t in objective.frozen)
 
 
 def profile_objective(
@@ -152,12 +147,12 @@ def profile_objective(
     return profile
 
 
-def without_frozen_work(profile: Profile, objective: MicrobatchProgram, frozen: Sequence[str]) -> Profile:
+def without_frozen_work(profile: Profile, objective: MicrobatchProgram) -> Profile:
     """A profile of a program that is trained as a whole, less the work and the residuals of frozen parameters.
 
     They are left out in proportion to an estimate, operator by operator.
     """
-    if profile.frozen == tuple(frozen):
+    if profile.frozen == frozen_names(objective):
         return profile
     (whole, held), (less, _) = _program(replace(objective, frozen=frozenset())), _program(objective)
     rates = profile.rates or OTHER
@@ -172,7 +167,7 @@ def without_frozen_work(profile: Profile, objective: MicrobatchProgram, frozen: 
         backward_seconds=left("backward_seconds", "backward_seconds"),
         backward_spread=left("backward_spread", "backward_seconds") if profile.backward_spread else (),
         residual_bytes=left("residual_bytes", "residual_bytes"),
-        frozen=tuple(frozen),
+        frozen=frozen_names(objective),
     )
 
 

@@ -18,7 +18,6 @@ from jaxpipe.errors import TrainingModeWarning, warn
 from jaxpipe.graph.graph import Graph, Operator, bodies, dependents, equations_in, live, read_graph
 from jaxpipe.graph.primitives import DRAWS
 from jaxpipe.graph.split_scan import scan_operands
-from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.check_batch import batch_size
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.text.value_text import listed
@@ -210,10 +209,10 @@ def _grown_axes(graph: Graph, larger: Graph) -> Axes | None:
     return axes
 
 
-def warn_if_training(objective: MicrobatchProgram, model: BoundModel, name: str) -> None:
+def warn_if_training(objective: MicrobatchProgram, name: str) -> None:
     """Give a ``TrainingModeWarning`` if a function draws from the model's random streams, or updates statistics."""
     drawn = random_draws(objective)
-    updated = [model.state[k].name for k in find_statistics(objective).state]
+    updated = [objective.names[objective.state[k]] for k in find_statistics(objective).state]
     if not drawn and not updated:
         return
     signs = [

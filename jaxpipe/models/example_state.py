@@ -140,10 +140,11 @@ def _paired(call: Call, examples: int, state: Sequence[jax.ShapeDtypeStruct]) ->
     ]
 
 
-def check_counts(called: MicrobatchProgram, names: Sequence[str]) -> None:
+def check_counts(called: MicrobatchProgram) -> None:
     """Raise ``ModelError`` if rows follow from state that counts calls, or changes as such does."""
     tensors, operators = called.graph.tensors, called.graph.operators
-    state = list(zip(names, called.state, called.new_state, called.examples, strict=True))
+    names = map(called.names.__getitem__, called.state)
+    state = list(zip(names, called.state, called.new_state, called.model.examples, strict=True))
     rows = [(name, new) for name, _, new, axis in state if axis is not None]
     given = dependents(operators, [*called.batch, *(old for _, old, _, axis in state if axis is not None)])
     for name, old, new, axis in state:

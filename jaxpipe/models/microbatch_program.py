@@ -34,21 +34,21 @@ class MicrobatchProgram:
     """A loss, an evaluation or a prediction of one micro-batch.
 
     Attributes:
+      model: whose it is: its parameters and its state are those of the program, in this order.
       parameters, state, key, batch: tensor numbers of the inputs.
       index: the number of the micro-batch among those of all replicas, where state has a row for each example.
-      examples: by state variable, the axis of examples, or None.
       results: tensor numbers: loss, weight, then metrics, and, if it is ``weighted``, the weight again, whose sum is
         reported as that of a metric; or the leaves of a prediction.
       new_state: tensor numbers, one for each state variable.
       frozen: the parameters whose gradient nobody needs.
       overwritten: the parameters whose new value is their gradient.
       metrics_only: whether an evaluation returned metrics and no loss.
-      joined: of how many replicas a micro-batch is (``jaxpipe.models.joined_replicas``).
       microbatch: the shapes that it was traced for.
       retrace: traces the same function for other shapes, without a check of what it returns.
     """
 
     graph: Graph
+    model: BoundModel
     parameters: tuple[TensorNumber, ...]
     state: tuple[TensorNumber, ...]
     key: TensorNumber
@@ -63,10 +63,14 @@ class MicrobatchProgram:
     annotations: Annotations = field(default_factory=Annotations)
     frozen: frozenset[TensorNumber] = frozenset()
     summed: tuple[bool, ...] = ()
-    joined: int = 1
     index: TensorNumber | None = None
-    examples: Axes = ()
     overwritten: frozenset[TensorNumber] = frozenset()
+
+    @cached_property
+    def names(self) -> dict[TensorNumber, str]:
+        """The names of its parameters and state variables."""
+        variables = (*self.model.parameters, *self.model.state)
+        return {t: v.name for t, v in zip((*self.parameters, *self.state), variables, strict=True)}
 
     @cached_property
     def text(self) -> str:
@@ -115,7 +119,7 @@ def trace_loss(model: BoundModel, function: UserFunction, batch: PyTree, name: s
     if any(objective.result_shapes):
         _check_reduced(objective, name)
     if name == "loss":
-        _check_trained(objective, model)
+        _check_trained(objective)
         _check_weight(objective)
     return objective
 
@@ -203,19 +207,20 @@ def _check_reduced(objective: MicrobatchProgram, name: str) -> None:
             )
 
 
-def _check_trained(objective: MicrobatchProgram, model: BoundModel) -> None:
+def _check_trained(objective: MicrobatchProgram) -> None:
     """Raise ``PartitionError`` if a loss depends on no parameter."""
     if objective.results[0] in dependents(objective.graph.operators, objective.parameters):
         return
-    if not model.parameters:
+    if not objective.parameters:
         raise PartitionError(
             "The model has no parameters, so there is nothing to train. Parameters are nnx.Param variables, the "
             "collection 'params' of a Linen module, or the floating-point arrays of a function's variables."
         )
     raise PartitionError(
-        f"The loss depends on none of the model's {len(model.parameters)} parameters ({model.parameters[0].name}, "
-        "...), so every gradient would be zero. Compute it with the model that the loss is given as its first "
-        "argument, loss(model, batch), not with a module or variables from outside."
+        f"The loss depends on none of the model's {len(objective.parameters)} parameters "
+        f"({objective.names[objective.parameters[0]]}, ...), so every gradient would be zero. Compute it with the "
+        "model that the loss is given as its first argument, loss(model, batch), not with a module or variables from "
+        "outside."
     )
 
 
@@ -312,6 +317,7 @@ def _trace(
     traced_in, ruled = replace(mentioned.traced_in, unbound=unbound), frozenset(behind_rules(graph.operators))
     return MicrobatchProgram(
         replace(graph, stage_shape=shape, traced_in=traced_in, ruled=ruled),
+        model,
         p,
         s,
         k,
@@ -323,9 +329,7 @@ def _trace(
         **returns,
         annotations=mentioned,
         index=next(iter(i), None),
-        examples=model.examples,
         overwritten=frozenset(p[position] for position in model.overwritten),
-        joined=model.joined,
     )
 
 

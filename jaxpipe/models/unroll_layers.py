@@ -22,22 +22,21 @@ Groups = tuple[tuple[int, ...], ...]
 Unrolling = int | Groups
 
 
-def unroll(model: BoundModel, objective: MicrobatchProgram, groups: Groups, partly: bool = True) -> BoundModel:
-    """Return the model with the variables of its scans cut into groups of layers.
+def unroll(objective: MicrobatchProgram, groups: Groups, partly: bool = True) -> BoundModel:
+    """Return the model of a loss with the variables of its scans cut into groups of layers.
 
     Raises:
       WholeStackError: if none of them can be, or not all and they may not be cut ``partly``.
     """
-    graph = objective.graph
-    variables = {t: k for k, t in enumerate((*objective.parameters, *objective.state))}
-    names = [v.name for v in (*model.parameters, *model.state)]
+    graph, names = objective.graph, list(objective.names.values())
+    variables = {t: k for k, t in enumerate(objective.names)}
     by_length = {bounds[-1]: bounds for bounds in groups}
     scans = [scan for scan in scans_over_variables(objective) if scan.length in by_length]
     cut = {variables[t]: by_length[scan.length] for scan in scans for t in scan.inputs}
     why = ""
     while cut:
         bounds = [cut.get(k) for k in range(len(names))]
-        split = len(model.parameters)
+        split = len(objective.parameters)
         parameters, state = Stacks(tuple(bounds[:split])), Stacks(tuple(bounds[split:]))
         inputs = {t: bounds[k] for t, k in variables.items()}
         outputs = dict(zip(objective.new_state, state.bounds, strict=True))
@@ -47,7 +46,7 @@ def unroll(model: BoundModel, objective: MicrobatchProgram, groups: Groups, part
                 Stacks(tuple(inputs.get(t) for t in graph.inputs)),
                 Stacks(tuple(outputs.get(t) for t in graph.outputs)),
             )
-            return unstack(model, parameters, state)
+            return unstack(objective.model, parameters, state)
         except MixedRowsError as error:
             whole = [variables[graph.inputs[k]] for k in sorted(error.sources)]
             why = f"{', '.join(names[k] for k in whole)} is used as a whole, too ({error.where})"

@@ -65,7 +65,6 @@ class Shardings:
 
 
 def shardings_of(
-    model: BoundModel,
     update: TracedUpdate,
     objective: MicrobatchProgram,
     submesh: Submesh,
@@ -73,12 +72,13 @@ def shardings_of(
     options: PlanOptions,
 ) -> Shardings:
     """Return how a plan splits the variables of a model and its optimizer state."""
-    parameters, state = variable_specs(model, submesh, options)
+    parameters, state = variable_specs(objective.model, submesh, options)
     batch_axes = tuple(axis for axis in BATCH_AXES if axis in submesh.shape)
     if options.batch_axes is not None:
         _check_axes("batch_axes", options.batch_axes, submesh.shape)
         batch_axes = (*(axis for axis in batch_axes if axis == REPLICA), *options.batch_axes)
     # The optimizer state is split as its parameters; with ZeRO over the replicas, too.
+    model = objective.model
     pieces = zip(model.stacks[0].leaf_of, parameters, (v.aval.shape for v in model.parameters), strict=True)
     of_leaf = {leaf: (spec, shape) for leaf, spec, shape in pieces}
     optimizer = []

@@ -82,7 +82,7 @@ class Cut:
         """The programs of the stages."""
         objective = self.traced.objective
         stages = cut_stages(objective, self._places, self.placement)
-        stages = shared_stages(objective, self.traced.model, stages, self.replicas)
+        stages = shared_stages(objective, stages, self.replicas)
         return with_backward(objective, stages, self.traced.request.policy, self.storage)
 
     @property
@@ -243,13 +243,11 @@ class Candidate:
     def planned(self, program: Program, plan: Plan) -> "PlannedStep":
         """Return the step of a plan, of which the program has the storage."""
         traced, update, request = self.traced, self.update, self.traced.request
-        model = traced.model
         return PlannedStep(
             candidate=self,
             plan=plan,
             mesh=self.mesh,
             batch=traced.batch,
-            model=model,
             program=program,
             update=update,
             batching=traced.batching,
@@ -381,8 +379,8 @@ def make_program(cut: Cut, schedule: Schedule) -> Program:
 def _check_order(cut: Cut, schedule: Schedule) -> None:
     """Raise ``PartitionError`` if a stage whose state changes works forward on micro-batches in an order of its own."""
     objective, m = cut.traced.objective, schedule.num_microbatches
-    names = [v.name for v in cut.traced.model.state]
-    shared = {t: name for t, name, axis in zip(objective.state, names, objective.examples, strict=True) if axis is None}
+    axes = zip(objective.state, objective.model.examples, strict=True)
+    shared = {t: objective.names[t] for t, axis in axes if axis is None}
     for s, stage in enumerate(cut.stages):
         changed = [shared[t] for t, new in zip(stage.state, stage.new_state, strict=True) if t in shared and new != t]
         order = sorted(range(m), key=schedule.stage_ticks(s, Kind.FORWARD).__getitem__) if changed else []

@@ -45,10 +45,14 @@ BUDGET_GROUPS = 2
 class TracedLayers:
     """A model traced for one micro-batch, its loss and its update; what the plan says of scans over its layers."""
 
-    model: BoundModel
     objective: MicrobatchProgram
     update: TracedUpdate
     notes: tuple[str, ...] = ()
+
+    @property
+    def model(self) -> BoundModel:
+        """The model, with its scans cut."""
+        return self.objective.model
 
 
 def trace_layers(request: Request, model: BoundModel, microbatch: PyTree) -> TracedLayers:
@@ -60,13 +64,13 @@ def trace_layers(request: Request, model: BoundModel, microbatch: PyTree) -> Tra
     objective = trace_loss(model, request.loss, microbatch)
     if request.plan is not None:
         groups = recipe_in(request.plan).scan_groups
-        model = unroll(model, objective, groups) if groups else model
-        objective = trace_loss(model, request.loss, microbatch) if groups else objective
-        return TracedLayers(model, objective, trace_update(request.optimizer, model))
+        if groups:
+            objective = trace_loss(unroll(objective, groups), request.loss, microbatch)
+        return TracedLayers(objective, trace_update(request.optimizer, objective.model))
     given = request.profile.scan_groups if isinstance(request.profile, Profile) else None
     unrolling = given if given and request.unroll_scans == "auto" else request.unroll_scans
     if unrolling and unrolling != "auto":
-        return _cut(request, unroll(model, objective, groups_of(objective, unrolling)), objective)
+        return _cut(request, unroll(objective, groups_of(objective, unrolling)), objective)
     groups, reason = _as_given(request, objective, _balanced(request, objective)), ""
     if not (groups and unrolling):
         reason = "unroll_scans=False"
@@ -76,7 +80,7 @@ def trace_layers(request: Request, model: BoundModel, microbatch: PyTree) -> Tra
         reason = "block_sparse sends the best blocks of whole parameters"
     else:
         try:
-            cut = unroll(model, objective, groups, partly=False)
+            cut = unroll(objective, groups, partly=False)
             variable_specs(cut, request.submesh, request.options)  # layers may be split within a stage
             layers = _cut(request, cut, objective)
             if sum(places_to_cut(layers.objective)) >= min(sum(places_to_cut(objective)), request.num_devices + 1):
@@ -85,7 +89,7 @@ def trace_layers(request: Request, model: BoundModel, microbatch: PyTree) -> Tra
         except WholeStackError as error:
             reason = error.reason
     notes = tuple(f"{scan}, which are all in one stage: {reason}" for scan in _scans(objective, groups))
-    return TracedLayers(model, objective, trace_update(request.optimizer, model), notes)
+    return TracedLayers(objective, trace_update(request.optimizer, model), notes)
 
 
 def _cut(request: Request, model: BoundModel, whole: MicrobatchProgram) -> TracedLayers:
@@ -96,7 +100,7 @@ def _cut(request: Request, model: BoundModel, whole: MicrobatchProgram) -> Trace
         sizes = sorted({b - a for a, b in itertools.pairwise(bounds)})
         layers = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}"
         notes.append(f"{scan}, cut into {len(bounds) - 1} groups of {layers}")
-    return TracedLayers(model, objective, update, tuple(notes))
+    return TracedLayers(objective, update, tuple(notes))
 
 
 def _balanced(request: Request, objective: MicrobatchProgram) -> Groups:

@@ -18,7 +18,6 @@ from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.roofline import names_and_work
 from jaxpipe.graph.op_cost import weight
 from jaxpipe.models import check_batch
-from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.plan import FrozenPlan, Plan, StagePlan, StashPiece
 from jaxpipe.planning.check_request import Request
 from jaxpipe.planning.cuts.placed_stages import Partition, plan_bound, stage_speeds, stage_work
@@ -185,7 +184,7 @@ def describe(traced: Traced, program: Program, partition: Partition, update: Upd
         runtime=runtime,
         axes=dict(shape),
         per_stage=update.by_stage.per_stage,
-        frozen=_describe_frozen(program, traced.model),
+        frozen=_describe_frozen(program),
         exchange_bytes=None if sent is None else sent.sent_bytes,
         inner_steps=0 if update.outer is None else update.outer.settings.inner_steps,
         exchanges=exchanges,
@@ -263,21 +262,20 @@ def _whose_rates(request: Request, profile: Profile) -> str:
     return "" if profile.device_kind == kind else profile.device_kind or "the profile's device"
 
 
-def _describe_frozen(program: Program, model: BoundModel) -> FrozenPlan | None:
+def _describe_frozen(program: Program) -> FrozenPlan | None:
     """Describe the parameters that are not trained; None if all are."""
     objective, count, devices = program.objective, program.schedule.frozen, program.device_numbers
 
     def largest(tensors: Iterable[Sequence[TensorNumber]]) -> int:
         return max(map(program.sum_bytes, tensors))
 
-    pairs = list(zip(model.parameters, objective.parameters, strict=True))
-    frozen = [v for v, t in pairs if t in objective.frozen]
+    frozen = [t for t in objective.parameters if t in objective.frozen]
     if not frozen:
         return None
     return FrozenPlan(
-        parameters=tuple(v.name for v in frozen),
-        trained=len(pairs) - len(frozen),
-        bytes=sum(4 * word_count(v.aval) for v in frozen),
+        parameters=tuple(objective.names[t] for t in frozen),
+        trained=len(objective.parameters) - len(frozen),
+        bytes=4 * word_count(program.avals(frozen)),
         gradient_bytes=largest([program.held(d)[0] for d in devices]) - largest(map(program.trained, devices)),
         stages=tuple(range(count)),
     )

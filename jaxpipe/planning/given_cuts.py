@@ -51,13 +51,12 @@ def layers_of(cuts: Sequence[GivenCut], path: str) -> list[int]:
     return [int(m[2]) for m in matches if m and f"/{path}".endswith(f"/{m[1]}")]
 
 
-def find_cuts(cuts: Sequence[GivenCut], objective: MicrobatchProgram, variables: Sequence[str]) -> dict[str, int]:
+def find_cuts(cuts: Sequence[GivenCut], objective: MicrobatchProgram) -> dict[str, int]:
     """Return the operator at which each given module begins, by its name.
 
     Args:
       cuts: what ``check_cuts`` has returned.
       objective: the traced program.
-      variables: names of its parameters and of its state.
 
     Raises:
       PartitionError: if a name is unknown, or no stage can begin there.
@@ -83,7 +82,7 @@ def find_cuts(cuts: Sequence[GivenCut], objective: MicrobatchProgram, variables:
             others = [x for x, at in _names(calls) if at[0] and allowed[at[0]] and len(at) == 1]
             raise PartitionError(
                 f"cuts=: no stage can begin at {_shown((name, call))}, operator {begin}: "
-                f"{_obstacle(objective, variables, begin)} Modules at which one can: {listed(others, MOST_NAMES)}."
+                f"{_obstacle(objective, begin)} Modules at which one can: {listed(others, MOST_NAMES)}."
             )
         same = next((other for other, at in named.items() if at == begin), None)
         if same is not None:
@@ -156,16 +155,15 @@ def _inside(name: str, path: str, parents: Sequence[str]) -> bool:
     return bool(path) and any(f"{p}{name}".startswith((f"{path}/", f"{path}[")) for p in parents)
 
 
-def _obstacle(objective: MicrobatchProgram, variables: Sequence[str], begin: int) -> str:
+def _obstacle(objective: MicrobatchProgram, begin: int) -> str:
     """Return why no stage begins at an operator."""
     if not begin:
         return "it is the first of the program, and stage 0 begins there anyway."
-    names = dict(zip((*objective.parameters, *objective.state), variables, strict=True))
     spans = [(low, high, t) for t, groups in variable_spans(objective).items() for low, high in groups]
     low, high, t = next(span for span in spans if span[0] < begin <= span[1])
     return (
-        f"variable {names[t]} is used from operator {low} to operator {high}, and its uses stay in one stage, with all "
-        "that is between them."
+        f"variable {objective.names[t]} is used from operator {low} to operator {high}, and its uses stay in one "
+        "stage, with all that is between them."
     )
 
 

@@ -342,17 +342,16 @@ def best_placed(schedule: Schedule, partitions: Sequence[Partition]) -> int:
 
 def _obstacle(traced: Traced) -> str:
     """Return why layers are one operator, or which variable keeps most operators in one stage."""
-    objective, model = traced.objective, traced.model
-    if traced.notes and not model.cuts:
+    objective = traced.objective
+    if traced.notes and not objective.model.cuts:
         return f"{'; '.join(traced.notes)}."
     spans = [(high - low, t, low, high) for t, groups in variable_spans(objective).items() for low, high in groups]
     length, t, low, high = max(spans, default=(0, None, 0, 0))
     if t is None or length < 2:
         whole = any(op.name in CHECKPOINTS for op in objective.graph.operators)
         return "What is under a jax.checkpoint is one operator: put it around parts of the model." if whole else ""
-    names = dict(zip((*objective.parameters, *objective.state), (*model.parameters, *model.state), strict=True))
     path = objective.graph.operators[low].path, objective.graph.operators[high].path
     return (
-        f"Variable {names[t].name} is used from operator {low} ({path[0]}) to operator {high} ({path[1]}), and a "
+        f"Variable {objective.names[t]} is used from operator {low} ({path[0]}) to operator {high} ({path[1]}), and a "
         "variable lives in one stage, with all that is between its uses. Untie it, or use fewer stages."
     )

@@ -82,17 +82,15 @@ def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> 
         "jaxpipe.partition", lambda: _trace_programs(*asked), lambda x: program_parts(x[0], x[2], x[1])
     )
     seconds = time.perf_counter() - start
-    model, objective, update = layers.model, layers.objective, layers.update
+    objective, update = layers.objective, layers.update
     local = jax.tree.leaves(with_rows(batch, check_batch.batch_size(batch) // request.replicas))
     if request.exchange is None or request.replicas == 1:
         update = without_frozen(update)
     objective = objective.training(update.trained)
-    shardings = shardings_of(model, update, objective, request.submesh, request.replicas, request.options)
-    profile = _profile(request, objective, frozen_names(model, update.trained))
-    profile = replace(profile, scan_groups=model.scan_groups)
+    shardings = shardings_of(update, objective, request.submesh, request.replicas, request.options)
+    profile = replace(_profile(request, objective), scan_groups=objective.model.scan_groups)
     request, profile, links = _for_groups(request, objective, shardings, profile)
     return Traced(
-        model,
         objective,
         update,
         layers.notes,
@@ -105,7 +103,7 @@ def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> 
         shardings=shardings,
         asked=asked if request.budget is not None else (*asked[:2], None),
         trace_seconds=seconds,
-        cuts=find_cuts(request.cuts, objective, [v.name for v in (*model.parameters, *model.state)]),
+        cuts=find_cuts(request.cuts, objective),
     )
 
 
@@ -130,7 +128,7 @@ def _trace_programs(request: Request, batch: PyTree, variables: PyTree) -> tuple
     if enough != m:
         return _trace_programs(replace(request, num_microbatches=enough), batch, variables)
     if m > 1:
-        check_counts(layers.objective, [v.name for v in layers.model.state])
+        check_counts(layers.objective)
     return request, batching, layers
 
 
@@ -271,8 +269,8 @@ def _default_microbatches(size: int, request: Request) -> int:
 
 
 @phase("profile")
-def _profile(request: Request, objective: MicrobatchProgram, frozen: tuple[str, ...]) -> Profile:
-    graph, source = objective.graph, request.profile
+def _profile(request: Request, objective: MicrobatchProgram) -> Profile:
+    graph, source, frozen = objective.graph, request.profile, frozen_names(objective)
     if request.plan is not None:
         return plan_profile(request.plan, graph, request.mesh)
     if isinstance(source, Profile):
@@ -290,7 +288,7 @@ def _profile(request: Request, objective: MicrobatchProgram, frozen: tuple[str, 
                 "profile_model, or none: a profile with the work for all gradients in it does for any optimizer."
             )
         target = target_of_kind(source.device_kind) or target_of(request.mesh.devices.flat[0])
-        return without_frozen_work(replace(source, rates=source.rates or target.rates), objective, frozen)
+        return without_frozen_work(replace(source, rates=source.rates or target.rates), objective)
     how = f"estimated for {source.device}" if isinstance(source, EstimateFor) else source
     how = "by a function" if callable(how) else how
     tell(f"Profiling {len(graph.operators)} operators, {how}")

@@ -66,7 +66,6 @@ class ExecutablePlan:
     plan: Plan  # the part that the user sees
     mesh: Mesh  # the first device of each group of ``shardings``, in the order of the stages
     batch: PyTree  # shapes
-    model: BoundModel
     program: Program
     update: Update
     batching: Batching
@@ -76,6 +75,11 @@ class ExecutablePlan:
     compiled: Dispatch | None = None  # of stage programs, the training step that was compiled while planning
     graph: StepGraph | None = None  # of stage programs, the training step
     traces: Traces = field(default_factory=dict)  # of plans with the same cuts; filled while graphs are written
+
+    @property
+    def model(self) -> BoundModel:
+        """The model, as it is cut for the stages."""
+        return self.program.objective.model
 
     @property
     def placement(self) -> Placement[int]:

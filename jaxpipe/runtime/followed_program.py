@@ -41,10 +41,9 @@ def _cuts(planned: ExecutablePlan, objective: MicrobatchProgram, name: str) -> l
 
     Raises ``PartitionError`` if the program uses another variable after one that is placed in a later stage.
     """
-    program, model = planned.program, planned.model
+    program = planned.program
     num_stages, num_operators = program.schedule.total_stages, len(objective.graph.operators)
     home = program.placement.home(objective)
-    label = dict(zip(home, (v.name for v in (*model.parameters, *model.state)), strict=True))
     borrowed = {t for stage in program.stages for t in stage.borrowed}
     pairs = zip(objective.parameters, program.objective.parameters, strict=True)
     shared = {t for t, before in pairs if before in borrowed}
@@ -53,9 +52,9 @@ def _cuts(planned: ExecutablePlan, objective: MicrobatchProgram, name: str) -> l
         for t in op.inputs:
             if home.get(t, now) < now and t not in shared:
                 raise PartitionError(
-                    f"{name} uses {label[t]}, which is placed in stage {home[t]}, after variables of stage {now}. "
-                    "It must call the layers in the order in which the loss calls them, and none on the results of "
-                    "later ones."
+                    f"{name} uses {objective.names[t]}, which is placed in stage {home[t]}, after variables of stage "
+                    f"{now}. It must call the layers in the order in which the loss calls them, and none on the "
+                    "results of later ones."
                 )
             while home.get(t, now) > now:
                 now += 1

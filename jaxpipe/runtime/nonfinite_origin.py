@@ -12,7 +12,8 @@ from jaxpipe.array_types import ArrayLike, PyTree, TensorNumber
 from jaxpipe.errors import NonFiniteError
 from jaxpipe.graph.graph import Graph
 from jaxpipe.models.check_batch import batch_shapes
-from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, StepResults
+from jaxpipe.models.microbatch_program import MicrobatchProgram
+from jaxpipe.runtime.executable_plan import Batching, StepResults
 from jaxpipe.runtime.select_runtime import Runtime
 from jaxpipe.runtime.stages import Program
 from jaxpipe.runtime.train_state import TrainState, microbatch_key
@@ -74,7 +75,7 @@ def find(runtime: Runtime, state: TrainState, batch: PyTree) -> NonFiniteOrigin 
     program, m = planned.program, planned.batching.num_microbatches
     objective, graph = program.objective, program.objective.graph
     devices = [stage_devices(planned.mesh, program.stage_replicas, s)[0] for s in range(program.num_devices)]
-    homes, names = _stages(program), _names(planned)
+    homes, names = _stages(program), _names(objective)
     arrays = runtime.to_host(state)
     parameters = dict(zip(objective.parameters, arrays.parameters, strict=True))
     first = dict(zip(objective.state, arrays.variables, strict=True))
@@ -83,7 +84,7 @@ def find(runtime: Runtime, state: TrainState, batch: PyTree) -> NonFiniteOrigin 
     now, totals = first, list[np.ndarray]()
     for j in range(planned.batching.replicas * m):
         now = first if j % m == 0 else now
-        rows = zip(objective.batch, _rows(leaves, planned.batching, objective.joined, j), strict=True)
+        rows = zip(objective.batch, _rows(leaves, planned.batching, objective.model.joined, j), strict=True)
         env = {**graph.constants, **parameters, **now, **dict(rows), objective.key: microbatch_key(state, j)}
         env |= {} if objective.index is None else {objective.index: np.int32(j)}
         for op, s in zip(graph.operators, homes, strict=True):
@@ -118,13 +119,12 @@ def _stages(program: Program) -> list[StageNumber]:
     return homes[1:]
 
 
-def _names(planned: ExecutablePlan) -> dict[TensorNumber, str]:
+def _names(objective: MicrobatchProgram) -> dict[TensorNumber, str]:
     """Name the inputs of the loss."""
-    objective, model = planned.program.objective, planned.model
     paths = jax.tree_util.tree_flatten_with_path(objective.microbatch)[0]
-    names = [f"parameter {v.name}" for v in model.parameters] + [f"variable {v.name}" for v in model.state]
-    names += [f"batch{jax.tree_util.keystr(path)}" for path, _ in paths]
-    return dict(zip((*objective.parameters, *objective.state, *objective.batch), names, strict=True))
+    names = {t: f"batch{jax.tree_util.keystr(path)}" for t, (path, _) in zip(objective.batch, paths, strict=True)}
+    kinds = {**dict.fromkeys(objective.parameters, "parameter"), **dict.fromkeys(objective.state, "variable")}
+    return names | {t: f"{kinds[t]} {name}" for t, name in objective.names.items()}
 
 
 def _rows(leaves: Sequence[Any], batching: Batching, joined: int, j: int) -> list[Any]:

@@ -1,7 +1,7 @@
 """A training step as data: the programs of the stages, a schedule, and where variables live."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Generic, TypeVar, cast
@@ -13,7 +13,6 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.graph.allowed_codecs import FAST, Policy
 from jaxpipe.graph.graph import Graph, dependents, is_differentiable, live, ordered
 from jaxpipe.graph.operator_order import allowed_cuts, spans, uses_apart
-from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import ResidualPlan
@@ -337,19 +336,18 @@ def _active(objective: MicrobatchProgram) -> set[TensorNumber]:
 
 
 def shared_stages(
-    objective: MicrobatchProgram, model: BoundModel, stages: Sequence[Stage], stage_replicas: StageReplicas
+    objective: MicrobatchProgram, stages: Sequence[Stage], stage_replicas: StageReplicas
 ) -> tuple[Stage, ...]:
     """Return the stages; those on several devices get a fold for their state."""
     if stage_replicas.is_single:
         return tuple(stages)
-    names = dict(zip(objective.state, (v.name for v in model.state), strict=True))
     return tuple(
-        stage if width == 1 else separate(objective, stage, width, names)
+        stage if width == 1 else separate(objective, stage, width)
         for stage, width in zip(stages, stage_replicas.per_stage, strict=True)
     )
 
 
-def separate(objective: MicrobatchProgram, stage: Stage, width: int, names: Mapping[TensorNumber, str]) -> Stage:
+def separate(objective: MicrobatchProgram, stage: Stage, width: int) -> Stage:
     """Return the stage without the operators that follow from its state, which become its fold.
 
     Raises ``PartitionError`` if something else follows from state that changes.
@@ -368,7 +366,7 @@ def separate(objective: MicrobatchProgram, stage: Stage, width: int, names: Mapp
             what = "what the loss returns" if op is None else f"the output of {op.label}{where}"
             raise PartitionError(
                 f"A stage on {width} devices would share its micro-batches among them, but {what} depends on "
-                f"{names[source]}, which every micro-batch changes: it would need what "
+                f"{objective.names[source]}, which every micro-batch changes: it would need what "
                 "the micro-batch before it has left on another device. Only the new state may depend on the old one, "
                 "as with running statistics. Give this stage one device (devices_per_stage=)."
             )

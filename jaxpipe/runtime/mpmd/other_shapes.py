@@ -48,9 +48,7 @@ def shaped_for(planned: ExecutablePlan, batch: PyTree) -> ExecutablePlan:
         cut = cut_stages(objective, cuts, before.placement)
     else:
         objective, cut = followed_stages(planned, objective, "the loss")
-    stages = with_backward(
-        objective, shared_stages(objective, planned.model, cut, before.stage_replicas), planned.policy
-    )
+    stages = with_backward(objective, shared_stages(objective, cut, before.stage_replicas), planned.policy)
     if _same_operators(objective, before.objective):
         stages = tuple(map(_stored_alike, stages, before.stages))
     program = replace(before, objective=objective, stages=stages, schedule=schedule, num_microbatches=m)

@@ -56,7 +56,7 @@ def _available(layout: StageLayout, stage: Stage, arrays: Arrays) -> dict[Tensor
     for k in leaves_used(layout, stage):
         leaf = arrays["batch"][k]
         if not layout.planned.batching.shared[k]:
-            leaf = _rows(leaf, arrays["index"][0], layout.num_microbatches, objective.joined)
+            leaf = _rows(leaf, arrays["index"][0], layout.num_microbatches, objective.model.joined)
             spec = layout.specs.of_tensor(objective.batch[k])
             if spec != P():  # each device of a member holds the whole batch, and works on its own examples
                 leaf = lax.with_sharding_constraint(leaf, NamedSharding(layout.specs.submesh.abstract(), spec))

@@ -56,7 +56,7 @@ def prediction_graph(layout: StageLayout) -> StepGraph:
         place = writer.worker(layout.home.stage, r, 0)
         microbatches = range(layout.num_microbatches)
         rows = [[writer.results[k, r, j] for j in microbatches] for k in range(len(layout.objective.results))]
-        work = functools.partial(stacked_predictions, layout.objective.joined)
+        work = functools.partial(stacked_predictions, layout.objective.model.joined)
         rows = writer.run(place, "predictions", work, {"results": rows})["predictions"]
         if layout.rows_cross:
             rows = writer.spread(place, [r], rows)

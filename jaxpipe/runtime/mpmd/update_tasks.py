@@ -140,7 +140,7 @@ class StageUpdate:
             if not self._is_alone:
                 each = after.reshape(self._members, *aval.shape)
                 mean = jnp.issubdtype(aval.dtype, jnp.inexact) and layout.devices.replicas > 1
-                axis = dict(zip(layout.objective.state, layout.objective.examples, strict=True))[t]
+                axis = dict(zip(layout.objective.state, layout.objective.model.examples, strict=True))[t]
                 if axis is not None:  # of each replica the rows of its own micro-batches
                     rows = [jnp.split(x, len(each), axis)[r] for r, x in enumerate(each)]
                     after = jnp.concatenate(rows, axis)

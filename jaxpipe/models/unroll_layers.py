@@ -69,7 +69,7 @@ def groups_of(objective: MicrobatchProgram, unrolling: Unrolling) -> Groups:
 
 def scans_over_variables(objective: MicrobatchProgram) -> list[StackedScan]:
     """Return the scans over the layers of stacked variables."""
-    return stacked_scans(objective.graph, (*objective.parameters, *objective.state))
+    return stacked_scans(objective.graph, objective.names)
 
 
 def check_groups(unrolling: object) -> Unrolling:

@@ -238,17 +238,16 @@ class StageLayout:
     @cached_property
     def state_arrays(self) -> dict[str, list[StateArray]]:
         """The arrays of a training state that belong to a stage, by field of ``TrainState``."""
-        objective, planned, by_stage = self.objective, self.planned, self.update.by_stage
-        placement, names = planned.program.placement, [v.name for v in planned.model.parameters]
-        parameters = list(zip(objective.parameters, placement.parameters, names, strict=True))
-        variables = zip(objective.state, placement.state, planned.model.state, strict=True)
+        objective, by_stage = self.objective, self.update.by_stage
+        home = self.planned.program.placement.home(objective)
+        held = {t: (t, home[t], name) for t, name in objective.names.items()}
         owned = enumerate(zip(by_stage.state_stage, by_stage.state_names, strict=True))
-        exchanged = parameters if planned.update.exchange else []
+        exchanged = objective.parameters if self.update.exchange else ()
         rows = {
-            "parameters": parameters,
-            "variables": [(t, s, v.name) for t, s, v in variables],
+            "parameters": [held[t] for t in objective.parameters],
+            "variables": [held[t] for t in objective.state],
             "optimizer": [(k, s, name) for k, (s, name) in owned if s is not None],
-            "residual": [row for row in exchanged if row[0] not in objective.frozen],
+            "residual": [held[t] for t in exchanged if t not in objective.frozen],
         }
         return {field: [self._state_array(field, *row) for row in group] for field, group in rows.items()}
 

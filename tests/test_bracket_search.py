@@ -5,13 +5,18 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxpipe.planning.bracket_search import LEFT, next_place
+from jaxpipe.planning.bracket_search import LEFT, correction, next_place
 
 
 def searched(sizes, estimates, budget, first):
     """What the search compiles, from some known places on."""
     known = {place: sizes[place] for place in first}
-    while (place := next_place(known, estimates, budget)) is not None:
+
+    def next_one():
+        predicted = correction((estimates[place], size) for place, size in known.items())
+        return next_place(known, lambda place: predicted(estimates[place]), len(sizes), budget)
+
+    while (place := next_one()) is not None:
         assert place not in known and 0 <= place < len(sizes)
         known[place] = sizes[place]
     return known
@@ -40,12 +45,19 @@ def test_searches_end_whatever_sizes_and_estimates_are():
 
 
 def test_nothing_is_compiled_between_neighbors():
-    assert next_place({0: 10, 1: 5}, [10, 5], 7) is None
-    assert next_place({0: 10, 1: 9}, [10, 5], 7) is None  # all are over it
-    assert [next_place({0: 900, 4: size}, [9, 8, 7, 6, 5], 500) for size in (490, 300)] == [None, 3]
-    assert next_place({}, [3, 2, 1], 5) == 0
+    assert next_place({0: 10, 1: 5}, [10, 5].__getitem__, 2, 7) is None
+    assert next_place({0: 10, 1: 9}, [10, 5].__getitem__, 2, 7) is None  # all are over it
+    assert next_place({0: 900, 4: 490}, [900, 800, 700, 600, 490].__getitem__, 5, 500) is None  # 2 % are left
+    assert next_place({}, [3, 2, 1].__getitem__, 3, 5) == 0
+
+
+def test_bytes_follow_lines_between_known_programs_and_fall_as_these_beyond():
+    predicted = correction([(9, 900), (5, 300)])
+    assert next_place({0: 900, 4: 300}, lambda place: predicted(9 - place), 5, 500) == 3
+    assert [predicted(x) for x in (10, 9, 7, 5, 4)] == pytest.approx([1050, 900, 600, 300, 150], rel=1e-12)
+    assert [correction(known)(60) for known in ([(100, 900)], [(100, 900), (50, 950)], [])] == [860, 940, 60]
 
 
 def test_equal_estimates():
     for known in itertools.combinations(range(4), 2):
-        assert next_place(dict.fromkeys(known, 9), [1] * 4, 5) in (*range(4), None)
+        assert next_place(dict.fromkeys(known, 9), lambda _: 1, 4, 5) in (*range(4), None)

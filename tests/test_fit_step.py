@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxpipe.step.fit_step import fitting_level
-from jaxpipe.step.step_front import BY_JAX, DEFAULT, PLAIN, SMALLEST
+from jaxpipe.step.step_front import BY_JAX, DEFAULT, PLAIN, SMALLEST, StepFront
 from jaxpipe.step.step_variants import Needs
 
 
@@ -16,6 +16,7 @@ class Front:
     """Levels with random estimates; rooms are in the order of bytes and of products."""
 
     first = DEFAULT
+    row = StepFront.row
 
     def __init__(self, seed):
         random = np.random.default_rng(seed)

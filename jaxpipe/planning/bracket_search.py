@@ -4,39 +4,56 @@ program      0     1     2     3     4     5        estimates fall from left to 
 XLA's bytes  900   -     -     400   -     -        budget 500: between 0 and 3 one may be within
 """
 
-from collections.abc import Mapping, Sequence
+import bisect
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
 
 
 #: The share of a budget that may be left without a search for a program with more bytes.
 LEFT = 0.03
 
+#: How many programs of a row are compiled at most, one after the other, for a budget.
+MOST_COMPILED = 4
 
-def next_place(known: Mapping[int, int], estimates: Sequence[float], budget: int) -> int | None:
+
+def correction(known: Iterable[tuple[float, float]]) -> Callable[[float], float]:
+    """Return a function that predicts the bytes of a program from its estimate.
+
+    Args:
+      known: the estimates of some programs, and their bytes. Between two estimates bytes are taken to follow a straight
+        line, and beyond all of them to fall as between the first and the last, or as the estimates do.
+
+    Example:
+      >>> predicted = correction([(100, 900), (50, 400)])
+      >>> predicted(60), predicted(40), correction([(100, 900)])(60)
+      (500.0, 300.0, 860.0)
+    """
+    points = sorted(known) or [(0.0, 0.0)]
+    (low, least), (high, most) = points[0], points[-1]
+    slope = (most - least) / (high - low) if high > low and most > least else 1.0
+    estimates, besides = zip(*((x, size - slope * x) for x, size in points), strict=True)
+    return lambda estimate: slope * estimate + float(np.interp(estimate, estimates, besides))
+
+
+def next_place(known: Mapping[int, int], predicted: Callable[[int], float], count: int, budget: int) -> int | None:
     """Return the place of the program to compile next; None if no other can be better.
 
-    Between two compiled programs bytes are taken to follow a straight line over the estimates, beyond the last one to
-    fall as they did before; estimates are taken to be as wrong as for the first program that is compiled.
+    It is the first that may be within the budget, or the last where none is known to be.
 
     Args:
       known: XLA's bytes, by place.
-      estimates: of each program; once a program is known, only differences count.
+      predicted: gives those of a place that is not known.
+      count: the number of programs.
       budget: the most bytes.
 
     Example:
-      >>> next_place({0: 900, 3: 400}, [100, 80, 60, 50, 40, 30], 500)
+      >>> next_place({0: 900, 3: 400}, [900, 700, 500, 400, 300, 200].__getitem__, 6, 500)
       2
     """
-    high = min((place for place, size in known.items() if size <= budget), default=len(estimates))
+    high = min((place for place, size in known.items() if size <= budget), default=count)
     low = max((place for place in known if place < high), default=-1)
     if high - low <= 1 or (high in known and budget - known[high] <= LEFT * budget):
         return None
-    if low < 0:
-        wrong = known[high] - estimates[high] if high in known else 0
-        within = (k for k in range(high) if estimates[k] + wrong <= budget)
-        return next(within, None if high in known else high - 1)
-    # The bytes that are saved for each one that is estimated to be.
-    first, last = (low, high) if high in known else (min(known), low)
-    estimated = estimates[first] - estimates[last]
-    fall = (known[first] - known[last]) / estimated if estimated > 0 else 1.0
-    within = (k for k in range(low + 1, high) if known[low] - fall * (estimates[low] - estimates[k]) <= budget)
-    return next(within, None if high in known else high - 1)
+    place = bisect.bisect_left(range(high), True, low + 1, key=lambda k: predicted(k) <= budget)
+    return place if place < high else None if high in known else high - 1

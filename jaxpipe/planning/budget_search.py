@@ -19,7 +19,7 @@ from jaxpipe import multihost
 from jaxpipe.errors import JaxpipeError, JaxpipeWarning
 from jaxpipe.models import check_batch
 from jaxpipe.planning.balance_stages import balanced, round_of
-from jaxpipe.planning.bracket_search import next_place
+from jaxpipe.planning.bracket_search import MOST_COMPILED, correction, next_place
 from jaxpipe.planning.candidate import Candidate, PlannedStep
 from jaxpipe.planning.list_candidates import cut_again, leanest, list_candidates, price
 from jaxpipe.planning.storage.program_front import reruns_products
@@ -39,9 +39,6 @@ PROMISED = 0.01
 
 #: How many times as long as tracing solvers may take if no limit is given, and at least, in seconds.
 SOLVER_SHARE, LEAST_SECONDS = 6, 2.0
-
-#: How many levels of a candidate are predicted at most for one budget, and how many are compiled.
-MOST_LEVELS = 4
 
 #: The places of small levels: shares of the way from default storage to the lowest.
 SMALL_LEVELS = (1.0, 0.9, 0.75, 0.5, 0.0)
@@ -70,9 +67,12 @@ class LevelSearch:
 
     def fastest(self, budget: int) -> PlannedStep | None:
         """Return the fastest plan that is found within a budget; None if none is."""
-        plans = self._search(self.levels.rooms, self._predicted_plans, self.predicted, budget)
+        rooms, plans = self.levels.rooms, self._predicted_plans
+        self._search(rooms, plans, self.predicted, budget)
         if self._compiled is not None:
-            plans = self._search(self._corrected, self._compiled_plans, self.measured, budget)
+            predicted = correction((rooms[place], plan.plan.predicted_bytes) for place, plan in plans.items())
+            plans = self._compiled_plans
+            self._search([*map(predicted, rooms)], plans, self.measured, budget)
         within = [plan for plan in plans.values() if plan.needed_bytes <= budget]
         return min(within, key=lambda plan: (plan.plan.step_seconds, plan.needed_bytes), default=None)
 
@@ -103,22 +103,15 @@ class LevelSearch:
             self._compiled_plans[place] = self._compiled(self.predicted(place))
         return self._compiled_plans[place]
 
-    @property
-    def _corrected(self) -> list[float]:
-        """The bytes of all levels, as far from estimates as the predicted ones of the next level that has some."""
-        rooms, plans = self.levels.rooms, self._predicted_plans
-        nearest = [min(plans, key=lambda place: abs(place - k)) for k in range(len(rooms))]
-        return [room + plans[k].plan.predicted_bytes - rooms[k] for room, k in zip(rooms, nearest, strict=True)]
-
-    def _search(self, estimates: Sequence[float], plans: Plans, make: Callable[[int], object], budget: int) -> Plans:
-        """Make plans of levels until no other can use a budget better; returns all that are known."""
-        for _ in range(MOST_LEVELS):
-            known = {k: plan.needed_bytes for k, plan in plans.items()}
-            place = next_place(known, estimates, budget)
+    def _search(self, estimates: Sequence[float], plans: Plans, make: Callable[[int], object], budget: int) -> None:
+        """Make plans of levels until no other can use a budget better."""
+        for _ in range(MOST_COMPILED):
+            known = {place: plan.needed_bytes for place, plan in plans.items()}
+            predicted = [*map(correction((estimates[place], size) for place, size in known.items()), estimates)]
+            place = next_place(known, predicted.__getitem__, len(predicted), budget)
             if place is None:
                 break
             make(place)
-        return plans
 
 
 class BudgetSearch:

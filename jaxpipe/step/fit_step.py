@@ -6,20 +6,14 @@ plain ─over─▶ default storage ─▶ the level that may be within and runs
 A compilation takes longer than all else, and each makes predictions for the others better.
 """
 
-import bisect
 import math
 from collections.abc import Callable
 
-import numpy as np
-
-from jaxpipe.planning.bracket_search import LEFT
+from jaxpipe.planning.bracket_search import LEFT, MOST_COMPILED, correction, next_place
 from jaxpipe.step.step_front import DEFAULT, PLAIN, ROOMS, SMALLEST
 from jaxpipe.step.step_variants import Needs, StepVariants
 from jaxpipe.text.progress import phase
 
-
-#: How many levels are compiled at most one after the other since they may be within a budget, and how many small ones.
-MOST_LEVELS = 4
 
 #: By what share of bytes predictions may be wrong where they speak against checkpoints; against a small level, without
 #: which the step is refused.
@@ -53,7 +47,7 @@ def fitting_level(variants: StepVariants, budget: int) -> str | None:
 
 def _compile(variants: StepVariants, budget: int, next_level: Callable[[StepVariants, int], str | None]) -> None:
     """Compile one level after the other."""
-    for _ in range(MOST_LEVELS):
+    for _ in range(MOST_COMPILED):
         level = next_level(variants, budget)
         if level is None:
             break
@@ -63,17 +57,16 @@ def _compile(variants: StepVariants, budget: int, next_level: Callable[[StepVari
 def _better(variants: StepVariants, budget: int) -> str | None:
     """Return a level that may be within a budget and run fewer products than the best one; None if no level may."""
     front, known, best = variants.front, variants.known, _best(variants, budget)
-    first, predicted = front.levels.index(front.first), _prediction(variants)
-    levels = [x for x in front.hand_placed if predicted(x, front.bytes(x)) <= (1 + INEXACT) * budget]
+    predicted, levels = _prediction(variants), [*front.hand_placed]
     if best is None or known[best].bytes < (1 - LEFT) * budget:
-        others = front.levels[first + 1 :] if known[front.first].bytes > budget else front.levels[1:first]
-        others = [x for x in others if x not in known]
-        place = bisect.bisect_left(others, True, key=lambda x: predicted(x, front.estimate(x)) <= budget)
-        levels += others[place : place + 1]
+        row, sizes = front.row, {place: known[x].bytes for place, x in enumerate(front.row) if x in known}
+        place = next_place(sizes, lambda k: predicted(row[k], front.estimate(row[k])), len(row), budget)
+        levels += [] if place is None else [row[place]]
     # Decorated programs may run other products than the plain step besides those that run again.
     decorated = known[front.first].products - front.reruns(front.first)
     fewest = math.inf if best is None else known[best].products - decorated
-    fewer = (x for x in levels if x not in known and front.reruns(x) < fewest)
+    likely = (x for x in levels if x not in known and predicted(x, front.estimate(x)) <= (1 + INEXACT) * budget)
+    fewer = (x for x in likely if front.reruns(x) < fewest)
     return min(fewer, key=lambda x: (front.reruns(x), front.seconds(x)), default=None)
 
 
@@ -95,30 +88,24 @@ def _by_jax(variants: StepVariants, budget: int) -> str | None:
 
     Until then their estimates say little.
     """
-    front, by_jax = variants.front, [x for x in variants.front.hand_placed if variants.front.is_by_jax(x)]
-    if any(x in variants.known for x in by_jax) or smallest(variants).bytes <= budget:
+    front, known = variants.front, variants.known
+    by_jax = [x for x in front.hand_placed if front.is_by_jax(x)]
+    if any(x in known for x in by_jax) or smallest(variants).bytes <= budget:
         return None
-    return min(by_jax, key=front.bytes, default=None) if _prediction(variants)(SMALLEST, 0) <= budget else None
+    besides = known[SMALLEST].bytes - front.bytes(SMALLEST)
+    return min(by_jax, key=front.bytes, default=None) if besides <= budget else None
 
 
 def _prediction(variants: StepVariants) -> Callable[[str, float], float]:
     """Return a function that predicts the bytes that XLA reserves for a level from estimated bytes.
 
-    They follow straight lines between the levels of its kind that are known; beyond these all besides storage stays as
-    it is. JAX's checkpoints are a kind of their own once one of them is known.
+    JAX's checkpoints are corrected by themselves once one of them is known.
     """
-    front, without = variants.front, {PLAIN, DEFAULT} - {variants.front.first}
-    kinds: dict[bool, list[tuple[float, int]]] = {False: [], True: []}
-    for x, needs in variants.known.items():
-        if x not in without:
-            kinds[front.is_by_jax(x)].append((front.bytes(x), needs.bytes))
-
-    def predicted(level: str, estimate: float) -> float:
-        points = sorted(kinds[front.is_by_jax(level)] or kinds[False])
-        estimates, others = zip(*((x, size - x) for x, size in points), strict=True)
-        return estimate + float(np.interp(estimate, estimates, others))
-
-    return predicted
+    front, known = variants.front, variants.known
+    levels = [x for x in (*front.row, *front.hand_placed) if x in known]
+    pairs = [[(front.bytes(x), known[x].bytes) for x in levels if front.is_by_jax(x) == kind] for kind in (False, True)]
+    ours, by_jax = correction(pairs[0]), correction(pairs[1] or pairs[0])
+    return lambda level, estimate: (by_jax if front.is_by_jax(level) else ours)(estimate)
 
 
 def _best(variants: StepVariants, budget: int) -> str | None:

@@ -59,6 +59,11 @@ class StepFront:
         room = f"room 0 of {ROOMS}"
         return room if room in self.levels else DEFAULT
 
+    @property
+    def row(self) -> list[str]:
+        """The levels whose bytes fall from each to the next: all but the plain step, and default storage twice."""
+        return [x for x in self.levels if x not in {PLAIN, DEFAULT} - {self.first}]
+
     def estimate(self, level: str) -> float:
         """Return about how many bytes all programs take at a level, of a room without choosing what they store."""
         kind, number = _parsed(level)

@@ -21,7 +21,7 @@ from jaxpipe.costs import measured_seconds, timing
 from jaxpipe.costs.equal_operators import equal_operators
 from jaxpipe.costs.measured_seconds import cut_groups, group_programs, group_vjp
 from jaxpipe.costs.profile import NUMBERS
-from jaxpipe.costs.profile_cache import cache_folder, cache_key
+from jaxpipe.costs.profile_cache import profile_path
 from jaxpipe.costs.roofline import analytic
 from jaxpipe.costs.timing import time_in_rounds
 from jaxpipe.graph.graph import trace
@@ -30,6 +30,7 @@ from jaxpipe.models.microbatch_program import trace_loss
 from jaxpipe.residuals.backward_graph import build_backward_graph
 from jaxpipe.targets.known import target_of
 from jaxpipe.targets.rates import OTHER
+from jaxpipe.text.kept_files import kept_path
 from tests.support.pipeline_models import CASES, cnn_linen, mlp, transformer
 
 
@@ -557,16 +558,16 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch, stopwatch):
 
 def test_the_folder_is_the_users_unless_told(monkeypatch):
     monkeypatch.delenv("JAXPIPE_CACHE_DIR")
-    assert cache_folder().parts[-2:] == ("jaxpipe", "profiles") or os.name == "nt"
+    assert kept_path("profiles", "a program").parts[-3:-1] == ("jaxpipe", "profiles") or os.name == "nt"
 
 
 @pytest.mark.slow
-def test_the_key_is_the_same_in_every_process():
+def test_the_file_is_the_same_in_every_process():
     """No address and no order of a set is in it."""
     code = (
         "import jax; from tests.support.pipeline_models import cnn_linen\n"
-        "from jaxpipe.costs.profile_cache import cache_key; from tests.test_profiling import linearized_case\n"
-        "print(cache_key(linearized_case(cnn_linen(4)), jax.devices('cpu')[0]))"
+        "from jaxpipe.costs.profile_cache import profile_path; from tests.test_profiling import linearized_case\n"
+        "print(profile_path(linearized_case(cnn_linen(4)), jax.devices('cpu')[0]))"
     )
     environment = {
         **os.environ,
@@ -575,4 +576,4 @@ def test_the_key_is_the_same_in_every_process():
         "PYTHONPATH": str(Path(__file__).parents[1]),
     }
     process = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
-    assert process.stdout.strip() == cache_key(linearized_case(cnn_linen(4)), jax.devices("cpu")[0])
+    assert process.stdout.strip() == profile_path(linearized_case(cnn_linen(4)), jax.devices("cpu")[0])

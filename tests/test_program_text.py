@@ -59,15 +59,15 @@ def graph(scale: float = 2.0, weights=(1.0, 2.0, 3.0, 4.0)):
     return trace(lambda x: jnp.sum(scale * jax.nn.relu(x) * jnp.asarray(array)), jnp.ones((2, 4)))
 
 
-#: What a process prints: texts of programs, and the key of a profile.
+#: What a process prints: texts of programs, and the file of a profile.
 SHOW = """
 import json, jax
 from tests.test_program_text import graph, program
-from jaxpipe.costs.profile_cache import cache_key
+from jaxpipe.costs.profile_cache import profile_path
 from jaxpipe.graph.program_text import program_text
 from jaxpipe.residuals.backward_graph import build_backward_graph
 from jaxpipe.text.stable_text import stable_text
-key = cache_key(build_backward_graph(graph(), graph().inputs), jax.devices()[0])
+key = profile_path(build_backward_graph(graph(), graph().inputs), jax.devices()[0]).name
 print("RESULT", json.dumps([stable_text(program()), program_text(graph()), program_text(graph(), values=True), key]))
 """
 

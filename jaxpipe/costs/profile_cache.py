@@ -1,10 +1,9 @@
 """Measured profiles on disk, so that a program is measured once on a kind of device and always cut the same.
 
-A profile is a JSON file in ``$JAXPIPE_CACHE_DIR``, or else in the user's cache folder, and may be deleted at any time.
+A profile is a JSON file (``jaxpipe.text.kept_files``), which may be deleted at any time.
 """
 
 import dataclasses
-import hashlib
 import json
 import os
 import platform
@@ -13,7 +12,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import jax
-import platformdirs
 
 from jaxpipe import _compat
 from jaxpipe._version import __version__
@@ -24,11 +22,8 @@ from jaxpipe.graph.program_text import program_text
 from jaxpipe.residuals.backward_graph import BackwardGraph
 from jaxpipe.residuals.density import room
 from jaxpipe.targets.known import target_of
-from jaxpipe.text.kept_files import write_whole
+from jaxpipe.text.kept_files import FOLDER, kept_path, write_whole
 
-
-#: Environment variable that names the folder.
-FOLDER = "JAXPIPE_CACHE_DIR"
 
 #: Fields of a profile that measurements give.
 MEASURED = ("forward_seconds", "backward_seconds", "forward_spread", "backward_spread", "source", "measurement")
@@ -37,19 +32,13 @@ MEASURED = ("forward_seconds", "backward_seconds", "forward_spread", "backward_s
 MOST_SECONDS = 86_400.0
 
 
-def cache_folder() -> Path:
-    """Return where profiles are kept: ``$JAXPIPE_CACHE_DIR/profiles``, or in the user's cache folder."""
-    chosen = os.environ.get(FOLDER)
-    return (Path(chosen) if chosen else platformdirs.user_cache_path("jaxpipe", appauthor=False)) / "profiles"
-
-
 def versions_for(device: Device) -> list[str]:
     """Return the versions of all that makes programs for a device, and runs them."""
     return [*_compat.versions(), __version__, device.client.platform_version]
 
 
-def cache_key(backward_graph: BackwardGraph, device: Device, held: Iterable[TensorNumber] = ()) -> str:
-    """A hash of all that a measurement depends on.
+def profile_path(backward_graph: BackwardGraph, device: Device, held: Iterable[TensorNumber] = ()) -> Path:
+    """Return the file for all that a measurement depends on.
 
     That is the program with its shapes, dtypes and codecs, what of it is differentiated, the kind of device, and the
     versions of everything that compiles and runs it; on a CPU also how many cores this process may use.
@@ -62,14 +51,12 @@ def cache_key(backward_graph: BackwardGraph, device: Device, held: Iterable[Tens
     program = [program_text(backward_graph.source), program_text(backward_graph.graph), backward_graph.wrt, list(held)]
     steps = [(step.needs, step.cotangents_in, step.cotangents_out) for step in backward_graph.steps]
     capacities = sorted(room(backward_graph.graph).items())
-    return hashlib.sha256(
-        json.dumps([versions_for(device), machine, options, program, steps, capacities]).encode()
-    ).hexdigest()
+    settings = [versions_for(device), machine, options, program, steps, capacities]
+    return kept_path("profiles", json.dumps(settings))
 
 
-def load(key: str, estimate: Profile) -> Profile | None:
+def load(path: Path, estimate: Profile) -> Profile | None:
     """Return a kept profile or None; warn of one that is damaged, or differs from an estimate in more than seconds."""
-    path = _path(key)
     try:
         if path.exists() and not path.is_file():  # a pipe or a device would be waited for
             raise PartitionError("it is no regular file")
@@ -95,14 +82,9 @@ def _check_same_program(profile: Profile, estimate: Profile) -> None:
         raise PartitionError(f"an operator takes {slowest:g} s in it")
 
 
-def save(key: str, profile: Profile) -> None:
+def save(path: Path, profile: Profile) -> None:
     """Keep a profile: other processes see all of the file or none. A folder that cannot be written is a warning."""
-    path = _path(key)
     try:
         write_whole(path, profile.to_json())
     except OSError as error:
         warnings.warn(f"The profile cannot be kept in {path.parent} ({error}); set {FOLDER}.", stacklevel=2)
-
-
-def _path(key: str) -> Path:
-    return cache_folder() / f"{key[:32]}.json"

@@ -138,12 +138,12 @@ def profile_objective(
         return estimate
     if callable(source):
         return with_given_seconds(estimate, objective.graph, source)
-    key = kept.cache_key(backward_graph, device, held)
-    profile = kept.load(key, estimate) if cache and not fresh else None
+    path = kept.profile_path(backward_graph, device, held)
+    profile = kept.load(path, estimate) if cache and not fresh else None
     if profile is None:
         profile = measure(backward_graph, device, estimate, held)
         if cache:
-            kept.save(key, profile)
+            kept.save(path, profile)
     return profile
 
 

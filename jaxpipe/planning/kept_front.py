@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxpipe import multihost
-from jaxpipe.costs.profile_cache import cache_folder
 from jaxpipe.graph.program_text import program_text
 from jaxpipe.planning.compare_requests import request_parts
 from jaxpipe.planning.trace_request import Traced
-from jaxpipe.text.kept_files import keep, read_kept
-from jaxpipe.text.stable_text import digest, stable_text
+from jaxpipe.text.kept_files import keep, kept_path, read_kept
+from jaxpipe.text.stable_text import stable_text
 
 
 class Point(NamedTuple):
@@ -35,8 +34,8 @@ def front_path(traced: Traced) -> Path:
     request, profile = replace(traced.request, memory=None), traced.profile
     seconds = profile.forward_seconds, profile.backward_seconds
     settings = [request_parts(request, [traced.batch], {}), request.mesh.devices.flat[0].device_kind, seconds]
-    text = program_text(traced.objective.graph) + program_text(traced.update.graph) + stable_text(settings)
-    return cache_folder().parent / "fronts" / f"{digest(text)}.json"
+    programs = program_text(traced.objective.graph) + program_text(traced.update.graph)
+    return kept_path("fronts", programs + stable_text(settings))
 
 
 def read_front(path: Path) -> list[Point]:

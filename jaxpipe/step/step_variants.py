@@ -20,7 +20,7 @@ from jax.extend.core import Jaxpr
 from jaxpipe import multihost
 from jaxpipe.array_types import PyTree
 from jaxpipe.costs.count_products import count_products
-from jaxpipe.costs.profile_cache import cache_folder, versions_for
+from jaxpipe.costs.profile_cache import versions_for
 from jaxpipe.costs.reserved_bytes import reserved_bytes
 from jaxpipe.models.undecorated import undecorated
 from jaxpipe.residuals.chosen_storage import Choices, DecoratedProgram, choosing, whole_scans
@@ -29,7 +29,7 @@ from jaxpipe.step.step_arguments import Call, jitter, split_arguments
 from jaxpipe.step.step_front import DEFAULT, PLAIN, StepFront, step_front
 from jaxpipe.step.step_template import StepTemplate, step_template
 from jaxpipe.targets.building import building_for
-from jaxpipe.text.kept_files import keep, read_kept
+from jaxpipe.text.kept_files import keep, kept_path, read_kept
 from jaxpipe.text.progress import phase, tell
 from jaxpipe.text.stable_text import digest, stable_text
 from jaxpipe.text.units import bytes_text
@@ -173,8 +173,7 @@ class StepVariants:
         call, flags = self._call, os.environ.get("XLA_FLAGS", "")
         shardings = [str(getattr(leaf, "sharding", None)) for leaf in split_arguments((call.args, call.kwargs))[1]]
         settings = [*versions_for(call.device), call.device.device_kind, call.options, shardings, flags]
-        text = stable_text([self.plain.jaxpr, settings], values=False)
-        return cache_folder().parent / "steps" / f"{digest(text)}.json"
+        return kept_path("steps", stable_text([self.plain.jaxpr, settings], values=False))
 
 
 def _digest(programs: Mapping[str, DecoratedProgram]) -> str:

@@ -1,4 +1,8 @@
-"""JSON files in the cache folder that any process may read, and that may be deleted at any time."""
+"""JSON files that any process may read, and that may be deleted at any time.
+
+They are in ``$JAXPIPE_CACHE_DIR``, or else in the user's cache folder, under a digest of all that their contents depend
+on.
+"""
 
 import contextlib
 import json
@@ -8,13 +12,26 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import platformdirs
+
+from jaxpipe.text.stable_text import digest
 
 
 T = TypeVar("T")
 
 
+#: Environment variable that names the folder.
+FOLDER = "JAXPIPE_CACHE_DIR"
+
 #: At most so many files of a folder are kept, those that were written last.
 MOST_KEPT = 1000
+
+
+def kept_path(kind: str, text: str) -> Path:
+    """Return the file of a kind of contents, all of which depend on what a text says."""
+    chosen = os.environ.get(FOLDER)
+    folder = Path(chosen) if chosen else platformdirs.user_cache_path("jaxpipe", appauthor=False)
+    return folder / kind / f"{digest(text)}.json"
 
 
 def read_kept(path: Path, kind: type[T]) -> T | None:

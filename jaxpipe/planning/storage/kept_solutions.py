@@ -1,18 +1,16 @@
 """Solutions on disk: whoever asks once more for the same problem gets what was found before.
 
 A solver that is stopped by the clock finds one solution today and another tomorrow. A budget that an error has offered
-must be met by the next process, so that solutions that are not proven to be the best are kept, as JSON in
-``$JAXPIPE_CACHE_DIR/solutions``, or else in the user's cache folder. They may be deleted at any time.
+must be met by the next process, so that solutions that are not proven to be the best are kept.
 """
 
 import math
 from dataclasses import asdict
 from pathlib import Path
 
-from jaxpipe.costs.profile_cache import cache_folder
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Problem, Solution, SolverOptions, outcome_of
-from jaxpipe.text.kept_files import keep, read_kept
-from jaxpipe.text.stable_text import digest, stable_text
+from jaxpipe.text.kept_files import keep, kept_path, read_kept
+from jaxpipe.text.stable_text import stable_text
 
 
 #: A solver that has more than so many times the seconds of a kept solution is asked again.
@@ -49,8 +47,7 @@ def _cost(problem: Problem, solution: Solution, least_peak: bool) -> float:
 
 def _path(problem: Problem, options: SolverOptions) -> Path:
     solver = options.solver if isinstance(options.solver, str) else stable_text(options.solver)
-    settings = problem, solver, options.gap, options.slack, options.least_peak
-    return cache_folder().parent / "solutions" / f"{digest(repr(settings))}.json"
+    return kept_path("solutions", repr((problem, solver, options.gap, options.slack, options.least_peak)))
 
 
 def _load(path: Path, problem: Problem) -> tuple[Solution | None, float]:

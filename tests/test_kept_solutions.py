@@ -11,7 +11,7 @@ import pytest
 import jaxpipe
 from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.planning.budget_search import BudgetSearch
-from jaxpipe.planning.storage import fastest_choice, integer_program, kept_solutions
+from jaxpipe.planning.storage import integer_program, kept_solutions
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Option, Problem, Solution, SolverOptions
 from jaxpipe.text import kept_files
 from tests.support.meshes import mesh_of
@@ -118,10 +118,8 @@ def test_the_smallest_budget_is_met_by_a_process_whose_solver_finds_nothing(monk
         return Solution(solution.choice, bound=0.0)
 
     monkeypatch.setattr(integer_program, "solve", cut_short)
-    fastest_choice.lowest_peak.cache_clear()
     with pytest.raises(MemoryBudgetError) as error:
         chain(memory="1000B")
-    fastest_choice.lowest_peak.cache_clear()  # of the first process
     monkeypatch.setattr(integer_program, "solve", lambda *_, **__: Solution())
     smallest = error.value.smallest
     assert smallest < chain().plan.predicted_bytes

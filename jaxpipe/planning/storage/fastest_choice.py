@@ -107,7 +107,6 @@ def raised(budget: int, least: int) -> int:
     return budget + max(0, -(-(least - budget) // step)) * step
 
 
-@functools.lru_cache(maxsize=256)  # asked again with every budget; a problem holds numbers alone
 def lowest_peak(problem: Problem, options: SolverOptions) -> Answer:
     """A choice with as low a peak as is found in the time, whatever it costs.
 

@@ -15,11 +15,12 @@ from jaxpipe.graph.allowed_codecs import Policy
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.op_cost import is_product
 from jaxpipe.planning.storage.choose_swaps import Targets
-from jaxpipe.planning.storage.fastest_choice import Answer, greedy_choice, least_seconds, lowest_peak
+from jaxpipe.planning.storage.fastest_choice import Answer, greedy_choice, least_seconds
+from jaxpipe.planning.storage.greedy import give_up_all
 from jaxpipe.planning.storage.hand_placed import Placement, hand_placed
 from jaxpipe.planning.storage.solving import Solving
 from jaxpipe.planning.storage.storage_items import Items, storage_plan
-from jaxpipe.planning.storage.storage_problem import NOT_STORED, Option, Problem, SolverOptions, outcome_of
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, Option, Problem, outcome_of
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import GPU_RERUN_SHARE, ResidualPlan, default_plan
 from jaxpipe.residuals.vjp_program import SlicedProgram, VJPProgram
@@ -173,9 +174,9 @@ class Front:
     @cached_property
     def smallest(self) -> Point:
         """The smallest point that is found without a solver, whatever it costs."""
-        options = SolverOptions(time_limit=0.0)
-        points = (self._point(way, lowest_peak(self._problem(way, math.inf), options)) for way in self.ways)
-        return min(points, key=lambda point: point.bytes)
+        outcomes = ((way, give_up_all(self._problem(way, math.inf)).tidied()) for way in self.ways)
+        way, outcome = min(outcomes, key=lambda pair: pair[1].peak_bytes)
+        return self._point(way, Answer(outcome, "lowest peak", 0.0))
 
     def _with_fewer_reruns(self, room: float) -> Point:
         """Return default storage, but that as few products run again as fit, where that is faster."""

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxpipe.planning.bracket_search import LEFT, correction, next_place
+from jaxpipe.planning.bracket_search import LEFT, next_place, straight_lines
 
 
 def searched(sizes, estimates, budget, first):
@@ -13,7 +13,7 @@ def searched(sizes, estimates, budget, first):
     known = {place: sizes[place] for place in first}
 
     def next_one():
-        predicted = correction((estimates[place], size) for place, size in known.items())
+        predicted = straight_lines((estimates[place], size) for place, size in known.items())
         return next_place(known, lambda place: predicted(estimates[place]), len(sizes), budget)
 
     while (place := next_one()) is not None:
@@ -52,10 +52,10 @@ def test_nothing_is_compiled_between_neighbors():
 
 
 def test_bytes_follow_lines_between_known_programs_and_fall_as_these_beyond():
-    predicted = correction([(9, 900), (5, 300)])
+    predicted = straight_lines([(9, 900), (5, 300)])
     assert next_place({0: 900, 4: 300}, lambda place: predicted(9 - place), 5, 500) == 3
     assert [predicted(x) for x in (10, 9, 7, 5, 4)] == pytest.approx([1050, 900, 600, 300, 150], rel=1e-12)
-    assert [correction(known)(60) for known in ([(100, 900)], [(100, 900), (50, 950)], [])] == [860, 940, 60]
+    assert [straight_lines(known)(60) for known in ([(100, 900)], [(100, 900), (50, 950)], [])] == [860, 940, 60]
 
 
 def test_equal_estimates():

@@ -17,23 +17,24 @@ LEFT = 0.03
 MOST_COMPILED = 4
 
 
-def correction(known: Iterable[tuple[float, float]]) -> Callable[[float], float]:
-    """Return a function that predicts the bytes of a program from its estimate.
+def straight_lines(known: Iterable[tuple[float, float]], slope: float = 1.0) -> Callable[[float], float]:
+    """Return a function that predicts one number from another, such as XLA's bytes from estimated ones.
 
     Args:
-      known: the estimates of some programs, and their bytes. Between two estimates bytes are taken to follow a straight
-        line, and beyond all of them to fall as between the first and the last, or as the estimates do.
+      known: pairs of the two. Straight lines lead from each to the next, and go on beyond the first and the last with
+        the slope from the one to the other.
+      slope: that if they do not rise.
 
     Example:
-      >>> predicted = correction([(100, 900), (50, 400)])
-      >>> predicted(60), predicted(40), correction([(100, 900)])(60)
+      >>> predicted = straight_lines([(100, 900), (50, 400)])
+      >>> predicted(60), predicted(40), straight_lines([(100, 900)])(60)
       (500.0, 300.0, 860.0)
     """
     points = sorted(known) or [(0.0, 0.0)]
     (low, least), (high, most) = points[0], points[-1]
-    slope = (most - least) / (high - low) if high > low and most > least else 1.0
-    estimates, besides = zip(*((x, size - slope * x) for x, size in points), strict=True)
-    return lambda estimate: slope * estimate + float(np.interp(estimate, estimates, besides))
+    slope = (most - least) / (high - low) if high > low and most > least else slope
+    places, besides = zip(*((x, y - slope * x) for x, y in points), strict=True)
+    return lambda x: slope * x + float(np.interp(x, places, besides))
 
 
 def next_place(known: Mapping[int, int], predicted: Callable[[int], float], count: int, budget: int) -> int | None:

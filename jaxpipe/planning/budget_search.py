@@ -19,7 +19,7 @@ from jaxpipe import multihost
 from jaxpipe.errors import JaxpipeError, JaxpipeWarning
 from jaxpipe.models import check_batch
 from jaxpipe.planning.balance_stages import balanced, round_of
-from jaxpipe.planning.bracket_search import MOST_COMPILED, correction, next_place
+from jaxpipe.planning.bracket_search import MOST_COMPILED, next_place, straight_lines
 from jaxpipe.planning.candidate import Candidate, PlannedStep
 from jaxpipe.planning.list_candidates import cut_again, leanest, list_candidates, price
 from jaxpipe.planning.storage.program_front import reruns_products
@@ -70,7 +70,7 @@ class LevelSearch:
         rooms, plans = self.levels.rooms, self._predicted_plans
         self._search(rooms, plans, self.predicted, budget)
         if self._compiled is not None:
-            predicted = correction((rooms[place], plan.plan.predicted_bytes) for place, plan in plans.items())
+            predicted = straight_lines((rooms[place], plan.plan.predicted_bytes) for place, plan in plans.items())
             plans = self._compiled_plans
             self._search([*map(predicted, rooms)], plans, self.measured, budget)
         within = [plan for plan in plans.values() if plan.needed_bytes <= budget]
@@ -107,7 +107,7 @@ class LevelSearch:
         """Make plans of levels until no other can use a budget better."""
         for _ in range(MOST_COMPILED):
             known = {place: plan.needed_bytes for place, plan in plans.items()}
-            predicted = [*map(correction((estimates[place], size) for place, size in known.items()), estimates)]
+            predicted = [*map(straight_lines((estimates[place], size) for place, size in known.items()), estimates)]
             place = next_place(known, predicted.__getitem__, len(predicted), budget)
             if place is None:
                 break

@@ -9,7 +9,7 @@ A compilation takes longer than all else, and each makes predictions for the oth
 import math
 from collections.abc import Callable
 
-from jaxpipe.planning.bracket_search import LEFT, MOST_COMPILED, correction, next_place
+from jaxpipe.planning.bracket_search import LEFT, MOST_COMPILED, next_place, straight_lines
 from jaxpipe.step.step_front import DEFAULT, PLAIN, ROOMS, SMALLEST
 from jaxpipe.step.step_variants import Needs, StepVariants
 from jaxpipe.text.progress import phase
@@ -104,7 +104,7 @@ def _prediction(variants: StepVariants) -> Callable[[str, float], float]:
     front, known = variants.front, variants.known
     levels = [x for x in (*front.row, *front.hand_placed) if x in known]
     pairs = [[(front.bytes(x), known[x].bytes) for x in levels if front.is_by_jax(x) == kind] for kind in (False, True)]
-    ours, by_jax = correction(pairs[0]), correction(pairs[1] or pairs[0])
+    ours, by_jax = straight_lines(pairs[0]), straight_lines(pairs[1] or pairs[0])
     return lambda level, estimate: (by_jax if front.is_by_jax(level) else ours)(estimate)
 
 

@@ -20,6 +20,7 @@ from jaxpipe.costs.count_products import count_products
 from jaxpipe.costs.device_memory import pool_fraction
 from jaxpipe.costs.reserved_bytes import reserved_bytes
 from jaxpipe.errors import MemoryBudgetError, ModelError
+from jaxpipe.planning.bracket_search import straight_lines
 from jaxpipe.step.budgeted_jit import jit
 from jaxpipe.step.compiled_buffers import compile_with_buffers
 from jaxpipe.step.peak import PeakPart, peak_parts
@@ -120,15 +121,9 @@ def largest_batch(explained: Explained) -> int | None:
         if needed is None:
             break
         known[guess] = needed
-        guess = _next(known, room)
+        batches = straight_lines([(count, batch) for batch, count in known.items()], slope=0.0)
+        guess = max(1, int(batches(room)))
     return max((batch for batch, needed in known.items() if needed <= room), default=None)
-
-
-def _next(known: dict[int, int], room: int) -> int:
-    """Return the batch at which the line through the two sizes that are nearest to the limit meets it."""
-    low, high = sorted(sorted(known, key=lambda batch: abs(known[batch] - room))[:2])
-    slope = (known[high] - known[low]) / max(high - low, 1)
-    return high if slope <= 0 else max(1, int(low + (room - known[low]) / slope))
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@
 A point is made when a room in memory is first asked for, and kept. Equal programs share what is solved.
 """
 
+import bisect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -180,11 +181,12 @@ class Front:
 
     def _with_fewer_reruns(self, room: float) -> Point:
         """Return default storage, but that as few products run again as fit, where that is faster."""
-        few, enough = -1, RERUN_LEVELS if self.reruns_products else 0
-        while enough - few > 1:
-            level = 0 if few < 0 else (few + enough) // 2
-            few, enough = (few, level) if self.with_level(level).bytes <= room else (level, enough)
-        point = self.with_level(enough)
+
+        def is_within(level: int) -> bool:
+            return self.with_level(level).bytes <= room
+
+        few = 0 if is_within(0) else bisect.bisect_left(range(RERUN_LEVELS), True, 1, key=is_within)  # 0 as a rule
+        point = self.with_level(few)
         return point if point.seconds < self.default.seconds else self.default
 
     def with_level(self, level: int) -> Point:

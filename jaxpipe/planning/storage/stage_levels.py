@@ -9,6 +9,7 @@ depend on a budget: what XLA reserves for one, whatever was predicted, is the sa
 The last stage may also run its largest product in slices, logits as a rule, where that is faster within its room.
 """
 
+import bisect
 import functools
 import math
 from collections.abc import Sequence
@@ -101,11 +102,9 @@ class StageLevels:
     @cached_property
     def lowest_place(self) -> int:
         """The place of the level with the least bytes: with swaps, the lowest at which every stage has a point."""
-        low, high = self.default_place + ROOMS, len(self.rooms)
-        while self._has_links and high - low > 1:
-            place = (low + high) // 2
-            low, high = (low, place) if None in self._found(self.rooms[place], exact=False) else (place, high)
-        return low if self._has_links else high - 1
+        first = self.default_place + ROOMS if self._has_links else len(self.rooms) - 1
+        points = functools.partial(self._found, exact=False)
+        return bisect.bisect_left(self.rooms, True, first + 1, key=lambda room: None in points(room)) - 1
 
     def program_at(self, place: int) -> tuple[Program, tuple[Fitted, ...]]:
         """Return the program of a level, and how the storage of each stage was chosen."""

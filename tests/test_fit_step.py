@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxpipe.step.fit_step import fitting_level
-from jaxpipe.step.step_front import BY_JAX, DEFAULT, PLAIN, SMALLEST, StepFront
+from jaxpipe.step.step_front import BY_JAX, DEFAULT, PLAIN, SMALLEST
 from jaxpipe.step.step_variants import Needs
 
 
@@ -16,14 +16,13 @@ class Front:
     """Levels with random estimates; rooms are in the order of bytes and of products."""
 
     first = DEFAULT
-    row = StepFront.row
 
     def __init__(self, seed):
         random = np.random.default_rng(seed)
         sizes = np.sort(random.integers(100, 1000, len(ROOMS) + 3))[::-1]
         reruns = np.sort(random.integers(0, 40, len(sizes)))
-        self.levels = PLAIN, "reruns 0 of 8", DEFAULT, *ROOMS, SMALLEST
-        rows = dict(zip(self.levels[1:], zip(map(int, sizes), map(int, reruns), strict=True), strict=True))
+        self.row = "reruns 0 of 8", DEFAULT, *ROOMS, SMALLEST
+        rows = dict(zip(self.row, zip(map(int, sizes), map(int, reruns), strict=True), strict=True))
         place = random.integers(2, len(sizes))
         by_hand = {"every block": (int(sizes[place]) + 1, int(reruns[place - 1]))}
         self.hand_placed = tuple(by_hand)
@@ -128,7 +127,7 @@ def test_default_storage_without_barriers_is_tried(budget):
     """On a CPU the first level is default storage behind barriers, which may need more."""
     variants = Variants(Front(0))
     variants.front.first = "room 0 of 16"
-    variants.front.levels = PLAIN, DEFAULT, "room 0 of 16", *ROOMS, SMALLEST
+    variants.front.row = "room 0 of 16", *ROOMS, SMALLEST
     variants.front.rows["room 0 of 16"] = (950, 0)
     small = Needs(BESIDES + 50, PRODUCTS)
     variants.real = lambda level: small if level == DEFAULT else Variants.real(variants, level)

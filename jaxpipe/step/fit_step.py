@@ -110,7 +110,7 @@ def _prediction(variants: StepVariants) -> Callable[[str, float], float]:
 
 def _best(variants: StepVariants, budget: int) -> str | None:
     """Return the known level within a budget that runs the fewest products; of these, the first by estimates."""
-    levels, known = (*variants.front.levels, *variants.front.hand_placed), variants.known
+    levels, known = (PLAIN, DEFAULT, *variants.front.row, *variants.front.hand_placed), variants.known
     within = (x for x in levels if x in known and known[x].bytes <= budget)
     return min(within, key=lambda x: known[x].products, default=None)
 

@@ -45,24 +45,18 @@ class StepFront:
     _points: dict[str, dict[str, Point]] = field(default_factory=dict, init=False)
 
     @cached_property
-    def levels(self) -> tuple[str, ...]:
-        """The levels in the order of their bytes, the most first; on CPUs room 0 is default storage behind barriers."""
+    def row(self) -> tuple[str, ...]:
+        """The levels whose bytes fall from each to the next."""
         with building_for(self.target):
             again = any(front.reruns_products for front in self.fronts.values())
-            first = 0 if current().runs_early else 1
         reruns = [f"reruns {k} of {RERUN_LEVELS}" for k in range(RERUN_LEVELS if again else 0)]
-        return PLAIN, *reruns, DEFAULT, *(f"room {k} of {ROOMS}" for k in range(first, ROOMS)), SMALLEST
+        return *reruns, self.first, *(f"room {k} of {ROOMS}" for k in range(1, ROOMS)), SMALLEST
 
-    @property
+    @cached_property
     def first(self) -> str:
-        """Default storage as other levels have theirs."""
-        room = f"room 0 of {ROOMS}"
-        return room if room in self.levels else DEFAULT
-
-    @property
-    def row(self) -> list[str]:
-        """The levels whose bytes fall from each to the next: all but the plain step, and default storage twice."""
-        return [x for x in self.levels if x not in {PLAIN, DEFAULT} - {self.first}]
+        """Default storage as the other levels of the row have theirs: on CPUs behind barriers."""
+        with building_for(self.target):
+            return f"room 0 of {ROOMS}" if current().runs_early else DEFAULT
 
     def estimate(self, level: str) -> float:
         """Return about how many bytes all programs take at a level, of a room without choosing what they store."""

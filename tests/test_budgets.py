@@ -18,7 +18,7 @@ import jaxpipe
 from jaxpipe.errors import MemoryBudgetError, PartitionError
 from jaxpipe.plan import Plan, StagePlan
 from jaxpipe.planning import make_plan, refuse_budget
-from jaxpipe.planning.budget_search import LevelSearch
+from jaxpipe.planning.budget_search import BudgetSearch, LevelSearch
 from jaxpipe.planning.candidate import PlannedStep
 from jaxpipe.planning.storage import integer_program, solving
 from jaxpipe.planning.storage.solving import Solving
@@ -231,6 +231,7 @@ class StubStep:
     plan: Plan
     reserved: int
     compiled: object = None
+    program: object = None
     needed_bytes = PlannedStep.needed_bytes
 
     def with_bytes(self):
@@ -246,6 +247,7 @@ class Levels(LevelSearch):
         rooms = [(estimates or {}).get(size, size) for size in sizes]
         levels = SimpleNamespace(rooms=rooms, default_place=0, lowest_place=len(rooms) - 1)
         levels.program_at = lambda place: (sizes[place], reserved[sizes[place]])
+        levels.alike = lambda place, _: range(place, place + 1)
 
         def compiled(planned):
             self.order.append(planned.plan.predicted_bytes)
@@ -300,6 +302,16 @@ def test_a_plan_whose_prediction_is_a_little_too_high_is_compiled_before_a_budge
     levels = Levels({90: 100, 108: 95})
     assert levels.small(97).plan.predicted_bytes == 108
     assert levels.order == [90, 108]
+
+
+def test_levels_whose_rooms_hold_the_same_points_have_the_same_program():
+    candidate = make(chain, 2)[0]._planned.candidate
+    levels = BudgetSearch([candidate], [])._search(candidate).levels
+    programs = [levels.program_at(place)[0] for place in range(len(levels.rooms))]
+    alike = [levels.alike(place, program) for place, program in enumerate(programs)]
+    for places, program in zip(alike, programs, strict=True):
+        assert set(programs[places.start : places.stop]) == {program}
+    assert [places.start for places in alike] == [*range(len(programs))] and max(map(len, alike)) > 5
 
 
 @pytest.fixture

@@ -46,11 +46,35 @@ SMALL_LEVELS = (1.0, 0.9, 0.75, 0.5, 0.0)
 #: By what share estimates and predictions may be wrong where they speak against a level.
 INEXACT = 0.1
 
-#: Gives a plan with the bytes that XLA reserves for it.
-Compile = Callable[[PlannedStep], PlannedStep]
 
-#: The plans of some levels, by place.
-Plans = dict[int, PlannedStep]
+class LevelPlans:
+    """The plans of levels, each made when it is first needed. Levels that are alike have the same."""
+
+    def __init__(self, levels: StageLevels, make: Callable[[int], PlannedStep]):
+        """Nothing is made yet; ``make`` makes the plan of a place."""
+        self._levels, self._make = levels, make
+        self.known: dict[int, PlannedStep] = {}  # by place
+
+    def at(self, place: int) -> PlannedStep:
+        """Return the plan of a level."""
+        if place not in self.known:
+            planned = self._make(place)
+            self.known = dict.fromkeys(self._levels.alike(place, planned.program), planned) | self.known
+        return self.known[place]
+
+    def sizes(self, estimates: Sequence[float]) -> list[float]:
+        """Return the bytes of all levels, from estimates that are corrected by what is known."""
+        known = ((estimates[place], plan.needed_bytes) for place, plan in self.known.items())
+        return [*map(straight_lines(known), estimates)]
+
+    def search(self, estimates: Sequence[float], budget: int) -> None:
+        """Make plans until no other can use a budget better."""
+        for _ in range(MOST_COMPILED):
+            known = {place: plan.needed_bytes for place, plan in self.known.items()}
+            place = next_place(known, self.sizes(estimates).__getitem__, len(estimates), budget)
+            if place is None:
+                break
+            self.at(place)
 
 
 class LevelSearch:
@@ -59,21 +83,21 @@ class LevelSearch:
     The one that keeps a budget is looked for by predicted bytes first and then by those that XLA reserves.
     """
 
-    def __init__(self, candidate: Candidate, levels: StageLevels, compiled: Compile | None):
+    def __init__(
+        self, candidate: Candidate, levels: StageLevels, compiled: Callable[[PlannedStep], PlannedStep] | None
+    ):
         """Nothing is done yet; ``compiled`` compiles a plan, None leaves it at predictions."""
-        self.candidate, self.levels, self._compiled = candidate, levels, compiled
-        self._predicted_plans: Plans = {}
-        self._compiled_plans: Plans = {}
+        predicted = LevelPlans(levels, lambda place: candidate.described(*levels.program_at(place)).with_bytes())
+        self.levels, self._predicted, self._plans = levels, predicted, predicted
+        if compiled is not None:
+            self._plans = LevelPlans(levels, lambda place: compiled(predicted.at(place)))
 
     def fastest(self, budget: int) -> PlannedStep | None:
         """Return the fastest plan that is found within a budget; None if none is."""
-        rooms, plans = self.levels.rooms, self._predicted_plans
-        self._search(rooms, plans, self.predicted, budget)
-        if self._compiled is not None:
-            predicted = straight_lines((rooms[place], plan.plan.predicted_bytes) for place, plan in plans.items())
-            plans = self._compiled_plans
-            self._search([*map(predicted, rooms)], plans, self.measured, budget)
-        within = [plan for plan in plans.values() if plan.needed_bytes <= budget]
+        self._predicted.search(self.levels.rooms, budget)
+        if self._plans is not self._predicted:
+            self._plans.search(self._predicted.sizes(self.levels.rooms), budget)
+        within = [plan for plan in self._plans.known.values() if plan.needed_bytes <= budget]
         return min(within, key=lambda plan: (plan.plan.step_seconds, plan.needed_bytes), default=None)
 
     def small(self, budget: int) -> PlannedStep:
@@ -85,33 +109,9 @@ class LevelSearch:
             least = min((plan.needed_bytes for plan in plans), default=math.inf)
             if least <= budget:
                 break
-            if self.predicted(place).needed_bytes <= (1 + INEXACT) * least:
-                plans.append(self.measured(place))
+            if self._predicted.at(place).needed_bytes <= (1 + INEXACT) * least:
+                plans.append(self._plans.at(place))
         return min(plans, key=lambda plan: plan.needed_bytes)
-
-    def predicted(self, place: int) -> PlannedStep:
-        """Return the plan of a level, with predicted bytes."""
-        if place not in self._predicted_plans:
-            self._predicted_plans[place] = self.candidate.described(*self.levels.program_at(place)).with_bytes()
-        return self._predicted_plans[place]
-
-    def measured(self, place: int) -> PlannedStep:
-        """Return the plan of a level, compiled if plans are."""
-        if self._compiled is None:
-            return self.predicted(place)
-        if place not in self._compiled_plans:
-            self._compiled_plans[place] = self._compiled(self.predicted(place))
-        return self._compiled_plans[place]
-
-    def _search(self, estimates: Sequence[float], plans: Plans, make: Callable[[int], object], budget: int) -> None:
-        """Make plans of levels until no other can use a budget better."""
-        for _ in range(MOST_COMPILED):
-            known = {place: plan.needed_bytes for place, plan in plans.items()}
-            predicted = [*map(straight_lines((estimates[place], size) for place, size in known.items()), estimates)]
-            place = next_place(known, predicted.__getitem__, len(predicted), budget)
-            if place is None:
-                break
-            make(place)
 
 
 class BudgetSearch:

@@ -120,6 +120,18 @@ class StageLevels:
             self._programs[points] = self.program if unchanged else replace(self.program, stages=stages)
         return self._programs[points], self._report(points)
 
+    def alike(self, place: int, program: Program) -> range:
+        """Return the places from a level on whose rooms hold what its program stores, which is what they have, too."""
+        if self._has_links:  # what goes elsewhere depends on the room
+            return range(place, place + 1)
+        points = next(points for points, known in self._programs.items() if known is program)
+
+        def is_smaller(room: float) -> bool:
+            rows = zip(points, self.fronts, self._shares(room), strict=True)
+            return any(point.bytes > share and point is not front.smallest for point, front, share in rows)
+
+        return range(place, bisect.bisect_left(self.rooms, True, place + 1, key=is_smaller))
+
     def expected(self, room: float) -> tuple[Fitted, ...]:
         """Return about how storage would be chosen within a room; no solver is asked, and no program made."""
         return self._report(self._within(room, exact=False))
@@ -143,14 +155,17 @@ class StageLevels:
         return tuple(front.smallest if point is None else point for point, front in points)
 
     def _found(self, room: float, *, exact: bool = True) -> list[Point | None]:
-        targets, shared = self._swap_targets(room), self._bytes(self._default)
-        points = []
-        for s, front in zip(self.program.stage_numbers, self.fronts, strict=True):
-            d = self.program.device(s)
-            share = (room - self.besides[d]) * front.default.bytes / max(1, shared[d])
-            share = math.floor(share + ROUNDING)
-            points.append(front.within(share, targets.get(s), exact=exact))
-        return points
+        targets = self._swap_targets(room)
+        rows = zip(self.program.stage_numbers, self.fronts, self._shares(room), strict=True)
+        return [front.within(share, targets.get(s), exact=exact) for s, front, share in rows]
+
+    def _shares(self, room: float) -> list[int]:
+        """Return what each stage may take of a room of its device."""
+        shared, devices = self._bytes(self._default), map(self.program.device, self.program.stage_numbers)
+        return [
+            math.floor((room - self.besides[d]) * front.default.bytes / max(1, shared[d]) + ROUNDING)
+            for d, front in zip(devices, self.fronts, strict=True)
+        ]
 
     def _total(self, points: Sequence[Point]) -> float:
         """Return about what the fullest device needs with some points."""

@@ -17,13 +17,16 @@ LEFT = 0.03
 MOST_COMPILED = 4
 
 
-def straight_lines(known: Iterable[tuple[float, float]], slope: float = 1.0) -> Callable[[float], float]:
+def straight_lines(
+    known: Iterable[tuple[float, float]], slope: float = 1.0, least_slope: float = 0.0
+) -> Callable[[float], float]:
     """Return a function that predicts one number from another, such as XLA's bytes from estimated ones.
 
     Args:
       known: pairs of the two. Straight lines lead from each to the next, and go on beyond the first and the last with
         the slope from the one to the other.
       slope: that if they do not rise.
+      least_slope: that of lines beyond the known pairs at least.
 
     Example:
       >>> predicted = straight_lines([(100, 900), (50, 400)])
@@ -32,7 +35,7 @@ def straight_lines(known: Iterable[tuple[float, float]], slope: float = 1.0) -> 
     """
     points = sorted(known) or [(0.0, 0.0)]
     (low, least), (high, most) = points[0], points[-1]
-    slope = (most - least) / (high - low) if high > low and most > least else slope
+    slope = max(least_slope, (most - least) / (high - low) if high > low and most > least else slope)
     places, besides = zip(*((x, y - slope * x) for x, y in points), strict=True)
     return lambda x: slope * x + float(np.interp(x, places, besides))
 

@@ -99,12 +99,13 @@ def _by_jax(variants: StepVariants, budget: int) -> str | None:
 def _prediction(variants: StepVariants) -> Callable[[str, float], float]:
     """Return a function that predicts the bytes that XLA reserves for a level from estimated bytes.
 
-    JAX's checkpoints are corrected by themselves once one of them is known.
+    JAX's checkpoints are corrected by themselves once one of them is known. Beyond what is known levels are taken to
+    save what they are estimated to at least, lest one is left out because those before it have saved less.
     """
     front, known = variants.front, variants.known
     levels = [x for x in (*front.row, *front.hand_placed) if x in known]
     pairs = [[(front.bytes(x), known[x].bytes) for x in levels if front.is_by_jax(x) == kind] for kind in (False, True)]
-    ours, by_jax = straight_lines(pairs[0]), straight_lines(pairs[1] or pairs[0])
+    ours, by_jax = (straight_lines(points, least_slope=1.0) for points in (pairs[0], pairs[1] or pairs[0]))
     return lambda level, estimate: (by_jax if front.is_by_jax(level) else ours)(estimate)
 
 

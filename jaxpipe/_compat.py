@@ -193,9 +193,13 @@ def is_forward_mode(value: object) -> bool:
     return bool(direct) and isinstance(value, ad.JVPTracer)
 
 
-def is_batched(value: object) -> bool:
-    """Return whether ``value`` is traced by ``jax.vmap``."""
-    return isinstance(value, BatchTracer)
+def without_tangent_of_integers(x: Array) -> Array:
+    """Return a result of a ``custom_vjp``; jax 0.10 has tangents of integers, and fails on those that a scan stacks."""
+    if JAX_VERSION > (0, 10) or jax.dtypes.issubdtype(x.dtype, np.inexact):
+        return x
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(jax.random.key_data(x), impl=jax.random.key_impl(x))
+    return jax.lax.bitcast_convert_type(x, x.dtype)
 
 
 def without_scope(equation: Equation) -> Equation:

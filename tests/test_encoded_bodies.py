@@ -13,6 +13,7 @@ import jaxpipe
 from jaxpipe.costs.count_products import count_products
 from jaxpipe.graph.graph import equations_in
 from jaxpipe.targets.building import building_for
+from tests.support.compare import FUSION, relative_l2
 
 
 pytestmark = pytest.mark.optimized
@@ -398,3 +399,26 @@ def test_small_budgets_of_recurrences_are_not_above_flax_s_remat(decorated):
         jaxpipe.jit(encoded, memory=budget // 8).lower(params, x)
     assert refused.value.smallest <= budget
     assert jaxpipe.jit(encoded, memory=refused.value.smallest).lower(params, x).plan.products >= plans[0].products
+
+
+def test_whole_numbers_that_a_scan_stacks():
+    """Metrics and keys of chunks, which the loss puts together behind the scan."""
+    x, labels = jax.random.normal(jax.random.key(0), (3, 5, 8)), jnp.arange(15).reshape(3, 5) % 4
+
+    def chunk(weight, x, labels):
+        logits = x @ weight
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        return loss, (logits.argmax(-1) == labels).sum(), logits > 0, jax.random.key(labels[0])
+
+    def combined(loss, hits, positive, keys):
+        return loss.mean() + jax.vmap(jax.random.uniform)(keys).sum(), {"hits": hits.sum(), "rate": positive.mean()}
+
+    def loss(weight, enc, outer):
+        part, whole = enc(chunk), enc(combined)
+        return outer(lambda weight: whole(*jax.lax.map(lambda rows: part(weight, *rows), (x, labels))))(weight)
+
+    weight = jax.random.normal(jax.random.key(1), (8, 4))
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=(1, 2))
+    expected = run(weight, lambda f: f, lambda f: f)
+    for enc, outer in ((jaxpipe.memory_encoded, lambda f: f), (lambda f: f, jaxpipe.memory_encoded)):
+        assert relative_l2(run(weight, enc, outer), expected) < FUSION

@@ -4,6 +4,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jaxpipe
 from tests.support.compare import FUSION, relative_l2
@@ -30,6 +32,16 @@ def mean_over_axis(w, x):
 
 def gathered(w, x):
     return x.sum(), jax.lax.all_gather(jnp.tanh(x @ w), "rows").var()
+
+
+def in_shards(w, x):
+    """Half of the product of an example on each of two devices."""
+    mesh = jax.make_mesh((2,), ("half",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def half(w, x):
+        return jnp.square(jax.lax.psum(jnp.tanh(x) @ w, "half")).mean()
+
+    return jax.shard_map(half, mesh=mesh, in_specs=P("half"), out_specs=P())(w, x), jnp.tanh(w @ w).sum()
 
 
 def under_jit(w, x):
@@ -91,7 +103,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("function", [decay, mean_over_axis, gathered, under_jit])
+@pytest.mark.parametrize("function", [decay, mean_over_axis, gathered, under_jit, in_shards])
 def test_what_examples_share_counts_once(function, program):
     expected = PROGRAMS[program](function)(WEIGHT)
     for compiled in (lambda f: f, jax.jit):

@@ -25,7 +25,7 @@ from jaxpipe.models.purify_nnx import PureCall, purify, root_scope
 from jaxpipe.models.undecorated import undecorated, unless_disabled
 from jaxpipe.residuals.chosen_storage import DecoratedProgram, Passes, choosing
 from jaxpipe.residuals.encoded_bodies import Held, encoded_bodies, module_paths, run_around
-from jaxpipe.residuals.shared_outputs import ForwardRule, counted_once, forward_rule
+from jaxpipe.residuals.shared_outputs import ForwardRule, counted_once, forward_rule, vmaps_here
 from jaxpipe.residuals.two_passes import CheckpointedPasses, StoredPasses
 from jaxpipe.targets.building import building_for, current, target_of_values
 from jaxpipe.targets.target import Target
@@ -170,7 +170,8 @@ def run_encoded(call: PureCall, *, policy: Policy) -> PyTree:
         traced = program
         if part is not graph:
             traced = jax.make_jaxpr(lambda *values: part.evaluate(values))(*(part.tensors[t].aval for t in part.inputs))
-        return _encoded_function(traced, part, held, policy, target, paths, iterations)(*values)
+        results = _encoded_function(traced, part, held, policy, target, paths, iterations)(*values)
+        return list(map(_compat.without_tangent_of_integers, results))
 
     return call.finish(run(graph, held, values))
 
@@ -209,7 +210,7 @@ def _encoded_function(
     # The name tells an enclosing `memory_encoded` or `partition` that it may look inside.
     body.__name__ = ENCODED_MARK + policy.name
 
-    choices, axes = choosing.value, _compat.axes_here()
+    choices, axes, vmaps = choosing.value, _compat.axes_here(), vmaps_here()
 
     @functools.cache
     def passes_for(perturbed: tuple[bool, ...]) -> tuple[Passes, tuple[TensorNumber, ...]]:
@@ -233,7 +234,7 @@ def _encoded_function(
             passes, wrt = passes_for(tuple(p.perturbed for p in primals))
             outputs, kept = passes.forward(values)
         outputs = [_first_order(jax.numpy.asarray(y)) for y in outputs]
-        rule = forward_rule([x for x, p in zip(values, primals, strict=True) if p.perturbed], outputs)
+        rule = forward_rule([x for x, p in zip(values, primals, strict=True) if p.perturbed], outputs, vmaps)
         return outputs, _Residuals(kept, rule, passes, wrt)
 
     @building_for(target)

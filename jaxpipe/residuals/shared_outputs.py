@@ -13,7 +13,6 @@ are mapped as inputs and outputs are.
 """
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,20 +31,30 @@ from jaxpipe.array_types import Array, PyTree
 class ForwardRule:
     """Where a forward rule ran: marks, the calls of ``jax.vmap`` around it, and whether others may map what it traced.
 
-    Each call of ``jax.vmap`` is what its two halves share, and the half that it ran in.
+    Each call of ``jax.vmap`` is what its halves share, and whether it is inside of ``jax.grad``. One around it
+    has several halves, too, where it maps a ``jax.shard_map``.
     """
 
     inputs: Sequence[Array]
     outputs: Sequence[Array]
-    vmaps: tuple[tuple[object, weakref.ref[Any]], ...]
+    vmaps: tuple[tuple[object, bool], ...]
     is_traced: bool
 
 
-def forward_rule(inputs: Sequence[Array], outputs: Sequence[Array]) -> ForwardRule:
-    """Describe where the forward rule that is traced now runs, with the inputs that are differentiated."""
+def vmaps_here() -> tuple[object, ...]:
+    """Return what the halves of each call of ``jax.vmap`` share that maps a function which is called here."""
+    return tuple(trace.tag for trace in _vmap_traces())
+
+
+def forward_rule(inputs: Sequence[Array], outputs: Sequence[Array], inside: Sequence[object]) -> ForwardRule:
+    """Describe where the forward rule that is traced now runs, with the inputs that are differentiated.
+
+    Args:
+      inside: of the vmaps where the function was called.
+    """
     around = list(_vmap_traces())
     end = around[-1].parent_trace if around else _compat.current_trace()
-    vmaps = tuple((trace.tag, weakref.ref(trace)) for trace in around)
+    vmaps = tuple((trace.tag, any(tag is trace.tag for tag in inside)) for trace in around)
     return ForwardRule(
         list(map(_mark, inputs)), list(map(_mark, outputs)), vmaps, isinstance(end, _compat.DynamicJaxprTrace)
     )
@@ -77,19 +86,16 @@ def counted_once(
 def _is_apart(trace: Any, rule: ForwardRule, kept: PyTree, cotangents: Sequence[Array | None]) -> bool:
     """Whether a call of ``jax.vmap`` around a backward rule is another half of one around its forward rule.
 
-    It has the tag of one that ran, or maps what was traced: then cotangents are mapped as outputs are. They need not
-    be where a pullback is mapped by itself, which differentiates each example on its own.
+    It has the tag of one that ran inside of ``jax.grad``, or maps what was traced: then cotangents are mapped as
+    outputs are. They need not be where a pullback is mapped by itself, which differentiates each example on its own.
     """
-    if any(forward() is trace for _, forward in rule.vmaps):
-        return False
     if not any(_is_mapped(x, trace) for x in (*rule.inputs, *rule.outputs, *jax.tree.leaves(kept))):
         return False
-    return any(tag is trace.tag for tag, _ in rule.vmaps) or (
-        rule.is_traced
-        and all(
-            ct is None or _is_mapped(ct, trace) == _is_mapped(mark, trace)
-            for ct, mark in zip(cotangents, rule.outputs, strict=True)
-        )
+    if inside := [inside for tag, inside in rule.vmaps if tag is trace.tag]:
+        return inside[0]
+    return rule.is_traced and all(
+        ct is None or _is_mapped(ct, trace) == _is_mapped(mark, trace)
+        for ct, mark in zip(cotangents, rule.outputs, strict=True)
     )
 
 
@@ -106,7 +112,7 @@ def _vmap_traces() -> Iterator[Any]:
 
 
 def _is_mapped(x: Any, trace: object) -> bool:
-    while _compat.is_batched(x):
+    while isinstance(x, _compat.BatchTracer):
         if _compat.is_within(x, trace):
             return True
         x = x.val

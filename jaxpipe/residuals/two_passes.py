@@ -56,8 +56,8 @@ class StoredPasses:
 
     def backward(self, kept: Kept, cotangents: Sequence[Array | None]) -> list[Array | None]:
         """Return gradients."""
-        barriers = self.barriers and not any(map(_compat.is_batched, jax.tree.leaves((kept, cotangents))))
-        return backward(self.vjp, *kept, cotangents, barriers=barriers)
+        mapped = any(isinstance(x, _compat.BatchTracer) for x in jax.tree.leaves((kept, cotangents)))
+        return backward(self.vjp, *kept, cotangents, barriers=self.barriers and not mapped)
 
 
 @dataclass(frozen=True, eq=False)

@@ -287,7 +287,7 @@ def test_a_budget_logs_its_rounds():
         make(mlp, 2, 4, memory=1000, **options)
     smallest, needed = refused.value.smallest, usual.plan.predicted_bytes
     cut_again, cut_once = (
-        make(mlp, 2, 4, memory=memory, **options)[0].plan for memory in (smallest, (smallest + 2 * needed) // 3)
+        make(mlp, 2, 4, memory=(share * smallest + (3 - share) * needed) // 3, **options)[0].plan for share in (2, 1)
     )
     for plan, count in ((cut_again, 2), (cut_once, 1)):
         steps = {x.cuts: x.step_seconds for x in plan.rounds}

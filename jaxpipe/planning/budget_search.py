@@ -2,6 +2,7 @@
 
     candidates ──about what storage adds──▶ the most promising, cut again where that balances it
          level ──predicted bytes──▶ a level within the budget ──compiled bytes──▶ the plan
+                no level is within, or it takes long ──▶ candidates cut for memory
                 no level is within ──▶ small levels of all candidates, and what the least of them needs
 
 Levels and candidates do not depend on the budget: whoever asks for what an error has offered gets a plan that runs.
@@ -14,14 +15,15 @@ import operator
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from jaxpipe import multihost
 from jaxpipe.errors import JaxpipeError, JaxpipeWarning
 from jaxpipe.models import check_batch
-from jaxpipe.planning.balance_stages import balanced, round_of
+from jaxpipe.planning.balance_stages import MOST_ROUNDS, WORTH_A_CUT, balanced, round_of
 from jaxpipe.planning.bracket_search import MOST_COMPILED, next_place, straight_lines
-from jaxpipe.planning.candidate import Candidate, PlannedStep
-from jaxpipe.planning.list_candidates import cut_again, leanest, list_candidates, price
+from jaxpipe.planning.candidate import Candidate, PlannedStep, build_candidate
+from jaxpipe.planning.list_candidates import cut_again, cut_for_memory, leanest, list_candidates, price
 from jaxpipe.planning.storage.program_front import reruns_products
 from jaxpipe.planning.storage.solving import Solving
 from jaxpipe.planning.storage.stage_levels import StageLevels, stage_levels
@@ -133,10 +135,39 @@ class BudgetSearch:
     @phase("storage")
     def shortest(self, budget: int) -> PlannedStep:
         """Return the plan with the shortest step that is found for a budget; the smallest, if none is within."""
-        best: PlannedStep | None = None
-        waiting = list(self.candidates)
+        best = self._best(self.candidates, None, budget)
+        if best is None or best.plan.step_seconds > (1 + WORTH_A_CUT) * best.candidate.seconds:
+            best = self._best(self._for_memory, best, budget)
+        return best or self._small(budget)
+
+    @cached_property
+    def _for_memory(self) -> list[Candidate]:
+        """The candidates with one stage on each of all devices, cut so that the fullest device needs least.
+
+        They are the same for all budgets, so estimates are those of before anything was traced.
+        """
+        most = max(x.program.num_devices for x in self.candidates)
+        straight = [x for x in self.candidates if len(x.program.stages) == most]
+        if not straight:
+            return []
+        first = lean = min(straight, key=self._default_need)
+        for _ in range(MOST_ROUNDS):
+            cut = cut_for_memory(lean, self._levels_of(lean).default_bytes)
+            again = lean if cut is None else build_candidate(cut, lean.schedule, lean.maker)
+            if self._default_need(again) >= self._default_need(lean):
+                break
+            lean = again
+        alike = [x for x in straight if lean is not first and x.cut.replicas == lean.cut.replicas]
+        return [build_candidate(lean.cut, x.schedule, x.maker) for x in alike]
+
+    def _default_need(self, candidate: Candidate) -> float:
+        return max(self._levels_of(candidate).default_bytes)
+
+    def _best(self, candidates: Sequence[Candidate], best: PlannedStep | None, budget: int) -> PlannedStep | None:
+        """Return the best plan within a budget of some candidates, and of a plan that is known."""
+        waiting = list(candidates)
         while (expected := self._most_promising(waiting, best, budget)) is not None:
-            first = len(waiting) == len(self.candidates)
+            first = candidates is self.candidates and len(waiting) == len(candidates)
             candidate = expected.candidate
             waiting.remove(candidate)
             if first:  # cuts that balance it may make its step shorter
@@ -152,7 +183,7 @@ class BudgetSearch:
                 last = round_of(planned)  # of the same cuts as one of the rounds, whose storage was about right
                 rounds = tuple(last if x.cuts == last.cuts else x for x in expected.plan.rounds)
                 best = replace(planned, plan=replace(planned.plan, rounds=rounds))
-        return best or self._small(budget)
+        return best
 
     def more_microbatches(self, budget: int) -> PlannedStep | None:
         """Return a plan with the fewest of twice, four and eight times as many micro-batches within predicted bytes.
@@ -210,9 +241,10 @@ class BudgetSearch:
 
     def _small(self, budget: int) -> PlannedStep:
         """Return the smallest plan of all candidates, or the fastest of the first that is within a budget."""
-        least = {candidate: self._estimated(candidate).least for candidate in self.candidates}
+        candidates = [*self.candidates, *self._for_memory]
+        least = {candidate: self._estimated(candidate).least for candidate in candidates}
         plans: list[PlannedStep] = []
-        for candidate in sorted(self.candidates, key=least.__getitem__):
+        for candidate in sorted(candidates, key=least.__getitem__):
             if least[candidate] > (1 + INEXACT) * min(least.values()):
                 break
             search = self._search(candidate)
@@ -235,14 +267,18 @@ class BudgetSearch:
 
         Estimates are taken to be as wrong as for the first candidate whose calls are traced.
         """
+        levels = self._levels_of(candidate)
+        if self._wrong is None or len(self._wrong) != candidate.program.num_devices:
+            return levels
+        return replace(levels, besides=tuple(map(operator.add, candidate.held_bytes, self._wrong)))
+
+    def _levels_of(self, candidate: Candidate) -> StageLevels:
+        """Return the levels of a candidate, estimated as if nothing had been traced."""
         if candidate not in self._levels:
             held, prices, links = candidate.held_bytes, candidate.prices, candidate.links
             policy = candidate.traced.request.policy
             self._levels[candidate] = stage_levels(candidate.program, held, prices, links, self._solving, policy)
-        levels = self._levels[candidate]
-        if self._wrong is None or len(self._wrong) != candidate.program.num_devices:
-            return levels
-        return replace(levels, besides=tuple(map(operator.add, candidate.held_bytes, self._wrong)))
+        return self._levels[candidate]
 
     def _with_step(self, planned: PlannedStep) -> PlannedStep:
         """Compile a plan, once for equal programs."""

@@ -21,7 +21,7 @@ from jaxpipe.graph.operator_order import allowed_cuts
 from jaxpipe.graph.primitives import CHECKPOINTS
 from jaxpipe.plan import idle_stages
 from jaxpipe.planning.candidate import Candidate, Cut, build_candidate
-from jaxpipe.planning.cuts.balance_chain import balanced
+from jaxpipe.planning.cuts.balance_chain import balanced, levelled
 from jaxpipe.planning.cuts.partition_layers import partition_layers
 from jaxpipe.planning.cuts.placed_stages import Partition, on_devices, plan_bound, stage_work
 from jaxpipe.planning.describe_plan import least_seconds, stage_search_arguments
@@ -135,6 +135,16 @@ def cut_again(candidate: Candidate, charged: Profile) -> Candidate:
     bound = candidate.partition.lower_bound_seconds
     partition = replace(partition, profile=traced.profile, lower_bound_seconds=bound)
     return build_candidate(Cut(traced, partition), candidate.schedule, candidate.maker)
+
+
+def cut_for_memory(candidate: Candidate, needs: Sequence[float]) -> Cut | None:
+    """Return other cuts with which the fullest device needs least, from what each needs now; None if these do."""
+    traced, before, program = candidate.traced, candidate.cut.partition, candidate.program
+    copies = sum(candidate.held_bytes) / max(1.0, sum(traced.profile.parameter_bytes))
+    partition = levelled(before, [program.in_flight(s) for s in program.stage_numbers], copies, needs)
+    if [stage.operators for stage in partition.stages] == [stage.operators for stage in before.stages]:
+        return None
+    return Cut(traced, partition)
 
 
 def _candidates(traced: Traced, replicate: bool | tuple[int, ...]) -> list[Candidate]:

@@ -126,3 +126,30 @@ def balanced(partition: Partition) -> Partition:
     chain = Chain(space, model, layout)
     cuts = chain.lightest(max(chain.least() * LOOSER, 1e-300))
     return partition if cuts is None else replace(cut_at(partition, model, space, np.array(cuts), layout), ties=1)
+
+
+def levelled(partition: Partition, in_flight: Sequence[int], copies: float, needs: Sequence[float]) -> Partition:
+    """Return the same operators in the same order on the same devices, cut so that the fullest device needs least.
+
+    Operators need their residuals and parameters, in proportion to what the stage that has them now needs in all.
+
+    Args:
+      partition: some cuts, with devices.
+      in_flight: by stage, the micro-batches whose residuals it keeps.
+      copies: how many times the bytes of its parameters it keeps.
+      needs: by stage, the bytes that its devices need.
+    """
+    model = replace(model_of(partition), memory=())
+    space = cut_space(partition.profile, reorder=False, starts=partition.starts)
+    layout = tuple(stage.devices for stage in partition.stages)
+    chain = Chain(space, model, layout)
+    rows = [np.diff(n * space.residuals + copies * space.parameters) for n in in_flight]
+    scale = np.ones(len(space.seconds) - 1)
+    for row, stage, needed in zip(rows, partition.stages, needs, strict=True):
+        here = slice(stage.operators.start, stage.operators.stop)
+        scale[here] = needed / max(row[here].sum(), 1.0)
+    chain.holds = [np.concatenate([[0.0], np.cumsum(scale * row)]) for row in rows]
+    least = chain.least_memory() * LOOSER
+    chain.memory = [min(least, room) for room in model_of(partition).room(layout)]
+    cuts = chain.lightest(max(chain.least() * LOOSER, 1e-300))
+    return partition if cuts is None else cut_at(partition, model, space, np.array(cuts), layout)

@@ -78,7 +78,7 @@ class StageLevels:
     @cached_property
     def rooms(self) -> tuple[float, ...]:
         """The bytes of each level, the most first: no device is estimated to need more."""
-        default, least = self._total(self._default), self.least
+        default, least = float(max(self.default_bytes)), self.least
         ample = {self._total([front.with_level(k) for front in self.fronts]) for k in range(RERUN_LEVELS)}
         floor = (1 - INEXACT) * least
         if self._has_links:
@@ -97,7 +97,12 @@ class StageLevels:
     @property
     def default_place(self) -> int:
         """The place of the level with default storage."""
-        return self.rooms.index(self._total(self._default))
+        return self.rooms.index(float(max(self.default_bytes)))
+
+    @property
+    def default_bytes(self) -> list[int]:
+        """About what each device needs with default storage."""
+        return list(map(sum, zip(self.besides, self._bytes(self._default), strict=True)))
 
     @cached_property
     def lowest_place(self) -> int:

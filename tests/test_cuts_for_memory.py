@@ -1,0 +1,100 @@
+"""Cuts within a budget: where those for speed keep too much on one device, those that level the bytes of devices."""
+
+import itertools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpipe
+from jaxpipe.costs.network import Network
+from jaxpipe.costs.profile import Profile
+from jaxpipe.planning import partition_layers
+from jaxpipe.planning.cuts.balance_chain import LOOSER, levelled
+from tests.support.compare import FUSION, relative_l2
+
+
+WORDS, WIDTH, LAYERS, STAGES = 4096, 64, 4, 2
+BATCH = {
+    "x": jax.random.randint(jax.random.key(0), (16, 32), 0, WORDS),
+    "y": jax.random.normal(jax.random.key(1), (16, 32, WIDTH)),
+}
+
+
+class Embedded(nn.Module):
+    """A table that needs far more than each of the layers behind it, and takes less time."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Embed(WORDS, WIDTH)(x)
+        for _ in range(LAYERS):
+            x = x + nn.Dense(WIDTH)(nn.gelu(nn.Dense(8 * WIDTH)(x)))
+        return x
+
+
+def loss(model, batch):
+    return jnp.square(model(batch["x"]) - batch["y"]).mean()
+
+
+def partition(**options):
+    mesh = jax.make_mesh((STAGES,), ("stage",), devices=jax.devices()[:STAGES])
+    paper = jaxpipe.PlanOptions(compile=False)
+    settings = {"loss": loss, "optimizer": optax.adam(1e-3), "num_microbatches": 4, "profile": "analytic"}
+    settings |= {"options": paper, "schedule": jaxpipe.schedules.one_f_one_b, **options}
+    return jaxpipe.partition(Embedded(), mesh, BATCH, **settings)
+
+
+def smallest(**options):
+    with pytest.raises(jaxpipe.MemoryBudgetError) as refused:
+        partition(memory="400KB", **options)
+    return refused.value.smallest
+
+
+def test_the_smallest_budget_is_that_of_the_best_cuts():
+    """Of all that modules allow, each searched for by itself."""
+    modules = [f"Dense_{k}" for k in range(0, 2 * LAYERS, 2)]
+    by_cuts = {names: smallest(cuts=list(names)) for names in itertools.combinations(modules, STAGES - 1)}
+    for_speed = max(partition().plan.device_bytes)
+    assert smallest() <= 1.02 * min(by_cuts.values()) < 0.8 * for_speed
+
+
+def test_what_is_offered_is_kept_with_the_gradients_of_plain_code():
+    budget = smallest()
+    pipeline = partition(memory=budget)
+    assert max(pipeline.plan.device_bytes) <= budget
+    variables = Embedded().init(jax.random.key(2), BATCH["x"])
+    expected = jax.grad(lambda v: loss(lambda x: Embedded().apply(v, x), BATCH))(variables)["params"]
+    _, gradients = pipeline.value_and_grad(pipeline.init(jax.random.key(3), variables=variables), BATCH)
+    assert relative_l2(gradients, expected) < 10 * FUSION  # of four micro-batches, added up
+
+
+def test_a_larger_budget_gives_no_longer_step():
+    budgets = np.linspace(smallest(), max(partition().plan.device_bytes), 4).astype(int).tolist()
+    seconds = [partition(memory=budget).plan.step_seconds for budget in budgets]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_levelled_cuts_are_those_of_all_with_the_least_on_the_fullest_device(seed):
+    """Of a chain, by brute force."""
+    rng = np.random.default_rng(seed)
+    seconds, parameters, residuals = rng.integers(1, 100, (3, 9)).tolist()
+    profile = Profile.chain("abcdefghi", seconds, seconds, parameters, residuals, [1] * 9)
+    partition = partition_layers(profile, Network.uniform(3, 1e3), num_stages=3, replicate=False)
+    in_flight, copies = (3, 2, 1), 4
+
+    def fullest(places):
+        held = zip(in_flight, itertools.pairwise((0, *places, 9)), strict=True)
+        return max(n * sum(residuals[a:b]) + copies * sum(parameters[a:b]) for n, (a, b) in held)
+
+    places = [stage.operators.stop for stage in partition.stages[:-1]]
+    needs = [
+        n * sum(residuals[a:b]) + copies * sum(parameters[a:b])
+        for n, (a, b) in zip(in_flight, itertools.pairwise((0, *places, 9)), strict=True)
+    ]
+    cut = levelled(partition, in_flight, copies, needs)
+    least = min(map(fullest, itertools.combinations(range(1, 9), 2)))
+    assert fullest([stage.operators.stop for stage in cut.stages[:-1]]) <= LOOSER * least

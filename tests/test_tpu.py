@@ -177,3 +177,21 @@ def test_weights_that_shards_gather_are_gathered_again():
     decorated = temporaries(block, jaxpipe.memory_encoded)
     assert decorated < 0.2 * temporaries(block, lambda loss: loss)
     assert decorated <= 1.01 * temporaries(jax.checkpoint(block), lambda loss: loss)
+
+
+def test_a_step_is_planned_for_each_kind_of_device_by_itself(v5e):
+    """What it needs on a CPU says nothing of a TPU, where it keeps the budget as it is."""
+
+    @jaxpipe.memory_encoded
+    def loss(weights, x):
+        for w in weights:
+            x = jax.nn.gelu(x @ w)
+        return jnp.square(x).mean()
+
+    def step(weights, x):
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights, x))
+
+    arguments = [jnp.zeros((64, 64))] * 8, jnp.zeros((4096, 64))
+    budgeted = jaxpipe.jit(step, memory="16MiB")
+    on_cpu, on_tpu = (budgeted.lower(*shapes(arguments, device)).plan for device in (jax.devices("cpu")[0], v5e))
+    assert on_cpu.plain_bytes > on_cpu.budget_bytes >= on_tpu.plain_bytes == on_tpu.needed_bytes

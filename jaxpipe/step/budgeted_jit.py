@@ -123,7 +123,7 @@ class BudgetedFunction:
         functools.update_wrapper(self, step)
         self._step, self._memory, self._options = step, memory, options
         self._lowered: dict[Any, BudgetedLowered] = {}
-        self._variants: dict[Any, StepVariants] = {}  # by shapes and types of shards, of the first arguments of these
+        self._variants: dict[Any, StepVariants] = {}  # of the first of equal shards, by kind of device
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """Run the step. The first call for arguments of some shapes plans and compiles."""
@@ -190,6 +190,7 @@ class BudgetedFunction:
         budget = multihost.from_first(lambda: pool_bytes(device)) if of_device else device_bytes(self._memory)
         shapes, named_shapes = without_values((args, kwargs))
         call = Call(self._step, self._options, shapes, named_shapes, device)
+        alike = alike, device.device_kind
         variants = StepVariants(call, self._variants.get(alike))
         self._variants.setdefault(alike, variants)
         tried, level = _fitted(variants, budget)

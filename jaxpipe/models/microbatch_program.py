@@ -267,8 +267,7 @@ def _trace(
     """Trace a function, of whose returned values ``results`` makes arrays, and fields of the program."""
     batch_leaves, batch_tree = jax.tree.flatten(batch)
     original = model.original
-    parameters = [v.aval for v in original.parameters]
-    state = [v.aval for v in original.state]
+    parameters, state = ([v.aval for v in variables] for variables in (original.parameters, original.state))
     rows, axes = batch_size(batch), original.examples
     indexed = any(axis is not None for axis in axes)
     counts = [len(parameters), len(state), 1, int(indexed), len(batch_leaves)]

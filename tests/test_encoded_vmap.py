@@ -122,6 +122,21 @@ def test_a_pullback_that_is_mapped_by_itself(compiled):
     assert relative_l2(run(jaxpipe.memory_encoded(decay)), run(decay)) < ORDER
 
 
+def test_a_compiled_pullback_in_the_vmap_that_calls_it():
+    """Every example has the gradient of what all share, though its cotangent is mapped as its output is."""
+
+    def run(function):
+        def each(x):
+            y, pull = jax.jit(lambda x: jax.vjp(function, WEIGHT, x))(x)
+            return pull(2 * y)
+
+        return jax.vmap(each)(ROWS)
+
+    assert (
+        relative_l2(run(jaxpipe.memory_encoded(lambda w, x: decay(w, x)[0])), run(lambda w, x: decay(w, x)[0])) < ORDER
+    )
+
+
 def test_one_compiled_function_mapped_by_two():
     """JAX keeps what it has traced of it for the second one."""
 

@@ -88,7 +88,11 @@ def _is_apart(trace: Any, rule: ForwardRule, kept: PyTree, cotangents: Sequence[
 
     It has the tag of one that ran inside of ``jax.grad``, or maps what was traced: then cotangents are mapped as
     outputs are. They need not be where a pullback is mapped by itself, which differentiates each example on its own.
+    Where no cotangent is shared, JAX knows which of the two it is. (Where one is, a pullback that ``jit`` returns is
+    taken for the first by mistake if the same ``vmap`` calls it with cotangents that are mapped as the outputs are.)
     """
+    if all(ct is None or _is_mapped(ct, trace) for ct in cotangents):
+        return False
     if not any(_is_mapped(x, trace) for x in (*rule.inputs, *rule.outputs, *jax.tree.leaves(kept))):
         return False
     if inside := [inside for tag, inside in rule.vmaps if tag is trace.tag]:

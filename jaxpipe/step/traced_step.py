@@ -136,7 +136,7 @@ def trace_step(step: Any, args: Sequence[PyTree]) -> TracedStep:
         leaves = [_Leaf(path[1:], None, None) for path, _ in jax.tree_util.tree_leaves_with_path(traced.args_info)]
     roles = _roles(leaves, arrays, results)
     program, _ = _compat.open_jaxpr(traced.jaxpr)
-    passed = set(map(id, program.invars))
+    passed = set(map(id, program.invars)) & set(map(id, program.outvars))
     unused = Counter(_shape_and_type(v.aval) for v in program.outvars if id(v) not in passed)
     names = [parameter.name for parameter in parameters_of(step)]
     arguments = [
@@ -146,10 +146,10 @@ def trace_step(step: Any, args: Sequence[PyTree]) -> TracedStep:
             array=jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=getattr(leaf.value, "sharding", None)),
             role=role,
             donated=info.donated,
-            updated=role is not Role.BATCH and _take(unused, _shape_and_type(info)),
+            updated=role is not Role.BATCH and id(v) not in passed and _take(unused, _shape_and_type(info)),
             leaf=leaf.value,
         )
-        for leaf, info, role in zip(leaves, arrays, roles, strict=True)
+        for leaf, info, role, v in zip(leaves, arrays, roles, program.invars, strict=True)
     ]
     return TracedStep(traced, arguments)
 

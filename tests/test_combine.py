@@ -166,6 +166,27 @@ def test_an_array_as_long_as_the_micro_batch_that_is_reduced_is_a_metric():
     np.testing.assert_array_equal(metrics["gram"], np.eye(4, dtype=np.float32) * np.float32(value))
 
 
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda y: (y.mean(), {"logits": y}), r"\['logits'\] of shape \(3, 3\) for"),
+        (lambda y: (y.sum(), y.var(), {}), "a weight that depends on the model's parameters"),
+        (lambda y: jnp.ones(()), "depends on none of the model's 2 parameters"),
+    ],
+    ids=["metric", "weight", "loss"],
+)
+def test_what_is_refused_is_refused_of_a_batch_of_another_size(returned, message):
+    """A function may branch on shapes."""
+
+    def loss(model, batch):
+        y = model(batch["x"])
+        return returned(y) if len(y) == 3 else (y.mean(), {"logits": y.mean(0)})
+
+    pipeline = partition(loss)
+    with pytest.raises(PartitionError, match=message):
+        pipeline.step(pipeline.init(jax.random.key(0)), jax.tree.map(lambda x: x[:6], BATCH))
+
+
 def test_evaluation_refuses_logits():
     pipeline = jaxpipe.partition(
         MODEL,

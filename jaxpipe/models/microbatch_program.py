@@ -115,7 +115,11 @@ def trace_loss(model: BoundModel, function: UserFunction, batch: PyTree, name: s
       PartitionError: if what is returned has another form, metrics are not reduced over the examples, or a loss that
         is trained depends on no parameter, or its weight does.
     """
-    objective = _trace(model, function, batch, _reduced, name)
+    return checked_loss(_trace(model, function, batch, _reduced, name), name)
+
+
+def checked_loss(objective: MicrobatchProgram, name: str = "loss") -> MicrobatchProgram:
+    """Return a loss; raises as ``trace_loss`` if metrics are not reduced, or nothing is trained, or its weight is."""
     if any(objective.result_shapes):
         _check_reduced(objective, name)
     if name == "loss":
@@ -191,10 +195,9 @@ def with_rows(batch: PyTree, rows: int) -> PyTree:
 def _check_reduced(objective: MicrobatchProgram, name: str) -> None:
     """Raise ``PartitionError`` if a metric has an axis of examples: another shape for another number of examples."""
     rows, shapes, tree = batch_size(objective.microbatch), objective.result_shapes[2:], objective.tree
+    others = [(2 * rows, *shape[1:]) if shape[:1] == (rows,) else shape for shape in shapes]
     larger = objective.with_examples(2 * rows)
-    if larger is None:  # a first axis as long as the micro-batch is its examples
-        others = [(2 * rows, *shape[1:]) if shape[:1] == (rows,) else shape for shape in shapes]
-    else:
+    if larger is not None:  # else a first axis as long as the micro-batch is its examples
         others = larger.result_shapes[2:]
     paths = jax.tree_util.tree_leaves_with_path(tree.unflatten(range(tree.num_leaves)))
     for (path, _), shape, other in zip(paths, shapes, others, strict=False):  # behind them may be the weight

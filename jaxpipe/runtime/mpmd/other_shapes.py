@@ -10,7 +10,7 @@ from dataclasses import replace
 from jaxpipe.array_types import PyTree
 from jaxpipe.errors import BatchError, ScheduleError
 from jaxpipe.models import check_batch
-from jaxpipe.models.microbatch_program import MicrobatchProgram, with_rows
+from jaxpipe.models.microbatch_program import MicrobatchProgram, checked_loss, with_rows
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import refitted
 from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan
@@ -40,7 +40,7 @@ def shaped_for(planned: ExecutablePlan, batch: PyTree) -> ExecutablePlan:
     # A batch that was planned as one micro-batch without examples stays that, whatever its sizes are by chance.
     m = 1 if all(planned.batching.shared) else _microbatches(batch, size, replicas, planned)
     batching = Batching(planned.batching.shared, replicas, m)
-    objective = before.objective.retrace(with_rows(batch, size // (replicas * m)))
+    objective = checked_loss(before.objective.retrace(with_rows(batch, size // (replicas * m))))
     objective = objective.training(planned.update.by_stage.trained)
     schedule = without_backward(_schedule(planned, before.stage_replicas.rounds(m)), before.schedule.frozen)
     if _same_operators(objective, before.objective):

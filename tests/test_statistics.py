@@ -335,3 +335,10 @@ def test_one_example_is_not_put_beside_the_rows_of_all(kind):
     assert relative_l2(gradients, expected) < FUSION
     with pytest.warns(FewExamplesWarning, match="puts each example beside every row of these"):
         partition(model, rows=8, num_microbatches=8)
+
+
+def test_a_loss_of_one_example_stays_that_beside_weights_as_long_as_the_batch():
+    """It has an array of as many rows by chance, and does not run for the whole batch."""
+    model = jax.tree_util.Partial(lambda w, x: x @ w, jax.random.normal(jax.random.key(4), (4, 4)))
+    pipeline = partition(model, rows=4, loss=lambda model, x: jnp.square(model(jnp.squeeze(x, 0))).mean())
+    assert pipeline.plan.num_microbatches == 4

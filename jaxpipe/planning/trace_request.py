@@ -207,9 +207,9 @@ def _leaving_examples(request: Request, objective: MicrobatchProgram, size: int,
 
 
 def _is_broadcast(objective: MicrobatchProgram, size: int) -> bool:
-    """Whether a program of one example has an array with a row for each of the batch, and runs for no other number."""
+    """Whether a program of one example has an array with a row for each of the batch, and else runs for that alone."""
     has_rows = any(x.shape[:1] == (size,) for x in objective.graph.tensors)
-    return has_rows and objective.with_examples(3 if size == 2 else 2) is None
+    return has_rows and objective.with_examples(2 + (size == 2)) is None and objective.with_examples(size) is not None
 
 
 def _warn_broadcast(size: int, replicas: int, num_microbatches: int) -> None:

@@ -72,9 +72,7 @@ def counted_once(
     seeds = list(cotangents)
     for trace in apart:
         first = _compat.BatchTracer(trace, jnp.arange(trace.axis_data.size) == 0, 0)
-        for k, ct in enumerate(seeds):
-            if ct is not None and not _is_mapped(ct, trace):
-                seeds[k] = jnp.where(first, ct, jnp.zeros_like(ct))
+        seeds = [x if x is None or _is_mapped(x, trace) else jnp.where(first, x, jnp.zeros_like(x)) for x in seeds]
     gradients = list(backward(kept, seeds))
     for trace in apart:
         for k, (x, mark) in enumerate(zip(gradients, rule.inputs, strict=True)):

@@ -141,7 +141,8 @@ def cut_for_memory(candidate: Candidate, needs: Sequence[float]) -> Cut | None:
     """Return other cuts with which the fullest device needs least, from what each needs now; None if these do."""
     traced, before, program = candidate.traced, candidate.cut.partition, candidate.program
     copies = sum(candidate.held_bytes) / max(1.0, sum(traced.profile.parameter_bytes))
-    partition = levelled(before, [program.in_flight(s) for s in program.stage_numbers], copies, needs)
+    by_stage = [needs[program.device(s)] for s in program.stage_numbers]
+    partition = levelled(before, [program.in_flight(s) for s in program.stage_numbers], copies, by_stage)
     if [stage.operators for stage in partition.stages] == [stage.operators for stage in before.stages]:
         return None
     return Cut(traced, partition)

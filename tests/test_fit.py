@@ -86,7 +86,7 @@ def test_gradients_within_a_budget(build, stages, m, off):
             bound = off if pipeline.plan.identity == usual.plan.identity else FUSION
             assert relative_l2(gradients(pipeline, moved(usual, state, pipeline), batch), expected) <= bound
     assert steps == sorted(steps, reverse=True)
-    assert added[0] > 0 and added[-1] == 0
+    assert added[0] != 0 and added[-1] == 0  # below 0 where devices with room run less again
 
 
 def test_compiled_bytes_keep_the_budget():

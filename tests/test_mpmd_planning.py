@@ -175,11 +175,20 @@ def test_the_smallest_budget_of_a_refusal_is_kept_and_changes_no_bit(default):
     assert metrics["loss"] == expected
 
 
-def test_only_the_stages_of_a_device_over_the_budget_store_less(default):
-    needs = default.plan.each_device
+def named(weights, x):
+    for k, w in enumerate(weights):
+        with jax.named_scope(f"layer{k}"):
+            x = jnp.tanh(x @ w)
+    return x
+
+
+def test_only_the_stages_of_a_device_over_the_budget_store_less():
+    """With cuts that are given, or others would level the devices."""
+    options = {"function": named, "cuts": [f"layer{LAYERS // 2}"], "options": jaxpipe.PlanOptions(compile=False)}
+    needs = planned(**options).plan.each_device
     assert needs[0] > needs[1]
     budget = needs[0] - 1000
-    plan = planned(memory=budget, options=jaxpipe.PlanOptions(compile=False)).plan
+    plan = planned(memory=budget, **options).plan
     assert plan.predicted_bytes <= budget
     assert plan.stages[0].storage != "default" and plan.stages[1].storage == "default"
     assert plan.each_device[1] == needs[1]

@@ -237,11 +237,6 @@ def in_current_mesh(equation: Equation) -> Equation:
         return equation.replace(ctx=type(equation.ctx)())
 
 
-def literal_without_mesh(atom: array_types.Literal) -> Array:
-    """The value of a literal; its type may name the mesh in whose context it was traced, that of a copy does not."""
-    return atom.val.copy() if isinstance(atom.val, np.ndarray) else atom.val
-
-
 def bound_axes(sizes: Mapping[str, int]) -> contextlib.AbstractContextManager[object]:
     """A context in which collectives may name axes of these sizes, as in ``vmap``."""
     return private_core.extend_axis_env_nd(list(sizes.items()))

@@ -31,3 +31,9 @@ def test_lines_of_code_are_within_the_budget():
 def test_lines_by_hand():
     text = '"""A\n\nB"""\n\n# comment\nx = 1  # code\n\n\ndef f():\n    """Doc."""\n    return """\n# text\n"""\n'
     assert code_lines(text) == 4  # x, def, return and the end of its text; a line of text with # counts as a comment
+
+
+def test_no_file_is_longer_than_one_concept_takes():
+    files = [*PACKAGE.rglob("*.py"), *Path(__file__).parent.rglob("*.py")]
+    lengths = {path.name: len(path.read_text().splitlines()) for path in files}
+    assert {name: length for name, length in lengths.items() if length > 600} == {}

@@ -14,7 +14,7 @@ import jaxpipe
 from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
 from jaxpipe.planning import partition_layers
-from jaxpipe.planning.cuts.balance_chain import LOOSER, levelled
+from jaxpipe.planning.cuts.balance_chain import levelled
 from jaxpipe.schedules import from_orders, list_schedule
 from jaxpipe.schedules.table import Action, Kind
 from tests.support.compare import FUSION, relative_l2
@@ -61,6 +61,7 @@ def test_the_smallest_budget_is_that_of_the_best_cuts():
     modules = [f"Dense_{k}" for k in range(0, 2 * LAYERS, 2)]
     by_cuts = {names: smallest(cuts=list(names)) for names in itertools.combinations(modules, STAGES - 1)}
     for_speed = max(partition().plan.device_bytes)
+    # A budget is searched in levels, and cuts are levelled to a hundredth; those for speed need more than a fifth more.
     assert smallest() <= 1.02 * min(by_cuts.values()) < 0.8 * for_speed
 
 
@@ -120,15 +121,14 @@ def test_levelled_cuts_are_those_of_all_with_the_least_on_the_fullest_device(see
     partition = partition_layers(profile, Network.uniform(3, 1e3), num_stages=3, replicate=False)
     in_flight, copies = (3, 2, 1), 4
 
-    def fullest(places):
-        held = zip(in_flight, itertools.pairwise((0, *places, 9)), strict=True)
-        return max(n * sum(residuals[a:b]) + copies * sum(parameters[a:b]) for n, (a, b) in held)
+    def held(places):
+        stages = zip(in_flight, itertools.pairwise((0, *places, 9)), strict=True)
+        return [n * sum(residuals[a:b]) + copies * sum(parameters[a:b]) for n, (a, b) in stages]
 
-    places = [stage.operators.stop for stage in partition.stages[:-1]]
-    needs = [
-        n * sum(residuals[a:b]) + copies * sum(parameters[a:b])
-        for n, (a, b) in zip(in_flight, itertools.pairwise((0, *places, 9)), strict=True)
-    ]
-    cut = levelled(partition, in_flight, copies, needs)
-    least = min(map(fullest, itertools.combinations(range(1, 9), 2)))
-    assert fullest([stage.operators.stop for stage in cut.stages[:-1]]) <= LOOSER * least
+    def places(partition):
+        return [stage.operators.stop for stage in partition.stages[:-1]]
+
+    cut = levelled(partition, in_flight, copies, held(places(partition)))
+    least = min(max(held(cuts)) for cuts in itertools.combinations(range(1, 9), 2))
+    # Within a hundredth of the least, cuts are those with the shortest stages.
+    assert max(held(places(cut))) <= 1.01 * least

@@ -27,7 +27,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxpipe import _compat
-from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Equation, PyTree, Shaped
+from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Equation, Literal, PyTree, Shaped
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.axis_names import NO_AXES, TracedIn, bound, evaluate_alone, names_in, with_names
 from jaxpipe.graph.evaluate_otherwise import evaluate_otherwise, with_programs
@@ -338,7 +338,7 @@ class _Rewriter:
         jaxpr, consts = _compat.open_jaxpr(program)
         known = [cast(Array, np.asarray(x)) if _is_on_mesh(x) else x for x in consts]
         alone = _compat.with_constants(jaxpr, known)
-        return evaluate_otherwise(alone, values, self.apply, _compat.literal_without_mesh)
+        return evaluate_otherwise(alone, values, self.apply, _without_mesh)
 
     def apply(self, eqn: Equation, values: Sequence[Array]) -> Sequence[Array]:
         """Evaluate an equation."""
@@ -480,3 +480,8 @@ def _manual_axes(eqn: Equation) -> list[str]:
 
 def _mentioned(spec: jax.sharding.PartitionSpec) -> set[str]:
     return {axis for axes in spec for axis in axis_names(axes)}
+
+
+def _without_mesh(literal: Literal) -> Array:
+    """The value of a literal; its type may name the mesh in whose context it was traced, that of a copy does not."""
+    return literal.val.copy() if isinstance(literal.val, np.ndarray) else literal.val

@@ -207,7 +207,7 @@ def _leaving_examples(request: Request, objective: MicrobatchProgram, size: int,
 
 
 def _is_broadcast(objective: MicrobatchProgram, size: int) -> bool:
-    """Whether a program of one example has an array with a row for each of the batch, and else runs for that alone."""
+    """Return whether a program of one example has an array with a row for each of all, and else runs for all alone."""
     has_rows = any(x.shape[:1] == (size,) for x in objective.graph.tensors)
     return has_rows and objective.with_examples(2 + (size == 2)) is None and objective.with_examples(size) is not None
 

@@ -29,7 +29,7 @@ from jaxpipe.array_types import Array, PyTree
 )
 @dataclass(frozen=True, eq=False)
 class ForwardRule:
-    """Where a forward rule ran: marks, the calls of ``jax.vmap`` around it, and whether others may map what it traced.
+    """Surroundings of a forward rule: marks, the calls of ``jax.vmap``, and whether others may map what it traced.
 
     Each call of ``jax.vmap`` is what its halves share, and whether it is inside of ``jax.grad``. One around it
     has several halves, too, where it maps a ``jax.shard_map``.
@@ -82,7 +82,7 @@ def counted_once(
 
 
 def _is_apart(trace: Any, rule: ForwardRule, kept: PyTree, cotangents: Sequence[Array | None]) -> bool:
-    """Whether a call of ``jax.vmap`` around a backward rule is another half of one around its forward rule.
+    """Return whether a call of ``jax.vmap`` around a backward rule is another half of one around its forward rule.
 
     It has the tag of one that ran inside of ``jax.grad``, or maps what was traced: then cotangents are mapped as
     outputs are. They need not be where a pullback is mapped by itself, which differentiates each example on its own.

@@ -120,12 +120,8 @@ class Chain:
 
 def balanced(partition: Partition) -> Partition:
     """Return the same operators in the same order on the same devices, cut so that the longest stage is shortest."""
-    model = model_of(partition)
-    space = cut_space(partition.profile, reorder=False, starts=partition.starts)
-    layout = tuple(stage.devices for stage in partition.stages)
-    chain = Chain(space, model, layout)
-    cuts = chain.lightest(max(chain.least() * LOOSER, 1e-300))
-    return partition if cuts is None else replace(cut_at(partition, model, space, np.array(cuts), layout), ties=1)
+    cut = _cut_again(partition, _chain_of(partition))
+    return partition if cut is None else replace(cut, ties=1)
 
 
 def levelled(partition: Partition, in_flight: Sequence[int], copies: float, needs: Sequence[float]) -> Partition:
@@ -139,10 +135,8 @@ def levelled(partition: Partition, in_flight: Sequence[int], copies: float, need
       copies: how many times the bytes of its parameters it keeps.
       needs: by stage, the bytes that its devices need.
     """
-    model = replace(model_of(partition), memory=())
-    space = cut_space(partition.profile, reorder=False, starts=partition.starts)
-    layout = tuple(stage.devices for stage in partition.stages)
-    chain = Chain(space, model, layout)
+    chain = _chain_of(partition)
+    space = chain.space
     rows = [np.diff(n * space.residuals + copies * space.parameters) for n in in_flight]
     scale = np.ones(len(space.seconds) - 1)
     for row, stage, needed in zip(rows, partition.stages, needs, strict=True):
@@ -150,6 +144,17 @@ def levelled(partition: Partition, in_flight: Sequence[int], copies: float, need
         scale[here] = needed / max(row[here].sum(), 1.0)
     chain.holds = [np.concatenate([[0.0], np.cumsum(scale * row)]) for row in rows]
     least = chain.least_memory() * LOOSER
-    chain.memory = [min(least, room) for room in model_of(partition).room(layout)]
+    chain.memory = [min(least, room) for room in chain.memory]
+    chain.model = replace(chain.model, memory=())  # which has other estimates of what stages hold
+    return _cut_again(partition, chain) or partition
+
+
+def _chain_of(partition: Partition) -> Chain:
+    space = cut_space(partition.profile, reorder=False, starts=partition.starts)
+    return Chain(space, model_of(partition), tuple(stage.devices for stage in partition.stages))
+
+
+def _cut_again(partition: Partition, chain: Chain) -> Partition | None:
+    """Return a partition with other cuts of its chain, balanced within the memory; None if there are none."""
     cuts = chain.lightest(max(chain.least() * LOOSER, 1e-300))
-    return partition if cuts is None else cut_at(partition, model, space, np.array(cuts), layout)
+    return None if cuts is None else cut_at(partition, chain.model, chain.space, np.array(cuts), chain.layout)

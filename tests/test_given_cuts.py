@@ -176,6 +176,35 @@ def test_a_scan_that_is_one_operator_is_refused():
     assert begins(made(Layers(), 2, ["layers"], options=PlanOptions(unroll_scans=False))) == ["Layers/layers"]
 
 
+class Checkpointed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for k in range(4):
+            x = nn.remat(Block)(name=f"block_{k}")(x)
+        return nn.Dense(4, name="head")(jax.checkpoint(jnp.tanh)(x))
+
+
+class AttributesCheckpointed(Attributes):
+    def __call__(self, x):
+        for block in self.blocks:
+            x = nnx.relu(jax.checkpoint(lambda x, block=block: block(x))(x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("model", [Checkpointed(), AttributesCheckpointed(nnx.Rngs(0))])
+def test_a_checkpoint_has_the_name_of_the_module_that_it_runs(model):
+    names = {Checkpointed: ["block_1", "block_3"], AttributesCheckpointed: ["blocks/2", "blocks/4"]}[type(model)]
+    pipeline = made(model, 3, names)
+    assert begins(pipeline) == [f"{type(model).__name__}/{name}" for name in names]
+    with pytest.raises(PartitionError, match="no module 'blok"):
+        made(model, 3, ["blok", "head"])
+
+
+def test_a_module_inside_a_checkpoint_is_refused():
+    with pytest.raises(PartitionError, match=r"'block_1/Dense_0' is inside a checkpoint.*Name a module around it"):
+        made(Checkpointed(), 2, ["block_1/Dense_0"])
+
+
 def test_a_function_has_names_of_its_scopes():
     def function(w, batch):
         with jax.named_scope("second"):

@@ -9,6 +9,7 @@ or with control flow (``scan``, ``while``, ``cond``, ``remat``) stays one operat
 
 import functools
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Atom, DType, Equation, PyTree, Shaped, TensorNumber
 from jaxpipe.graph.allowed_codecs import Policy
 from jaxpipe.graph.axis_names import NO_AXES, TracedIn, names_in
-from jaxpipe.graph.primitives import BODIES, CALLS, FUNCTIONS, MARKS, SHARDS
+from jaxpipe.graph.primitives import BODIES, CALLS, CHECKPOINTS, FUNCTIONS, MARKS, SHARDS
 from jaxpipe.graph.reverse_walk import needed
 from jaxpipe.graph.save_policy import is_saved
 from jaxpipe.graph.words import by_word
@@ -104,6 +105,11 @@ class Operator:
         return join_paths(self.path, self.label)
 
     @property
+    def scope(self) -> str:
+        """The module path in which it runs what it holds: of a checkpoint, what its path has around its operators."""
+        return self.path if self.equation is None else self.path.removesuffix(_inner_scope(self.equation)).rstrip("/")
+
+    @property
     def params(self) -> Mapping[str, Any]:
         """The primitive's parameters."""
         return {} if self.equation is None else self.equation.params
@@ -154,7 +160,7 @@ class Operator:
         if self.equation is None:
             return list(values)
         if self.path and not _compat.named_scope_of(self.equation):
-            with jax.named_scope(self.path):
+            with jax.named_scope(self.scope):
                 return _compat.evaluate_jaxpr(self.program, *values)
         return _compat.evaluate_jaxpr(self.program, *values)
 
@@ -352,7 +358,7 @@ class GraphBuilder:
         env.update(zip(jaxpr.invars, inputs, strict=True))
 
         for eqn in jaxpr.eqns:
-            here = join_paths(path, _compat.named_scope_of(eqn))
+            here = join_paths(path, _compat.named_scope_of(eqn), _inner_scope(eqn))
             operands = [env[a] for a in eqn.invars if not _compat.is_literal(a)]
             inner = _wrapped_program(eqn, self._calls)
             if inner is None:
@@ -499,6 +505,15 @@ def inside(path: str, module: str) -> str:
 def join_paths(*paths: str) -> str:
     """Join module paths with ``/``, leaving out empty ones."""
     return "/".join(p for p in paths if p)
+
+
+def _inner_scope(equation: Equation) -> str:
+    """Return the module, inside of that of a checkpoint, in which all that it runs lies; empty for other equations."""
+    if equation.primitive.name not in CHECKPOINTS:
+        return ""
+    equations = [eqn for program in _compat.inner_programs(equation) for eqn in _compat.open_jaxpr(program)[0].eqns]
+    paths = [join_paths(_compat.named_scope_of(eqn), _inner_scope(eqn)) for eqn in equations]
+    return os.path.commonpath(filter(None, paths)) if any(paths) else ""
 
 
 def encoded_policy(equation: Equation) -> Policy | None:

@@ -6,8 +6,10 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
+from jaxpipe import _compat
 from jaxpipe.errors import PartitionError
-from jaxpipe.graph.graph import Graph
+from jaxpipe.graph.graph import Graph, Operator, equations_in
+from jaxpipe.graph.primitives import CHECKPOINTS
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.runtime.stages import places_to_cut, variable_spans
 from jaxpipe.text.value_text import listed
@@ -138,6 +140,12 @@ def _begins(graph: Graph, calls: Mapping[str, list[int]], name: str) -> list[int
             f"cuts=: {name!r}: {whole[0].path} is a scan over layers that is one operator: no stage begins inside it. "
             "Cut it with PlanOptions(unroll_scans=...), the layers that are one; names are then like 'layers[12:24]'."
         )
+    checkpoints = [op for op in graph.operators if op.name in CHECKPOINTS and _runs(op, name)]
+    if checkpoints:
+        raise PartitionError(
+            f"cuts=: {name!r} is inside a checkpoint, which is one operator: no stage begins inside it. Name a module "
+            "around it, or take jax.checkpoint (nn.remat, nnx.remat) out of the model: memory= decides what runs again."
+        )
     if not names:
         raise PartitionError(
             f"cuts=: there is no {name!r}: the operators of this model are in no modules. Name the parts of a function "
@@ -153,6 +161,11 @@ def _begins(graph: Graph, calls: Mapping[str, list[int]], name: str) -> list[int
 def _inside(name: str, path: str, parents: Sequence[str]) -> bool:
     """Return whether a name would be inside of a path, or of one of its layers."""
     return bool(path) and any(f"{p}{name}".startswith((f"{path}/", f"{path}[")) for p in parents)
+
+
+def _runs(op: Operator, name: str) -> bool:
+    """Return whether a program that an operator holds comes to a module."""
+    return any(f"/{name}/" in f"/{_compat.named_scope_of(eqn)}/" for eqn in equations_in([op.equation]))
 
 
 def _obstacle(objective: MicrobatchProgram, begin: int) -> str:

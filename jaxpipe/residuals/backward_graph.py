@@ -107,7 +107,7 @@ def build_backward_graph(
         if halves is not None and halves.cotangents_in:
             received = tuple(op.outputs[k] for k in halves.cotangents_in)
             given = tuple(op.inputs[k] for k in halves.cotangents_out)
-            backward.append(BackwardOp(op.name, op.path, op.label, tuple(needs), received, given, halves.program))
+            backward.append(BackwardOp(op.name, op.scope, op.label, tuple(needs), received, given, halves.program))
 
     steps = _merge_masks(needed(backward, seeds, step_ends)[0], {*graph.outputs, *wrt}, builder)
     results = tuple(stand_in.get(t, t) for t in graph.outputs)

@@ -138,10 +138,10 @@ def _module_path(buffer: Buffer) -> str:
     """Return a path without JAX's transformations: ``Net/Dense_0/dot_general``.
 
     Example:
-      >>> _module_path(Buffer(4, "dot.1", "jit(step)/transpose(jvp(Net))/Dense_0/dot_general"))
+      >>> _module_path(Buffer(4, "dot.1", "jit(step)/transpose(jvp(Net))/checkpoint/Dense_0/dot_general"))
       'Net/Dense_0/dot_general'
     """
-    before, path = "", re.sub(r"^jit\([^()]*\)/", "", buffer.path).replace("rematted_computation/", "")
+    before, path = "", re.sub(r"^jit\([^()]*\)/|\b(checkpoint|rematted_computation)/", "", buffer.path)
     while before != path:
         before, path = path, re.sub(r"\b(?:jit|jvp|transpose|vmap|remat|checkpoint)\(([^()]*)\)", r"\1", path)
     return re.sub(r"/{2,}", "/", path).strip("/") or buffer.name

@@ -460,6 +460,11 @@ def test_losses_of_late_and_sparse_gradients_are_the_measured_ones():
         assert f"{title} {shares_by_seed(name)}" in said
     half = shares_by_seed("muon outer, half a bit", "learning-rows16-cpu-jax0.12")
     assert f"outer loops with one of eight elements {half}" in said
+    columns = (" 2bw", " 2bw corrected", " paci", " blocks", " outer")
+    for kind, title in {"adamw": "AdamW", "muon": "Muon"}.items():
+        cells = [rows[LEARNING[kind]][1], *(rows.get(LEARNING.get(kind + x, ""), [""] * 3)[2] for x in columns)]
+        assert table_rows(ROOT / "README.md")[title] == cells
+    assert [rows[LEARNING[name]][3] for name in ("adamw blocks", "muon outer")] == ["118", "16"]
     chosen = table_rows(DOCS / "choosing.md")
     cell = {name: rows[title][2] for name, title in LEARNING.items() if title in rows}
     late, sparse, sites = (chosen[x] for x in ("the same, AdamW", "slow links, Adam's kind", "links between sites"))

@@ -21,6 +21,7 @@ from .errors import FewExamplesWarning as FewExamplesWarning
 from .errors import InitialValuesWarning as InitialValuesWarning
 from .errors import JaxpipeError as JaxpipeError
 from .errors import JaxpipeWarning as JaxpipeWarning
+from .errors import LossWarning as LossWarning
 from .errors import MemoryBudgetError as MemoryBudgetError
 from .errors import ModelError as ModelError
 from .errors import NonFiniteError as NonFiniteError

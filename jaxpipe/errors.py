@@ -72,6 +72,10 @@ class FewExamplesWarning(JaxpipeWarning):
     """Few examples in a micro-batch for what normalizes over them, compares them, or has a row for each of all."""
 
 
+class LossWarning(JaxpipeWarning):
+    """A loss of a batch that is not the mean of those of its micro-batches."""
+
+
 class TrainingModeWarning(JaxpipeWarning):
     """An evaluation or a prediction that draws random numbers, or updates batch statistics, as training does."""
 

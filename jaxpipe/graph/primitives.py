@@ -79,6 +79,11 @@ MOVES = VIEWS | _names("concatenate convert_element_type")
 #: Sums of two values.
 ADDITIONS = _names("add add_any")
 
+#: Operators that are linear in all that they read together, and those that are in the first alone.
+LINEAR = ADDITIONS | REARRANGES | _names("call_boundary concatenate convert_element_type copy name neg reduce_sum")
+LINEAR |= _names("select_n stack sub")
+SCALINGS = _names("div mul")
+
 #: Operators that give zero for zero.
 KEEPS_ZERO = _names("broadcast_in_dim convert_element_type copy neg reshape")
 

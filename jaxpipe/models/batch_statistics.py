@@ -72,7 +72,7 @@ def find_statistics(objective: MicrobatchProgram) -> Statistics:
         return nothing
     # An axis of length 1 is broadcast otherwise than a longer one.
     smaller, larger = objective if rows > 1 else objective.with_examples(2), objective.with_examples(2 * max(rows, 2))
-    return nothing if smaller is None or larger is None else _find(smaller, larger, _Search(_grown_axes))
+    return nothing if smaller is None or larger is None else _find(smaller, larger, _Search(grown_axes))
 
 
 def may_compare(objective: MicrobatchProgram) -> bool:
@@ -126,7 +126,7 @@ def _walk(graph: Graph, other: Graph, marks: _Marks, search: _Search) -> _Marks:
         if depends and marks.given.issuperset(op.inputs) and _compares(op, axes):
             marks.similar.update(op.outputs)
             search.similarities[op.path] = None
-        if marks.statistic.isdisjoint(op.inputs) and not _sums(op, axes):
+        if marks.statistic.isdisjoint(op.inputs) and not adds_examples(op, axes):
             continue
         for t in op.outputs:
             if search.guess or not axes(t):
@@ -166,7 +166,7 @@ def _carried(op: Operator, inner: Graph) -> list[tuple[TensorNumber, TensorNumbe
     return list(zip(inner.inputs[consts : consts + count], inner.outputs[:count], strict=True))
 
 
-def _sums(op: Operator, axes: Axes) -> bool:
+def adds_examples(op: Operator, axes: Axes) -> bool:
     """Return whether an operator adds up values of different examples."""
     if op.name == "reduce_sum":
         return not axes(op.inputs[0]).isdisjoint(op.params["axes"])
@@ -191,7 +191,7 @@ def _likely_axes(graph: Graph, rows: int) -> Axes:
     return lambda t: frozenset(k for k, size in enumerate(graph.tensors[t].shape) if k == 0 or size == rows)
 
 
-def _grown_axes(graph: Graph, larger: Graph) -> Axes | None:
+def grown_axes(graph: Graph, larger: Graph) -> Axes | None:
     """The axes in which two graphs of one program differ; None if they differ in more."""
     kinds = [[(op.name, len(op.inputs)) for op in x.operators] for x in (graph, larger)]
     if kinds[0] != kinds[1]:

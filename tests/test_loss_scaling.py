@@ -1,0 +1,161 @@
+"""Losses of a batch that are not the mean of those of its micro-batches are told, and no others.
+
+Whether one is follows from its values, for the whole batch and for its parts.
+"""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import jaxpipe
+from jaxpipe.errors import LossWarning
+from tests.support.meshes import mesh_of
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.BatchNorm(use_running_average=True)(nn.Dense(8)(x)))
+        return nn.Dense(8)(x)
+
+
+X = jax.random.normal(jax.random.key(0), (32, 8))
+BATCH = {"x": X, "y": jnp.arange(32) % 8, "w": jax.random.uniform(jax.random.key(1), (32,)), "scale": jnp.float32(3.0)}
+
+
+def losses(model, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
+
+
+def penalty(model):
+    return 1e-3 * sum(jnp.sum(w**2) for w in jax.tree.leaves(model.variables["params"]))
+
+
+MEANS = {
+    "mean": lambda model, batch: losses(model, batch).mean(),
+    "of all elements": lambda model, batch: (model(batch["x"]) ** 2).mean(),
+    "sum over features": lambda model, batch: (model(batch["x"]) ** 2).sum(-1).mean(),
+    "flattened": lambda model, batch: jnp.abs(model(batch["x"]).reshape(-1)).mean(),
+    "by their number": lambda model, batch: losses(model, batch).sum() / len(batch["x"]),
+    "divided first": lambda model, batch: (losses(model, batch) / len(batch["x"])).sum(),
+    "product": lambda model, batch: losses(model, batch) @ jnp.full(len(batch["x"]), 1 / len(batch["x"])),
+    "weighted terms": lambda model, batch: (losses(model, batch) * batch["w"]).mean() * 0.5 + penalty(model),
+    "scaled": lambda model, batch: losses(model, batch).mean() * batch["scale"],
+    "two": lambda model, batch: losses(model, batch).mean() - 0.1 * jnp.mean(model(batch["x"])),
+    "mapped": lambda model, batch: jax.vmap(lambda x: jnp.tanh(x).mean())(model(batch["x"])).mean(),
+    "in a scan": lambda model, batch: (
+        jax.lax.scan(lambda c, x: (c + x, None), 0.0, losses(model, batch))[0] / len(X) * 4
+    ),
+    "rows normalized": lambda model, batch: jnp.mean(
+        (model(batch["x"]) * batch["x"]).sum(-1) / (1.0 + jnp.abs(batch["x"]).sum(-1))
+    ),
+}
+SUMS = {
+    "sum": lambda model, batch: losses(model, batch).sum(),
+    "by a constant": lambda model, batch: losses(model, batch).sum() / 32,
+    "with a penalty": lambda model, batch: losses(model, batch).sum() + penalty(model),
+    "mean of features": lambda model, batch: (model(batch["x"]) ** 2).sum(0).mean(),
+    "product": lambda model, batch: losses(model, batch) @ batch["w"],
+}
+WEIGHTED = {
+    "masked": lambda model, batch: jnp.mean(losses(model, batch), where=batch["w"] < 0.3),
+    "average": lambda model, batch: jnp.average(losses(model, batch), weights=batch["w"]),
+    "at least 1": lambda model, batch: (
+        (losses(model, batch) * batch["w"]).sum() / jnp.maximum(batch["w"].sum(), 1.0) + penalty(model)
+    ),
+    "weights normalized": lambda model, batch: (losses(model, batch) * (batch["w"] / batch["w"].sum())).sum(),
+}
+BENT = {
+    "root": lambda model, batch: jnp.sqrt((model(batch["x"]) ** 2).mean()),
+    "largest": lambda model, batch: losses(model, batch).max(),
+    "product of means": lambda model, batch: losses(model, batch).mean() * model(batch["x"]).mean(),
+}
+
+
+def partitioned(loss, num_microbatches=4, **options):
+    """Return the warnings and the notes on the loss of a pipeline."""
+    options = {"loss": loss, "optimizer": optax.sgd(0.1), "profile": "analytic"} | options
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always", LossWarning)
+        mesh = mesh_of(1)
+        pipeline = jaxpipe.partition(Net(), mesh, BATCH, num_microbatches=num_microbatches, **options)
+    notes = [note for note in pipeline.plan.notes if "no mean over examples" in note]
+    return [str(x.message) for x in given if x.category is LossWarning], notes
+
+
+def is_mean_of_parts(loss):
+    """Return whether a loss of the batch is the mean of those of its quarters."""
+    variables = Net().init(jax.random.key(2), X)
+
+    class Bound:
+        def __init__(self):
+            self.variables = variables
+
+        def __call__(self, x):
+            return Net().apply(variables, x)
+
+    parts = [{k: x if x.ndim == 0 else x[n : n + 8] for k, x in BATCH.items()} for n in range(0, 32, 8)]
+    mean = np.mean([loss(Bound(), part) for part in parts])
+    return bool(np.isclose(mean, loss(Bound(), BATCH), rtol=1e-5))  # sums of 32 numbers in another order
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_is_left_alone(name):
+    assert name == "in a scan" or is_mean_of_parts(MEANS[name])
+    assert partitioned(MEANS[name]) == ([], [])
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_is_told(name):
+    assert not is_mean_of_parts(SUMS[name])
+    given, _ = partitioned(SUMS[name])
+    assert len(given) == 1 and "is a sum over examples, and a batch of 32" in given[0] and " are 1/4 of " in given[0]
+    assert partitioned(SUMS[name], num_microbatches=1) == ([], [])
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_a_mean_of_weighted_means_is_told(name):
+    assert not is_mean_of_parts(WEIGHTED[name])
+    given, _ = partitioned(WEIGHTED[name])
+    assert len(given) == 1 and "divides by a sum over examples" in given[0] and "(sum, weight, metrics)" in given[0]
+
+
+@pytest.mark.parametrize("name", BENT)
+def test_what_is_not_linear_in_the_examples_is_noted(name):
+    assert not is_mean_of_parts(BENT[name])
+    given, notes = partitioned(BENT[name])
+    assert not given and len(notes) == 1
+
+
+def test_what_a_warning_offers_is_the_gradient_of_the_whole_batch(key):
+    total, weighted = SUMS["sum"], WEIGHTED["average"]
+    offered = [
+        (total, lambda model, batch: (total(model, batch), 1 / 4, {})),
+        (weighted, lambda model, batch: ((losses(model, batch) * batch["w"]).sum(), batch["w"].sum(), {})),
+    ]
+    for plain, loss in offered:
+        assert partitioned(loss) == ([], [])
+        options = {"num_microbatches": 4, "optimizer": optax.sgd(0.1), "profile": "analytic"}
+        pipeline = jaxpipe.partition(Net(), mesh_of(1), BATCH, loss=loss, **options)
+        state = pipeline.init(key)
+        variables = pipeline.parameters(state)
+
+        def of_parameters(params, variables=variables, plain=plain):
+            return plain(lambda x: Net().apply({**variables, "params": params}, x), BATCH)
+
+        (value, _), gradients = pipeline.value_and_grad(state, BATCH)
+        expected, of_plain = jax.value_and_grad(of_parameters)(variables["params"])
+        np.testing.assert_allclose(value, expected, rtol=1e-5)
+        for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(of_plain), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)  # sums over examples in four parts
+
+
+def test_examples_one_by_one():
+    assert partitioned(MEANS["mean"], num_microbatches=32) == ([], [])
+    assert "are 1/32 of" in partitioned(SUMS["sum"], num_microbatches=32)[0][0]
+    assert "divides by a sum" in partitioned(WEIGHTED["average"], num_microbatches=32)[0][0]

@@ -30,7 +30,7 @@ _BENDS = (POINTWISE | PRODUCTS | REDUCTIONS) - LINEAR
 
 @dataclass(frozen=True)
 class _Value:
-    """What is known of a value.
+    """Properties of a value.
 
     Attributes:
       degree: in the number of examples; of values of single examples, that of a factor.

@@ -73,7 +73,7 @@ class FewExamplesWarning(JaxpipeWarning):
 
 
 class LossWarning(JaxpipeWarning):
-    """A loss of a batch that is not the mean of those of its micro-batches."""
+    """A loss or a metric of a batch that is not the mean of those of its micro-batches."""
 
 
 class TrainingModeWarning(JaxpipeWarning):

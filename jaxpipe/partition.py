@@ -79,11 +79,11 @@ def partition(
         that are not listed are compiled when they are met. One program (``"spmd"``) takes one size.
       loss: ``loss(model, batch)`` gives a scalar, ``(scalar, metrics)``, or ``(sum, weight, metrics)`` if
         micro-batches weigh unequally (padded tokens); then loss, metrics and gradient are divided by the total weight
-        of the batch, of which there is a warning if it is zero. A scalar that is a sum over examples, or is divided by
-        a sum of weights, gives a ``LossWarning`` where it is averaged over micro-batches. ``metrics`` is a tree of
-        arrays that are reduced over the examples. They are averaged over micro-batches and replicas, or divided by the
-        total weight; those in ``jaxpipe.Sum(...)`` are added up. Integers are refused where they would be averaged,
-        and so are arrays with an axis of examples.
+        of the batch, of which there is a warning if it is zero. ``metrics`` is a tree of arrays that are reduced over
+        the examples. They are averaged over micro-batches and replicas, or divided by the total weight; those in
+        ``jaxpipe.Sum(...)`` are added up. Integers are refused where they would be averaged, and so are arrays with an
+        axis of examples. What is a sum over examples, or is divided by a sum of weights, and is averaged over
+        micro-batches, gets a ``LossWarning``, and so does a mean beside a weight.
       optimizer: any optax optimizer that needs gradients, parameters and its own state, and nothing else; gets the
         gradient of the whole batch. A parameter whose gradient no part of the update reads is frozen
         (``optax.set_to_zero`` in a ``multi_transform``, ``selective_transform``, ``freeze``): no gradient of it is

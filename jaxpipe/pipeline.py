@@ -26,6 +26,7 @@ from jaxpipe.models import check_batch
 from jaxpipe.models.batch_statistics import warn_if_training
 from jaxpipe.models.bound_model import UserFunction, with_values
 from jaxpipe.models.check_arguments import check_outside_jit, outside_jit, random_key
+from jaxpipe.models.loss_scaling import check_means
 from jaxpipe.models.microbatch_program import MicrobatchProgram, check_rows, trace_loss, trace_prediction, with_rows
 from jaxpipe.models.variable_trees import holds_optimizer, optimizer_leaves, steps_taken
 from jaxpipe.plan import Plan
@@ -588,6 +589,8 @@ class Pipeline:
         if name not in self._looked_at:
             self._looked_at.add(name)
             warn_if_training(objective, name)
+            if name == "evaluate":
+                check_means(objective, size, parts, m, name)
             if name == "predict" and parts * m > 1 and rows > 1:
                 check_rows(objective, name)
         return objective, batching

@@ -1,8 +1,9 @@
-"""Losses of a batch that are not the mean of those of its micro-batches are told, and no others.
+"""Losses and metrics of a batch that are not the mean of those of its micro-batches are told, and no others.
 
 Whether one is follows from its values, for the whole batch and for its parts.
 """
 
+import contextlib
 import warnings
 
 import jax
@@ -77,31 +78,49 @@ BENT = {
 }
 
 
-def partitioned(loss, num_microbatches=4, **options):
-    """Return the warnings and the notes on the loss of a pipeline."""
-    options = {"loss": loss, "optimizer": optax.sgd(0.1), "profile": "analytic"} | options
+@contextlib.contextmanager
+def loss_warnings():
+    """The texts of the warnings of losses."""
+    texts = []
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always", LossWarning)
-        mesh = mesh_of(1)
-        pipeline = jaxpipe.partition(Net(), mesh, BATCH, num_microbatches=num_microbatches, **options)
+        yield texts
+    texts += [str(x.message) for x in given if x.category is LossWarning]
+
+
+def partition_of(loss, num_microbatches=4, **options):
+    options = {"loss": loss, "optimizer": optax.sgd(0.1), "profile": "analytic"} | options
+    return jaxpipe.partition(Net(), mesh_of(1), BATCH, num_microbatches=num_microbatches, **options)
+
+
+def partitioned(loss, num_microbatches=4, **options):
+    """Return the warnings and the notes on the loss of a pipeline."""
+    with loss_warnings() as texts:
+        pipeline = partition_of(loss, num_microbatches, **options)
     notes = [note for note in pipeline.plan.notes if "no mean over examples" in note]
-    return [str(x.message) for x in given if x.category is LossWarning], notes
+    return texts, notes
+
+
+class Bound:
+    def __init__(self, variables):
+        self.variables = variables
+
+    def __call__(self, x):
+        return Net().apply(self.variables, x)
+
+
+def with_variables(pipeline, key):
+    return Bound(pipeline.parameters(pipeline.init(key)))
+
+
+PARTS = [{k: x if x.ndim == 0 else x[n : n + 8] for k, x in BATCH.items()} for n in range(0, 32, 8)]
 
 
 def is_mean_of_parts(loss):
     """Return whether a loss of the batch is the mean of those of its quarters."""
-    variables = Net().init(jax.random.key(2), X)
-
-    class Bound:
-        def __init__(self):
-            self.variables = variables
-
-        def __call__(self, x):
-            return Net().apply(variables, x)
-
-    parts = [{k: x if x.ndim == 0 else x[n : n + 8] for k, x in BATCH.items()} for n in range(0, 32, 8)]
-    mean = np.mean([loss(Bound(), part) for part in parts])
-    return bool(np.isclose(mean, loss(Bound(), BATCH), rtol=1e-5))  # sums of 32 numbers in another order
+    model = Bound(Net().init(jax.random.key(2), X))
+    mean = np.mean([loss(model, part) for part in PARTS])
+    return bool(np.isclose(mean, loss(model, BATCH), rtol=1e-5))  # sums of 32 numbers in another order
 
 
 @pytest.mark.parametrize("name", MEANS)
@@ -114,7 +133,7 @@ def test_a_mean_is_left_alone(name):
 def test_a_sum_is_told(name):
     assert not is_mean_of_parts(SUMS[name])
     given, _ = partitioned(SUMS[name])
-    assert len(given) == 1 and "is a sum over examples, and a batch of 32" in given[0] and " are 1/4 of " in given[0]
+    assert len(given) == 1 and "is a sum over examples, and a batch of 32" in given[0] and "it is 1/4 of " in given[0]
     assert partitioned(SUMS[name], num_microbatches=1) == ([], [])
 
 
@@ -122,7 +141,7 @@ def test_a_sum_is_told(name):
 def test_a_mean_of_weighted_means_is_told(name):
     assert not is_mean_of_parts(WEIGHTED[name])
     given, _ = partitioned(WEIGHTED[name])
-    assert len(given) == 1 and "divides by a sum over examples" in given[0] and "(sum, weight, metrics)" in given[0]
+    assert len(given) == 1 and "is divided by a sum over examples" in given[0] and "(sum, weight, metrics)" in given[0]
 
 
 @pytest.mark.parametrize("name", BENT)
@@ -140,8 +159,7 @@ def test_what_a_warning_offers_is_the_gradient_of_the_whole_batch(key):
     ]
     for plain, loss in offered:
         assert partitioned(loss) == ([], [])
-        options = {"num_microbatches": 4, "optimizer": optax.sgd(0.1), "profile": "analytic"}
-        pipeline = jaxpipe.partition(Net(), mesh_of(1), BATCH, loss=loss, **options)
+        pipeline = partition_of(loss)
         state = pipeline.init(key)
         variables = pipeline.parameters(state)
 
@@ -155,7 +173,79 @@ def test_what_a_warning_offers_is_the_gradient_of_the_whole_batch(key):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)  # sums over examples in four parts
 
 
+def is_right(model, batch):
+    return model(batch["x"]).argmax(-1) == batch["y"]
+
+
+METRICS = {
+    "accuracy": (lambda model, batch: is_right(model, batch).mean(), ""),
+    "per cent": (lambda model, batch: 100 * is_right(model, batch).sum() / len(batch["x"]), ""),
+    "by class": (lambda model, batch: jax.nn.one_hot(model(batch["x"]).argmax(-1), 8).mean(0).max(), ""),
+    "number": (lambda model, batch: is_right(model, batch).sum().astype(jnp.float32), "is a sum over examples"),
+    "confusion": (
+        lambda model, batch: (jax.nn.one_hot(model(batch["x"]).argmax(-1), 8).T @ jax.nn.one_hot(batch["y"], 8)).sum(0)[
+            0
+        ],
+        "is a sum over examples",
+    ),
+    "of a class": (
+        lambda model, batch: (is_right(model, batch) & (batch["y"] == 1)).sum() / (batch["y"] == 1).sum(),
+        "is divided by a sum over examples",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_metrics_are_told_as_losses_are(name):
+    metric, told = METRICS[name]
+    assert name in ("by class", "of a class") or is_mean_of_parts(metric) == (not told)
+    mean = MEANS["mean"]
+    texts, notes = partitioned(lambda model, batch: (mean(model, batch), {name: metric(model, batch)}))
+    assert len(texts) == bool(told) and not notes
+    assert not told or (told in texts[0] and f"loss returned the metric ['{name}']" in texts[0])
+    added = partitioned(lambda model, batch: (mean(model, batch), {name: jaxpipe.Sum(metric(model, batch))}))
+    assert added == ([], [])
+
+
+def test_a_mean_beside_a_weight_is_told(key):
+    def loss(of_batch, metric):
+        def function(model, batch):
+            total = (losses(model, batch) * batch["w"]).sum()
+            return of_batch(total, losses(model, batch)), batch["w"].sum(), {"right": metric(model, batch)}
+
+        return function
+
+    right = lambda model, batch: (is_right(model, batch) * batch["w"]).sum()  # noqa: E731
+    assert partitioned(loss(lambda total, _: total, right)) == ([], [])
+    texts, _ = partitioned(loss(lambda _, each: each.mean(), right))
+    assert len(texts) == 1 and "loss returned a scalar that is a mean over examples, beside a weight" in texts[0]
+    texts, _ = partitioned(loss(lambda total, _: total, METRICS["accuracy"][0]))
+    assert len(texts) == 1 and "the metric ['right'] that is a mean over examples, beside a weight" in texts[0]
+    number = lambda model, batch: (losses(model, batch).mean(), len(batch["x"]), {})  # noqa: E731
+    texts, _ = partitioned(number)
+    assert len(texts) == 1 and "is a mean over examples, beside a weight" in texts[0]
+    with loss_warnings():
+        pipeline = partition_of(number)
+    (value, _), _ = pipeline.value_and_grad(pipeline.init(key), BATCH)
+    np.testing.assert_allclose(value * 8, MEANS["mean"](with_variables(pipeline, key), BATCH), rtol=1e-5)
+
+
+def test_evaluations_are_told_when_they_are_traced(key):
+    def evaluate(model, batch):
+        return {"right": is_right(model, batch).sum().astype(jnp.float32), "mean": is_right(model, batch).mean()}
+
+    with loss_warnings() as texts:
+        pipeline = partition_of(MEANS["mean"], evaluate=evaluate)
+        state = pipeline.init(key)
+        for _ in range(2):
+            metrics = pipeline.evaluate(state, BATCH)
+    assert len(texts) == 1 and "evaluate returned the metric ['right'] that is a sum over examples" in texts[0]
+    assert "Return jaxpipe.Sum(value)" in texts[0]
+    right = is_right(with_variables(pipeline, key), BATCH)
+    assert (metrics["right"], metrics["mean"]) == (right.sum() / 4, right.mean())
+
+
 def test_examples_one_by_one():
     assert partitioned(MEANS["mean"], num_microbatches=32) == ([], [])
-    assert "are 1/32 of" in partitioned(SUMS["sum"], num_microbatches=32)[0][0]
-    assert "divides by a sum" in partitioned(WEIGHTED["average"], num_microbatches=32)[0][0]
+    assert "it is 1/32 of" in partitioned(SUMS["sum"], num_microbatches=32)[0][0]
+    assert "is divided by a sum" in partitioned(WEIGHTED["average"], num_microbatches=32)[0][0]

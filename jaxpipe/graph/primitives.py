@@ -81,7 +81,7 @@ ADDITIONS = _names("add add_any")
 
 #: Operators that are linear in all that they read together, and those that are in the first alone.
 LINEAR = ADDITIONS | REARRANGES | _names("call_boundary concatenate convert_element_type copy name neg reduce_sum")
-LINEAR |= _names("select_n stack sub")
+LINEAR |= _names("rev select_n slice split stack sub")
 SCALINGS = _names("div mul")
 
 #: Operators that give zero for zero.

@@ -1,4 +1,4 @@
-"""Losses of a batch that are not the mean of those of its micro-batches, found in the traced program.
+"""Losses and metrics of a batch that are not the mean of those of its micro-batches, found in the traced program.
 
     mean of the examples' losses     ──▶ the mean of the micro-batches' is the batch's
     sum of them                      ──▶ 1 / number of micro-batches of the batch's
@@ -13,19 +13,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
+import jax
 import numpy as np
 
 from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.errors import LossWarning, warn
-from jaxpipe.graph.graph import Operator, dependents
+from jaxpipe.graph.graph import Operator
 from jaxpipe.graph.primitives import LINEAR, POINTWISE, PRODUCTS, REDUCTIONS, SCALINGS
 from jaxpipe.models.batch_statistics import Axes, adds_examples, grown_axes
 from jaxpipe.models.check_batch import batch_size
+from jaxpipe.models.combine_metrics import returned_metric
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 
 
 #: Operators that bend a sum over examples.
 _BENDS = (POINTWISE | PRODUCTS | REDUCTIONS) - LINEAR
+
+#: A loss, among metrics by their paths.
+_LOSS = "loss"
+
+_NOTE = "the loss is no mean over examples ({}): that of a batch is the mean of those of micro-batches"
 
 
 @dataclass(frozen=True)
@@ -47,73 +54,103 @@ class _Value:
     bent: str = ""
 
 
-def check_mean(objective: MicrobatchProgram, size: int, replicas: int, num_microbatches: int) -> tuple[str, ...]:
-    """Return notes on a loss that is no mean over examples, cut into several micro-batches.
+def check_means(
+    objective: MicrobatchProgram, size: int, replicas: int, num_microbatches: int, name: str = "loss"
+) -> tuple[str, ...]:
+    """Return a note on a loss that is no mean over examples, cut into several micro-batches.
 
-    There is a ``LossWarning`` where it is a sum, or has weights inside.
+    There is a ``LossWarning`` where it or a metric is a sum, has weights inside, or is a mean beside a weight.
+
+    Args:
+      name: of the function that returned it.
     """
-    parts = replicas * num_microbatches
-    if parts == 1 or objective.weighted or objective.metrics_only or _is_plainly_mean(objective):
+    parts, weighted = replicas * num_microbatches, objective.weighted
+    paths = jax.tree_util.tree_leaves_with_path(objective.tree.unflatten(range(objective.tree.num_leaves)))
+    results = {jax.tree_util.keystr(path): 2 + k for path, k in paths if not objective.summed[k]}
+    results |= {} if objective.metrics_only else {_LOSS: 0}
+    guessed = _guessed_degrees(objective)
+    suspects = {what: k for what, k in results.items() if guessed.get(objective.results[k], set()) - {float(weighted)}}
+    if parts == 1 or not suspects:
         return ()
     rows = batch_size(objective.microbatch)
     small, large = objective if rows > 1 else objective.with_examples(2), objective.with_examples(2 * max(rows, 2))
-    loss = None if small is None or large is None else _loss(small, large)
-    cut = f"a batch of {size} is cut into num_microbatches={num_microbatches} on each of {replicas} replica(s), whose "
-    if loss is not None and loss.weighted:
-        warn(
-            "The loss divides by a sum over examples that does not depend on parameters (of weights, of a mask, a "
-            f"count of tokens), and {cut}losses are averaged: each micro-batch is divided by its own sum, which is a "
-            "mean of means. Return both, (sum, weight, metrics), for loss and gradients of the whole batch.",
-            LossWarning,
-        )
-    elif loss is not None and loss.degree > 0:
-        warn(
-            f"The loss is a sum over examples, and {cut}losses are averaged: loss and gradients are 1/{parts} of those "
-            "of the whole batch. Return a mean, or (sum, weight, metrics) with the number of examples as the weight; "
-            f"(sum, 1 / {parts}, {{}}) keeps the sum.",
-            LossWarning,
-        )
-    if loss is None or not loss.bent:
-        return ()
-    return (f"the loss is no mean over examples ({loss.bent}): that of a batch is the mean of those of micro-batches",)
+    values = [None] * len(objective.results) if small is None or large is None else _results(small, large)
+    cut = f"a batch of {size} is cut into num_microbatches={num_microbatches} on each of {replicas} replica(s)"
+    for what, k in suspects.items():
+        if problem := _problem(values[k], values[1] if weighted else None, what == _LOSS, parts):
+            subject = f"{name} returned a scalar" if what == _LOSS else returned_metric(name, what)
+            warn(f"{subject} that {problem.format(cut=cut)}", LossWarning)
+    loss = values[0] if _LOSS in suspects else None
+    return () if loss is None or not loss.bent else (_NOTE.format(loss.bent),)
 
 
-def _is_plainly_mean(objective: MicrobatchProgram) -> bool:
-    """Return whether a loss is a mean, and what does not depend on the batch, as most end."""
-    graph, given = objective.graph, dependents(objective.graph.operators, objective.batch)
+def _problem(value: _Value | None, weight: _Value | None, is_loss: bool, parts: int) -> str:
+    """Return what a sentence says of a value that is not that of the whole batch, with room for how this is cut."""
+    if value is None:
+        return ""
+    if value.weighted:
+        return (
+            "is divided by a sum over examples which depends on no parameters (of weights, of a mask, a count of "
+            "tokens), and {cut}: that of each is divided by its own sum, and together they are a mean of means. "
+            "Return sums and their weight, (sum, weight, metrics), for the result of the whole batch."
+        )
+    if weight is not None and value.degree < weight.degree:
+        return (
+            "is a mean over examples, beside a weight that is a sum, and {cut}: what these add up to is divided by the "
+            "sum of all weights. Return the sum of what each example has, times its weight."
+        )
+    if weight is not None or value.degree <= 0:
+        return ""
+    averaged = f"is a sum over examples, and {{cut}}, which are averaged: it is 1/{parts} of that of the whole batch"
+    if not is_loss:
+        return f"{averaged}. Return jaxpipe.Sum(value) to add it up, or a mean."
+    return (
+        f"{averaged}, as are gradients. Return a mean, or (sum, weight, metrics) with the number of examples as the "
+        f"weight; (sum, 1 / {parts}, {{{{}}}}) keeps the sum."
+    )
+
+
+def _guessed_degrees(objective: MicrobatchProgram) -> dict[TensorNumber, set[float]]:
+    """Return the degrees of the terms of values, as most losses and metrics end; nan where it is not plain to see."""
+    graph = objective.graph
+    degrees: dict[TensorNumber, set[float]] = {t: {math.nan} for t in objective.batch}
 
     def adds_rows(op: Operator | None) -> TypeGuard[Operator]:
         return op is not None and op.name == "reduce_sum" and 0 in op.params["axes"]
 
-    def is_mean(t: TensorNumber) -> bool:
-        op = graph.producers.get(t)
-        if t not in given or op is None:
-            return t not in given
-        if op.name in LINEAR:
-            return all(map(is_mean, op.inputs))
-        if op.name not in SCALINGS or len(op.inputs) != 1:
-            return False
-        summed = graph.producers.get(op.inputs[0])
-        if not adds_rows(summed) or adds_rows(graph.producers.get(summed.inputs[0])):
-            return is_mean(op.inputs[0])
-        count = math.prod(graph.tensors[summed.inputs[0]].shape[axis] for axis in summed.params["axes"])
-        return math.isclose(count, float(op.literals[0]) ** (1 if op.name == "div" else -1), rel_tol=1e-2)
+    for op in graph.operators:
+        read = [degrees[t] for t in op.inputs if t in degrees]
+        if not read:
+            continue
+        last, here = graph.producers.get(op.inputs[0]), {math.nan}
+        if adds_rows(op):
+            here = {math.nan if adds_rows(last) else 1.0}
+        elif op.name in LINEAR:
+            here = set[float]().union(*read)
+        elif op.name in SCALINGS and len(op.inputs) == 1:
+            here = read[0]
+            if here == {1.0} and adds_rows(last):
+                count = math.prod(graph.tensors[last.inputs[0]].shape[axis] for axis in last.params["axes"])
+                number = float(op.literals[0]) ** (1 if op.name == "div" else -1)
+                here = {0.0 if math.isclose(count, number, rel_tol=1e-2) else 1.0}  # numbers in half precision
+        degrees.update(dict.fromkeys(op.outputs, here))
+    return degrees
 
-    return is_mean(objective.results[0])
 
-
-def _loss(small: MicrobatchProgram, large: MicrobatchProgram) -> _Value | None:
-    """Return what is known of a loss, from the same program for twice as many examples; None if that is nothing."""
+def _results(small: MicrobatchProgram, large: MicrobatchProgram) -> list[_Value | None]:
+    """Return what is known of a program's results, from the same for twice as many examples; None if nothing is."""
     axes = grown_axes(small.graph, large.graph)
     if axes is None:
-        return None
+        return [None] * len(small.results)
     values: dict[TensorNumber, _Value | None] = {t: _Value(trained=True) for t in small.parameters}
     values |= {t: _Value(given=True) for t in small.batch if axes(t)}
+    constants = large.graph.constants
+    values |= {t: _Value(_degree(x, constants[t])) for t, x in small.graph.constants.items() if t in constants}
     for op, twin in zip(small.graph.operators, large.graph.operators, strict=True):
         literals = iter([_Value(_degree(a, b)) for a, b in zip(op.literals, twin.literals, strict=True)])
         read = [next(literals) if t is None else values.get(t, _Value()) for t in op.operands]
         values.update(dict.fromkeys(op.outputs, _value(op, read, axes)))
-    return values.get(small.results[0])
+    return [values.get(t, _Value()) for t in small.results]
 
 
 def _degree(small: Array, large: Array) -> float:

@@ -24,7 +24,7 @@ from jaxpipe.models.batch_statistics import FEW_EXAMPLES, find_statistics, may_c
 from jaxpipe.models.bind import bind
 from jaxpipe.models.example_state import check_counts
 from jaxpipe.models.linen_facade import ReturnsOtherError
-from jaxpipe.models.loss_scaling import check_mean
+from jaxpipe.models.loss_scaling import check_means
 from jaxpipe.models.microbatch_program import MicrobatchProgram, with_rows
 from jaxpipe.models.traced_update import without_frozen
 from jaxpipe.models.variable_shardings import Shardings, shardings_of
@@ -130,7 +130,7 @@ def _trace_programs(request: Request, batch: PyTree, variables: PyTree) -> tuple
         return _trace_programs(replace(request, num_microbatches=enough), batch, variables)
     if m > 1:
         check_counts(layers.objective)
-    notes = check_mean(layers.objective, size, request.replicas, m)
+    notes = check_means(layers.objective, size, request.replicas, m)
     return request, batching, replace(layers, notes=(*layers.notes, *notes))
 
 

@@ -203,8 +203,8 @@ def test_a_tied_parameter_is_named():
         r"is used from operator 0 \(Tied\) to operator 2 \(Tied\), .*Untie it, or use fewer stages"
     )
     with pytest.raises(PartitionError, match=message):
-        partition(Tied(), mesh_of(4), loss=lambda f, x: f(x).sum())
-    plan = partition(Tied(), mesh_of(3), loss=lambda f, x: f(x).sum()).plan
+        partition(Tied(), mesh_of(4), loss=lambda f, x: (f(x).sum(), len(x), {}))
+    plan = partition(Tied(), mesh_of(3), loss=lambda f, x: (f(x).sum(), len(x), {})).plan
     assert plan.stages[0].operators == (0, 3) and plan.stages[-1].operators[1] == 5
     assert len(plan.stages) < 3 and any("left out" in note for note in plan.notes)  # a sum needs no device of its own
 

@@ -117,7 +117,7 @@ def planned(profile, stages=2, batch=8):
         model,
         mesh,
         jnp.ones((batch, 3)),
-        loss=lambda f, x: f(x).sum(),
+        loss=lambda f, x: (f(x).sum(), len(x), {}),
         optimizer=optax.sgd(0.1),
         num_microbatches=2,
         schedule="one_f_one_b",
@@ -152,11 +152,11 @@ def test_a_profile_of_other_work(width, rows):
 
     def profile(width, rows):
         model = jax.tree_util.Partial(lambda w, x: jnp.tanh(x @ w), jnp.ones((3, width)))
-        call = {"loss": lambda model, x: model(x).sum(), "num_microbatches": 2, "source": "analytic"}
+        call = {"loss": lambda model, x: model(x).mean(), "num_microbatches": 2, "source": "analytic"}
         return model, jaxpipe.profile_model(model, jnp.ones((rows, 3)), **call)
 
     model, own = profile(4, 8)
-    request = {"loss": lambda model, x: model(x).sum(), "optimizer": optax.sgd(0.1), "num_microbatches": 2}
+    request = {"loss": lambda model, x: model(x).mean(), "optimizer": optax.sgd(0.1), "num_microbatches": 2}
     partition = functools.partial(jaxpipe.partition, model, mesh_of(2), jnp.ones((8, 3)), **request)
     assert partition(profile=own).plan.notes == partition(profile="analytic").plan.notes
     (note,) = {*partition(profile=profile(width, rows)[1]).plan.notes} - {*partition(profile=own).plan.notes}

@@ -74,6 +74,9 @@ WEIGHTED = {
 BENT = {
     "root": lambda model, batch: jnp.sqrt((model(batch["x"]) ** 2).mean()),
     "largest": lambda model, batch: losses(model, batch).max(),
+    "normalized": lambda model, batch: with_advantages(
+        model, batch, jax.nn.standardize(losses(model, batch), axis=0) * batch["w"]
+    ),
     "product of means": lambda model, batch: losses(model, batch).mean() * model(batch["x"]).mean(),
 }
 
@@ -88,9 +91,9 @@ def loss_warnings():
     texts += [str(x.message) for x in given if x.category is LossWarning]
 
 
-def partition_of(loss, num_microbatches=4, **options):
+def partition_of(loss, num_microbatches=4, model=None, **options):
     options = {"loss": loss, "optimizer": optax.sgd(0.1), "profile": "analytic"} | options
-    return jaxpipe.partition(Net(), mesh_of(1), BATCH, num_microbatches=num_microbatches, **options)
+    return jaxpipe.partition(model or Net(), mesh_of(1), BATCH, num_microbatches=num_microbatches, **options)
 
 
 def partitioned(loss, num_microbatches=4, **options):
@@ -142,6 +145,53 @@ def test_a_mean_of_weighted_means_is_told(name):
     assert not is_mean_of_parts(WEIGHTED[name])
     given, _ = partitioned(WEIGHTED[name])
     assert len(given) == 1 and "is divided by a sum over examples" in given[0] and "(sum, weight, metrics)" in given[0]
+
+
+def with_advantages(model, batch, advantages):
+    ratio = jnp.exp(-losses(model, batch))
+    return -jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.2) * advantages).mean()
+
+
+def frequencies(classes):
+    """The share of each example's class."""
+    numbers = classes.astype(int)
+    return jax.nn.one_hot(numbers, 2).mean(0)[numbers]
+
+
+NORMALIZED = {
+    "advantages": lambda model, batch: with_advantages(
+        model, batch, (batch["w"] - batch["w"].mean()) / (batch["w"].std() + 1e-8)
+    ),
+    "less their mean": lambda model, batch: with_advantages(model, batch, batch["w"] - batch["w"].mean()),
+    "softmax": lambda model, batch: (losses(model, batch) * jax.nn.softmax(batch["w"]) * len(batch["w"])).mean(),
+    "by frequency": lambda model, batch: (losses(model, batch) / frequencies(batch["w"] > 0.4)).mean(),
+    "inputs": lambda model, batch: losses(model, batch | {"x": batch["x"] - batch["x"].mean(0)}).mean(),
+}
+
+
+@pytest.mark.parametrize("name", NORMALIZED)
+def test_values_that_each_micro_batch_normalizes_are_told(name):
+    assert not is_mean_of_parts(NORMALIZED[name])
+    given, _ = partitioned(NORMALIZED[name])
+    assert len(given) == 1 and "normalized, or weighted, by sums over all of a micro-batch" in given[0]
+    assert partitioned(NORMALIZED[name], num_microbatches=1) == ([], [])
+    assert len(partitioned(NORMALIZED[name], num_microbatches=32)[0]) == 1
+
+
+def test_models_may_normalize():
+    """Statistics of a micro-batch are what batch normalization is; those of no parameters, too, of inputs."""
+
+    class Normed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8)(nn.BatchNorm(use_running_average=False)(x))
+
+    assert partitioned(MEANS["mean"], model=Normed()) == ([], [])
+
+    def normalized_before(model, batch):
+        return with_advantages(model, batch, batch["w"] - batch["scale"])
+
+    assert partitioned(normalized_before) == ([], [])
 
 
 @pytest.mark.parametrize("name", BENT)

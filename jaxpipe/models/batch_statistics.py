@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from jaxpipe.array_types import AnyJaxpr, TensorNumber
 from jaxpipe.errors import TrainingModeWarning, warn
-from jaxpipe.graph.graph import Graph, Operator, bodies, dependents, equations_in, live, read_graph
+from jaxpipe.graph.graph import Graph, Operator, bodies, dependents, equations_in, is_differentiable, live, read_graph
 from jaxpipe.graph.primitives import DRAWS
 from jaxpipe.graph.split_scan import scan_operands
 from jaxpipe.models.check_batch import batch_size
@@ -38,11 +38,13 @@ class Statistics:
       modules: paths where statistics, but those of similarities, enter values of single examples.
       state: positions of the state variables that statistics enter.
       similarities: paths of the modules that multiply each example with each.
+      outside: whether statistics of what depends on no parameter enter values of single examples outside of modules.
     """
 
     modules: tuple[str, ...] = ()
     state: tuple[int, ...] = ()
     similarities: tuple[str, ...] = ()
+    outside: bool = False
 
 
 @dataclass
@@ -56,6 +58,7 @@ class _Search:
       trained, all: module paths where statistics enter values of single examples, in order: statistics that depend on
         parameters, and all.
       similarities: module paths of products of each example with each.
+      outside: as in ``Statistics``.
     """
 
     axes_of: Callable[[Graph, Graph], Axes | None]
@@ -63,24 +66,21 @@ class _Search:
     trained: dict[str, None] = field(default_factory=dict)
     all: dict[str, None] = field(default_factory=dict)
     similarities: dict[str, None] = field(default_factory=dict)
+    outside: bool = False
 
 
 def find_statistics(objective: MicrobatchProgram) -> Statistics:
     """Return the statistics over examples in a program."""
     nothing, rows = Statistics(), batch_size(objective.microbatch)
-    if _guessed(objective) == nothing:
+    if likely_statistics(objective) == nothing:
         return nothing
     # An axis of length 1 is broadcast otherwise than a longer one.
     smaller, larger = objective if rows > 1 else objective.with_examples(2), objective.with_examples(2 * max(rows, 2))
     return nothing if smaller is None or larger is None else _find(smaller, larger, _Search(grown_axes))
 
 
-def may_compare(objective: MicrobatchProgram) -> bool:
-    """Return whether a program may multiply each example with each: ``find_statistics`` is worth its two traces."""
-    return bool(_guessed(objective).similarities)
-
-
-def _guessed(objective: MicrobatchProgram) -> Statistics:
+def likely_statistics(objective: MicrobatchProgram) -> Statistics:
+    """Return what ``find_statistics``, with two traces, may return, from one program; more than that, as a rule."""
     rows = batch_size(objective.microbatch)
     return _find(objective, objective, _Search(lambda graph, _: _likely_axes(graph, rows), guess=True))
 
@@ -94,7 +94,8 @@ def _find(objective: MicrobatchProgram, larger: MicrobatchProgram, search: _Sear
     states = enumerate(zip(objective.state, objective.new_state, strict=True))
     state = tuple(k for k, (old, new) in states if new != old and new in marks.statistic)
     # A mask's sum weighs examples too; it depends on no parameter, and is kept nowhere.
-    return Statistics(tuple(search.all if state else search.trained), state, tuple(search.similarities))
+    modules = tuple(search.all if state else search.trained)
+    return Statistics(modules, state, tuple(search.similarities), search.outside)
 
 
 class _Marks(NamedTuple):
@@ -117,8 +118,10 @@ def _walk(graph: Graph, other: Graph, marks: _Marks, search: _Search) -> _Marks:
     for op, twin in zip(graph.operators, other.operators, strict=True):
         programs = bodies(op)
         if programs:
+            outside = search.outside
             for inner, larger in zip(programs, bodies(twin), strict=True):
                 _run(op, inner, larger, marks, search)
+            search.outside = outside if op.path else search.outside
             continue
         depends = not marks.trained.isdisjoint(op.inputs)
         for mark in (marks.trained, marks.given, marks.similar):
@@ -134,6 +137,7 @@ def _walk(graph: Graph, other: Graph, marks: _Marks, search: _Search) -> _Marks:
             if axes(t):
                 search.all[op.path] = None
                 search.trained.update({op.path: None} if depends and t not in marks.similar else {})
+                search.outside |= not depends and not op.path and is_differentiable(graph.tensors[t].aval)
     return marks
 
 

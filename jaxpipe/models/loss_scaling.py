@@ -3,6 +3,7 @@
     mean of the examples' losses     ──▶ the mean of the micro-batches' is the batch's
     sum of them                      ──▶ 1 / number of micro-batches of the batch's
     sum / sum of the batch's weights ──▶ a mean of means; ``(sum, weight, metrics)`` is the batch's
+    mean of normalized values        ──▶ of values that each micro-batch normalizes for itself
 
 The program is traced for twice as many examples: what sums over them adds to the *degree* of a value in their number,
 and numbers in the program that double or halve do, too. A mean has degree 0.
@@ -20,7 +21,7 @@ from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.errors import LossWarning, warn
 from jaxpipe.graph.graph import Operator
 from jaxpipe.graph.primitives import LINEAR, POINTWISE, PRODUCTS, REDUCTIONS, SCALINGS
-from jaxpipe.models.batch_statistics import Axes, adds_examples, grown_axes
+from jaxpipe.models.batch_statistics import Axes, adds_examples, find_statistics, grown_axes, likely_statistics
 from jaxpipe.models.check_batch import batch_size
 from jaxpipe.models.combine_metrics import returned_metric
 from jaxpipe.models.microbatch_program import MicrobatchProgram
@@ -33,6 +34,13 @@ _BENDS = (POINTWISE | PRODUCTS | REDUCTIONS) - LINEAR
 _LOSS = "loss"
 
 _NOTE = "the loss is no mean over examples ({}): that of a batch is the mean of those of micro-batches"
+
+
+_NORMALIZED = (
+    "depends on values of examples which are normalized, or weighted, by sums over all of a micro-batch that depend on "
+    "no parameters (advantages, frequencies of classes), and {cut}: each has sums of its own. Compute them before, for "
+    "the whole batch, and pass them in it."
+)
 
 
 @dataclass(frozen=True)
@@ -65,23 +73,30 @@ def check_means(
       name: of the function that returned it.
     """
     parts, weighted = replicas * num_microbatches, objective.weighted
+    if parts == 1:
+        return ()
     paths = jax.tree_util.tree_leaves_with_path(objective.tree.unflatten(range(objective.tree.num_leaves)))
     results = {jax.tree_util.keystr(path): 2 + k for path, k in paths if not objective.summed[k]}
     results |= {} if objective.metrics_only else {_LOSS: 0}
     guessed = _guessed_degrees(objective)
     suspects = {what: k for what, k in results.items() if guessed.get(objective.results[k], set()) - {float(weighted)}}
-    if parts == 1 or not suspects:
-        return ()
-    rows = batch_size(objective.microbatch)
-    small, large = objective if rows > 1 else objective.with_examples(2), objective.with_examples(2 * max(rows, 2))
-    values = [None] * len(objective.results) if small is None or large is None else _results(small, large)
+    values = _values(objective) if suspects else [None] * len(objective.results)
+    problems = {
+        what: _problem(values[k], values[1] if weighted else None, what == _LOSS, parts) for what, k in suspects.items()
+    }
+    statistics = likely_statistics(objective)
+    if statistics.outside or "" in statistics.modules:
+        statistics = find_statistics(objective)
+    if statistics.outside and not problems.get(_LOSS):
+        problems[_LOSS] = _NORMALIZED
     cut = f"a batch of {size} is cut into num_microbatches={num_microbatches} on each of {replicas} replica(s)"
-    for what, k in suspects.items():
-        if problem := _problem(values[k], values[1] if weighted else None, what == _LOSS, parts):
-            subject = f"{name} returned a scalar" if what == _LOSS else returned_metric(name, what)
+    for what, problem in problems.items():
+        subject = f"{name} returned a scalar" if what == _LOSS else returned_metric(name, what)
+        if problem:
             warn(f"{subject} that {problem.format(cut=cut)}", LossWarning)
     loss = values[0] if _LOSS in suspects else None
-    return () if loss is None or not loss.bent else (_NOTE.format(loss.bent),)
+    bent = "normalization in the loss" if "" in statistics.modules else "" if loss is None else loss.bent
+    return (_NOTE.format(bent),) if bent else ()
 
 
 def _problem(value: _Value | None, weight: _Value | None, is_loss: bool, parts: int) -> str:
@@ -137,11 +152,13 @@ def _guessed_degrees(objective: MicrobatchProgram) -> dict[TensorNumber, set[flo
     return degrees
 
 
-def _results(small: MicrobatchProgram, large: MicrobatchProgram) -> list[_Value | None]:
+def _values(objective: MicrobatchProgram) -> list[_Value | None]:
     """Return what is known of a program's results, from the same for twice as many examples; None if nothing is."""
-    axes = grown_axes(small.graph, large.graph)
-    if axes is None:
-        return [None] * len(small.results)
+    rows = batch_size(objective.microbatch)
+    small, large = objective if rows > 1 else objective.with_examples(2), objective.with_examples(2 * max(rows, 2))
+    axes = None if small is None or large is None else grown_axes(small.graph, large.graph)
+    if small is None or large is None or axes is None:
+        return [None] * len(objective.results)
     values: dict[TensorNumber, _Value | None] = {t: _Value(trained=True) for t in small.parameters}
     values |= {t: _Value(given=True) for t in small.batch if axes(t)}
     constants = large.graph.constants

@@ -20,7 +20,7 @@ from jaxpipe.costs.sharded_profile import divided, groups_of
 from jaxpipe.errors import FewExamplesWarning, JaxpipeWarning, PartitionError, warn
 from jaxpipe.graph.allowed_codecs import warn_unused
 from jaxpipe.models import check_batch
-from jaxpipe.models.batch_statistics import FEW_EXAMPLES, find_statistics, may_compare
+from jaxpipe.models.batch_statistics import FEW_EXAMPLES, find_statistics, likely_statistics
 from jaxpipe.models.bind import bind
 from jaxpipe.models.example_state import check_counts
 from jaxpipe.models.linen_facade import ReturnsOtherError
@@ -188,7 +188,7 @@ def _leaving_examples(request: Request, objective: MicrobatchProgram, size: int,
     """
     replicas, rows = request.replicas, size // (request.replicas * num_microbatches)
     is_few = rows < FEW_EXAMPLES
-    if not check_batch.has_examples(objective.microbatch) or not (is_few or may_compare(objective)):
+    if not check_batch.has_examples(objective.microbatch) or not (is_few or likely_statistics(objective).similarities):
         return num_microbatches
     if rows == 1 < size and _is_broadcast(objective, size):
         if request.num_microbatches is None and replicas == 1:

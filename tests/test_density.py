@@ -154,7 +154,7 @@ def test_a_pipeline_counts_overflows():
                 model,
                 mesh,
                 batch,
-                loss=lambda model, batch: model(batch) / 1e4,
+                loss=lambda model, batch: (model(batch) / 1e4, 1.0, {}),
                 optimizer=optax.sgd(1e-3),
                 num_microbatches=4,
                 profile="analytic",

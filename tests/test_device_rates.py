@@ -348,7 +348,13 @@ def planned(profile, **options):
     options = {"num_microbatches": 2, "schedule": "one_f_one_b", "runtime": "spmd", **options}
     batch = jnp.ones((8, 3))
     return jaxpipe.partition(
-        model, mesh, batch, loss=lambda f, x: f(x).sum(), optimizer=optax.sgd(0.1), profile=profile, **options
+        model,
+        mesh,
+        batch,
+        loss=lambda f, x: (f(x).sum(), 1.0, {}),
+        optimizer=optax.sgd(0.1),
+        profile=profile,
+        **options,
     ).plan
 
 

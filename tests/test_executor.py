@@ -150,7 +150,7 @@ def check_random(seed: int, p: int, m: int, v: int, split: bool) -> None:
         model,
         mesh_of(p, None),
         batch,
-        loss=loss,
+        loss=lambda model, x: (loss(model, x), 1.0, {}),
         optimizer=optax.sgd(0.1),
         num_microbatches=m,
         schedule=lambda *_: schedule,
@@ -226,7 +226,7 @@ def test_nothing_is_computed_twice(schedule):
         model,
         mesh_of(2, None),
         batch,
-        loss=loss,
+        loss=lambda model, x: (loss(model, x), 1.0, {}),
         optimizer=optax.sgd(0.1),
         num_microbatches=4,
         schedule=schedule,
@@ -266,7 +266,7 @@ def test_a_schedule_that_does_not_fit(schedule, message):
             jax.tree_util.Partial(lambda w, x: x @ w, jnp.ones((4, 4))),
             mesh_of(2, None),
             jnp.ones((4, 4)),
-            loss=lambda model, x: model(x).sum(),
+            loss=lambda model, x: (model(x).sum(), 1.0, {}),
             optimizer=optax.sgd(0.1),
             num_microbatches=4,
             schedule=schedule,
@@ -281,13 +281,17 @@ def test_auto_is_the_schedule_whose_step_is_predicted_to_be_the_shortest():
     model = jax.tree_util.Partial(lambda w, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), w, x), weights)
 
     def planned(schedule, profile):
-        options = {"loss": lambda model, x: model(x).sum(), "optimizer": optax.sgd(0.1), "num_microbatches": m}
+        options = {
+            "loss": lambda model, x: (model(x).sum(), 1.0, {}),
+            "optimizer": optax.sgd(0.1),
+            "num_microbatches": m,
+        }
         options["runtime"] = "spmd"
         pipeline = jaxpipe.partition(model, mesh_of(4, None), batch, schedule=schedule, profile=profile, **options)
         return pipeline.plan
 
     quick = jaxpipe.profile_model(
-        model, batch, loss=lambda model, x: model(x).sum(), num_microbatches=m, source="analytic"
+        model, batch, loss=lambda model, x: (model(x).sum(), 1.0, {}), num_microbatches=m, source="analytic"
     )
     slow = dataclasses.replace(
         quick,

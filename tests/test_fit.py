@@ -247,7 +247,7 @@ def deep(m):
             x = jnp.tanh(x @ w)
         return x
 
-    return jax.tree_util.Partial(apply, list(weights)), x, lambda model, x: model(x).sum()
+    return jax.tree_util.Partial(apply, list(weights)), x, lambda model, x: (model(x).sum(), 1.0, {})
 
 
 def test_cuts_follow_what_storage_adds():

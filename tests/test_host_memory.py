@@ -95,7 +95,7 @@ def plan_with(memory, host_memory, network=None) -> Plan:
         "network": network,
     }
     x = jax.ShapeDtypeStruct((512, 64), np.float32)
-    return jaxpipe.partition(model, mesh, x, loss=lambda f, x: f(x).sum(), runtime="mpmd", **options).plan
+    return jaxpipe.partition(model, mesh, x, loss=lambda f, x: (f(x).sum(), 1.0, {}), runtime="mpmd", **options).plan
 
 
 @functools.cache

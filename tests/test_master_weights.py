@@ -183,7 +183,7 @@ def test_updates_during_a_step_take_float32_means():
         jax.tree_util.Partial(lambda w, x: x * w, jnp.zeros((1,), jnp.bfloat16)),
         jax.sharding.Mesh(jax.devices()[:1], ("stage",)),
         rows,
-        loss=lambda f, x: f(x).astype(jnp.float32).sum(),
+        loss=lambda f, x: f(x).astype(jnp.float32).mean(),
         optimizer=master_weights(optax.sgd(1.0)),
         num_microbatches=4,
         schedule=functools.partial(double_buffered, group=4),

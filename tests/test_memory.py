@@ -308,7 +308,7 @@ def test_a_loss_may_look_at_itself():
     def loss(model, x):
         value = model(x).sum()
         jax.debug.callback(lambda value: seen["loss"].append(float(value)), value)
-        return value
+        return value, 1.0, {}
 
     model = jax.tree_util.Partial(apply, [jnp.eye(8), jnp.full((8, 1), 0.5)])
     batch = jnp.arange(32.0).reshape(4, 8) / 32

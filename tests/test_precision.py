@@ -157,7 +157,7 @@ def test_updates_on_the_way_have_gradients_rounded_once():
             model,
             mesh_of(1),
             rows,
-            loss=lambda f, x: f(x).astype(jnp.float32).sum(),
+            loss=lambda f, x: f(x).astype(jnp.float32).mean(),
             optimizer=optax.sgd(1.0),
             num_microbatches=4,
             schedule=functools.partial(double_buffered, group=4),
@@ -184,7 +184,7 @@ def test_the_uses_of_a_tied_parameter_are_added_up_in_float32():
     half, single = (jax.tree.map(lambda x, d=d: jnp.asarray(x, d), signs) for d in (jnp.bfloat16, jnp.float32))
 
     def total(model, rows):
-        return model(rows).astype(jnp.float32).sum()
+        return (model(rows).astype(jnp.float32).sum(), 1.0, {})
 
     model = jax.tree_util.Partial(tied, half)
     options = {"loss": total, "optimizer": optax.sgd(RATE), "num_microbatches": 8, "profile": "analytic"}

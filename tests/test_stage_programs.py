@@ -112,7 +112,7 @@ def test_a_stage_holds_as_many_stashes_as_the_schedule_has_in_flight():
     weights = [jnp.eye(8) for _ in range(8)]
     model = jax.tree_util.Partial(lambda ws, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x), weights)
     pipeline = jaxpipe.partition(
-        model, mesh_of(4, None), jnp.ones((16, 8)), loss=lambda f, x: f(x).sum(), optimizer=optax.sgd(0.1),
+        model, mesh_of(4, None), jnp.ones((16, 8)), loss=lambda f, x: (f(x).sum(), 1.0, {}), optimizer=optax.sgd(0.1),
         num_microbatches=8, profile="analytic", schedule=one_f_one_b, runtime="mpmd",
     )  # fmt: skip
     runtime = pipeline._runtime
@@ -176,7 +176,7 @@ def test_equal_stages_are_compiled_once(monkeypatch):
     weights = [jnp.eye(8) for _ in range(6)]
     model = jax.tree_util.Partial(lambda ws, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x), weights)
     pipeline = jaxpipe.partition(
-        model, mesh_of(4, None), jnp.ones((8, 8)), loss=lambda f, x: f(x).sum(), optimizer=optax.sgd(0.1),
+        model, mesh_of(4, None), jnp.ones((8, 8)), loss=lambda f, x: (f(x).sum(), 1.0, {}), optimizer=optax.sgd(0.1),
         num_microbatches=4, profile="analytic", schedule="1f1b", runtime="mpmd",
     )  # fmt: skip
     pipeline.step(pipeline.init(jax.random.key(0)), jnp.ones((8, 8)))
@@ -321,7 +321,7 @@ def test_each_device_reports_its_own_bytes():
     weights = [jnp.ones((8, 64)), jnp.ones((64, 64)), jnp.ones((64, 64)), jnp.ones((64, 8))]
     model = jax.tree_util.Partial(lambda ws, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x), weights)
     pipeline = jaxpipe.partition(
-        model, mesh_of(2, None), jnp.ones((8, 8)), loss=lambda f, x: f(x).sum(), optimizer=optax.sgd(0.1),
+        model, mesh_of(2, None), jnp.ones((8, 8)), loss=lambda f, x: (f(x).sum(), 1.0, {}), optimizer=optax.sgd(0.1),
         num_microbatches=4, profile="analytic", runtime="mpmd",
     )  # fmt: skip
     report = pipeline.memory_report()

@@ -409,7 +409,12 @@ CHAIN = jax.tree_util.Partial(
 
 def layers(widths, m=12, rows=24, **options):
     """A chain of equal layers."""
-    options = {"loss": lambda model, x: model(x).sum(), "optimizer": optax.sgd(0.1), "profile": "analytic", **options}
+    options = {
+        "loss": lambda model, x: (model(x).sum(), 1.0, {}),
+        "optimizer": optax.sgd(0.1),
+        "profile": "analytic",
+        **options,
+    }
     mesh = options.pop("mesh", None) or mesh_of(4, None)
     batch = jax.ShapeDtypeStruct((rows, 64), jnp.float32)
     return jaxpipe.partition(

@@ -86,7 +86,7 @@ def test_stages_that_share_a_parameter_are_measured():
     model, tokens = jax.tree_util.Partial(tied, jnp.ones((16, 8))), jnp.zeros((8, 4), int)
     mesh = jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2])
     options = {"optimizer": optax.sgd(0.1), "num_microbatches": 2, "profile": "analytic", "runtime": "spmd"}
-    pipeline = jaxpipe.partition(model, mesh, tokens, loss=lambda f, x: f(x).sum(), **options)
+    pipeline = jaxpipe.partition(model, mesh, tokens, loss=lambda f, x: (f(x).sum(), 1.0, {}), **options)
     measured = pipeline.timeline(measured=True)
     assert "shared" in pipeline.plan.memory and len(measured.spans) == len(pipeline.timeline().spans)
 

@@ -79,7 +79,12 @@ def check_means(
     results = {jax.tree_util.keystr(path): 2 + k for path, k in paths if not objective.summed[k]}
     results |= {} if objective.metrics_only else {_LOSS: 0}
     guessed = _guessed_degrees(objective)
-    suspects = {what: k for what, k in results.items() if guessed.get(objective.results[k], set()) - {float(weighted)}}
+    suspects = {
+        what: k
+        for what, k in results.items()
+        if guessed.get(objective.results[k], set())
+        - ({float(weighted)} if what == _LOSS else {float(weighted), math.inf})
+    }
     values = _values(objective) if suspects else [None] * len(objective.results)
     problems = {
         what: _problem(values[k], values[1] if weighted else None, what == _LOSS, parts) for what, k in suspects.items()
@@ -109,6 +114,8 @@ def _problem(value: _Value | None, weight: _Value | None, is_loss: bool, parts: 
             "tokens), and {cut}: that of each is divided by its own sum, and together they are a mean of means. "
             "Return sums and their weight, (sum, weight, metrics), for the result of the whole batch."
         )
+    if value.bent:
+        return ""
     if weight is not None and value.degree < weight.degree:
         return (
             "is a mean over examples, beside a weight that is a sum, and {cut}: what these add up to is divided by the "
@@ -126,7 +133,10 @@ def _problem(value: _Value | None, weight: _Value | None, is_loss: bool, parts: 
 
 
 def _guessed_degrees(objective: MicrobatchProgram) -> dict[TensorNumber, set[float]]:
-    """Return the degrees of the terms of values, as most losses and metrics end; nan where it is not plain to see."""
+    """Return the degrees of the terms of values, as most losses and metrics end.
+
+    It is nan where it is not plain to see, and infinite of a value that is one of its examples, as the largest is.
+    """
     graph = objective.graph
     degrees: dict[TensorNumber, set[float]] = {t: {math.nan} for t in objective.batch}
 
@@ -142,11 +152,13 @@ def _guessed_degrees(objective: MicrobatchProgram) -> dict[TensorNumber, set[flo
             here = {math.nan if adds_rows(last) else 1.0}
         elif op.name in LINEAR:
             here = set[float]().union(*read)
+        elif op.name in REDUCTIONS and read == [{math.nan}]:
+            here = {math.inf}
         elif op.name in SCALINGS and len(op.inputs) == 1:
             here = read[0]
             if here == {1.0} and adds_rows(last):
                 count = math.prod(graph.tensors[last.inputs[0]].shape[axis] for axis in last.params["axes"])
-                number = float(op.literals[0]) ** (1 if op.name == "div" else -1)
+                number = float(abs(op.literals[0])) ** (1 if op.name == "div" else -1)
                 here = {0.0 if math.isclose(count, number, rel_tol=1e-2) else 1.0}  # numbers in half precision
         degrees.update(dict.fromkeys(op.outputs, here))
     return degrees
@@ -172,7 +184,7 @@ def _values(objective: MicrobatchProgram) -> list[_Value | None]:
 
 def _degree(small: Array, large: Array) -> float:
     """Return the degree of a number from those of two programs, the second of twice as many examples."""
-    ratio = float(large / small) if np.ndim(small) == 0 and np.isfinite(small) and small else 1.0
+    ratio = float(abs(large / small)) if np.ndim(small) == 0 and np.isfinite(small) and small else 1.0
     return math.log2(ratio) if ratio > 0 else 0.0
 
 

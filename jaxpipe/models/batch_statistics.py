@@ -131,13 +131,12 @@ def _walk(graph: Graph, other: Graph, marks: _Marks, search: _Search) -> _Marks:
             search.similarities[op.path] = None
         if marks.statistic.isdisjoint(op.inputs) and not adds_examples(op, axes):
             continue
-        for t in op.outputs:
-            if search.guess or not axes(t):
-                marks.statistic.add(t)
-            if axes(t):
-                search.all[op.path] = None
-                search.trained.update({op.path: None} if depends and t not in marks.similar else {})
-                search.outside |= not depends and not op.path and is_differentiable(graph.tensors[t].aval)
+        marks.statistic.update(t for t in op.outputs if search.guess or not axes(t))
+        if examples := [t for t in op.outputs if axes(t)]:
+            search.all[op.path] = None
+            search.trained.update({op.path: None} if depends and not marks.similar.issuperset(examples) else {})
+            floats = any(is_differentiable(graph.tensors[t].aval) for t in examples)
+            search.outside |= floats and not depends and not op.path
     return marks
 
 

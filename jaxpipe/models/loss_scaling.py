@@ -72,23 +72,13 @@ def check_means(
     Args:
       name: of the function that returned it.
     """
-    parts, weighted = replicas * num_microbatches, objective.weighted
+    parts = replicas * num_microbatches
     if parts == 1:
         return ()
-    paths = jax.tree_util.tree_leaves_with_path(objective.tree.unflatten(range(objective.tree.num_leaves)))
-    results = {jax.tree_util.keystr(path): 2 + k for path, k in paths if not objective.summed[k]}
-    results |= {} if objective.metrics_only else {_LOSS: 0}
-    guessed = _guessed_degrees(objective)
-    suspects = {
-        what: k
-        for what, k in results.items()
-        if guessed.get(objective.results[k], set())
-        - ({float(weighted)} if what == _LOSS else {float(weighted), math.inf})
-    }
+    suspects = _suspects(objective)
     values = _values(objective) if suspects else [None] * len(objective.results)
-    problems = {
-        what: _problem(values[k], values[1] if weighted else None, what == _LOSS, parts) for what, k in suspects.items()
-    }
+    weight = values[1] if objective.weighted else None
+    problems = {what: _problem(values[k], weight, what == _LOSS, parts) for what, k in suspects.items()}
     statistics = likely_statistics(objective)
     if statistics.outside or "" in statistics.modules:
         statistics = find_statistics(objective)
@@ -102,6 +92,16 @@ def check_means(
     loss = values[0] if _LOSS in suspects else None
     bent = "normalization in the loss" if "" in statistics.modules else "" if loss is None else loss.bent
     return (_NOTE.format(bent),) if bent else ()
+
+
+def _suspects(objective: MicrobatchProgram) -> dict[str, int]:
+    """Return positions of results, by name, that may be no means, nor sums beside a weight."""
+    paths = jax.tree_util.tree_leaves_with_path(objective.tree.unflatten(range(objective.tree.num_leaves)))
+    results = {jax.tree_util.keystr(path): 2 + k for path, k in paths if not objective.summed[k]}
+    results |= {} if objective.metrics_only else {_LOSS: 0}
+    degrees, expected = _guessed_degrees(objective), {float(objective.weighted)}
+    guessed = {what: degrees.get(objective.results[k], set()) - expected for what, k in results.items()}
+    return {what: k for what, k in results.items() if guessed[what] - (set() if what == _LOSS else {math.inf})}
 
 
 def _problem(value: _Value | None, weight: _Value | None, is_loss: bool, parts: int) -> str:

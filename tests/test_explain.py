@@ -486,6 +486,20 @@ def test_a_budget_is_kept_as_the_line_is_written():
     assert plan.needed_bytes == shown.bytes <= int(written[1])
 
 
+def test_what_a_call_hands_back_as_it_is_need_not_be_donated():
+    @jax.jit
+    def inner(frozen, weights, x):
+        return frozen, weights - jax.grad(lambda w: jnp.tanh(x @ w @ frozen).sum())(weights)
+
+    def step(frozen, weights, x):
+        return inner(frozen, weights, x)
+
+    arguments = float_array(WIDTH, WIDTH), float_array(WIDTH, WIDTH), float_array(ROWS, WIDTH)
+    for function in (step, inner):
+        line = measure(jaxpipe.explain(function, *arguments), "donate").line
+        assert line.endswith("(step, donate_argnums=1)")
+
+
 def test_arguments_that_are_not_used_take_nothing():
     """JAX drops them from the program, so that the others have other numbers there."""
 

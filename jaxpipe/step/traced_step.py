@@ -15,9 +15,9 @@ import numpy as np
 from flax import nnx
 from jax.extend.core import ClosedJaxpr
 
-from jaxpipe import _compat
 from jaxpipe.array_types import PyTree
 from jaxpipe.errors import ModelError
+from jaxpipe.graph.graph import read_graph
 from jaxpipe.models.call_function import parameters_of
 from jaxpipe.models.purify_nnx import is_array
 from jaxpipe.step.budgeted_jit import BudgetedFunction
@@ -135,9 +135,9 @@ def trace_step(step: Any, args: Sequence[PyTree]) -> TracedStep:
     if leaves is None:  # in the structure of nnx.jit
         leaves = [_Leaf(path[1:], None, None) for path, _ in jax.tree_util.tree_leaves_with_path(traced.args_info)]
     roles = _roles(leaves, arrays, results)
-    program, _ = _compat.open_jaxpr(traced.jaxpr)
-    passed = set(map(id, program.invars)) & set(map(id, program.outvars))
-    unused = Counter(_shape_and_type(v.aval) for v in program.outvars if id(v) not in passed)
+    program = read_graph(traced.jaxpr, boundaries=False)
+    passed = set(program.inputs) & set(program.outputs)
+    unused = Counter(_shape_and_type(program.tensors[t].aval) for t in program.outputs if t not in passed)
     names = [parameter.name for parameter in parameters_of(step)]
     arguments = [
         Argument(
@@ -146,10 +146,10 @@ def trace_step(step: Any, args: Sequence[PyTree]) -> TracedStep:
             array=jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=getattr(leaf.value, "sharding", None)),
             role=role,
             donated=info.donated,
-            updated=role is not Role.BATCH and id(v) not in passed and _take(unused, _shape_and_type(info)),
+            updated=role is not Role.BATCH and t not in passed and _take(unused, _shape_and_type(info)),
             leaf=leaf.value,
         )
-        for leaf, info, role, v in zip(leaves, arrays, roles, program.invars, strict=True)
+        for leaf, info, role, t in zip(leaves, arrays, roles, program.inputs, strict=True)
     ]
     return TracedStep(traced, arguments)
 

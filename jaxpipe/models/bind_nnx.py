@@ -24,7 +24,7 @@ from jaxpipe.models.bound_model import BoundModel, Called, Model, UserFunction, 
 from jaxpipe.models.call_function import call_function
 from jaxpipe.models.check_batch import shape_of
 from jaxpipe.models.observed_calls import Observed, observed_calls, parameters_in
-from jaxpipe.models.purify_nnx import module_scopes
+from jaxpipe.models.purify_nnx import check_kinds, module_scopes
 from jaxpipe.models.variable_trees import Path, by_path, path_text, paths_of
 from jaxpipe.text.units import bytes_text
 from jaxpipe.text.value_text import listed
@@ -51,7 +51,7 @@ def check_factory(factory: Callable[..., nnx.Module]) -> None:
 
 def _warn_of_optimizers(model: nnx.Module) -> None:
     """Warn if a module holds the state of optimizers, which training in stages does not use."""
-    if kept := nnx.to_flat_state(nnx.state(model, nnx.OptState)):
+    if kept := nnx.to_flat_state(nnx.state(model, nnx.OptState, graph=True)):
         size = sum(math.prod(x.shape) * x.dtype.itemsize for _, variable in kept for x in jax.tree.leaves(variable))
         warnings.warn(
             f"The model {type(model).__name__} holds an optimizer: {len(kept)} variables of its state, as "
@@ -106,9 +106,10 @@ def key_shapes(streams: nnx.State) -> _KeyShapes:
 
 def bind_nnx(model: nnx.Module, factory: Callable[..., nnx.Module] | None) -> BoundModel:
     """Find a module's variables, as ``bind``; ``factory`` makes it with values, if it has none."""
-    model = nnx.clone(model)
+    model = nnx.clone(model, graph=True)
     nnx.pop(model, lambda _, x: isinstance(x, nnx.Intermediate) and isinstance(x.get_raw_value(), tuple))  # sown before
-    graphdef, params, streams, rest = nnx.split(model, nnx.Param, nnx.RngState, ...)
+    graphdef, params, streams, rest = nnx.split(model, nnx.Param, nnx.RngState, ..., graph=True)
+    check_kinds(nnx.merge_state(params, streams, rest), ("hijax", "ref"))
     _warn_of_optimizers(model)
     params_def, rest_def = jax.tree.structure(params), jax.tree.structure(rest)
     keys, shapes = key_shapes(streams), jax.tree.map(shape_of, streams)
@@ -126,7 +127,7 @@ def bind_nnx(model: nnx.Module, factory: Callable[..., nnx.Module] | None) -> Bo
         def run(graphdef: nnx.GraphDef, variables: nnx.State) -> tuple[Called, list[Path]]:
             make = functools.partial(nnx.merge, graphdef, variables, streams, copy=True)
             model, result, after, settings, writes = _call(function, batch, key, state, make)
-            structure, _, left = nnx.split(model, lambda path, _: tuple(map(str, path)) in random, ...)
+            structure, _, left = nnx.split(model, lambda path, _: tuple(map(str, path)) in random, ..., graph=True)
             kept = {path: x for path, x in after.items() if path not in random}
             return Called(result, kept, with_others(structure, left), writes), settings
 
@@ -190,7 +191,7 @@ def _call(
     left_behind = _settings(model)
     changed = [k for k in sorted({*settings, *left_behind}) if settings.get(k, []) != left_behind.get(k, [])]
     writes = observed.writes_parameters or any(parameters_in(model).get(p) is not x for p, x in parameters.items())
-    return model, result, by_path(left) | by_path(nnx.state(model)), changed, writes
+    return model, result, by_path(left) | by_path(nnx.state(model, graph=True)), changed, writes
 
 
 #: What is not compared: arrays, and what is looked at for itself.
@@ -201,7 +202,7 @@ def _settings(model: nnx.Module) -> dict[Path, object]:
     """Return the attributes of a module and of those in it by path, as they are now, without arrays."""
     return {
         (*map(str, path), name): _settled(value)
-        for path, module in nnx.iter_modules(model)
+        for path, module in nnx.iter_modules(model, graph=True)
         for name, value in vars(module).items()
         if not name.startswith("_pytree__")
     }

@@ -143,7 +143,7 @@ def _merge(merge: _Flax, observed: Observed, *args: Any, **kwargs: Any) -> PyTre
 
 def parameters_in(node: PyTree) -> dict[Path, nnx.Param]:
     """Return the parameters of a module, the variables themselves."""
-    return {tuple(map(str, path)): x for path, x in nnx.iter_graph(node) if isinstance(x, nnx.Param)}
+    return {tuple(map(str, path)): x for path, x in nnx.iter_graph(node, graph=True) if isinstance(x, nnx.Param)}
 
 
 @contextlib.contextmanager

@@ -74,7 +74,8 @@ def purify(function: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> 
     modules = tuple(x for _, x in given if is_node(x))
     alone = sum(map(is_module, modules)) == 1
     prefixes = [() if alone and is_module(x) else (_name(path),) for path, x in given if is_node(x)]
-    graphdef, state = nnx.split(modules)
+    graphdef, state = nnx.split(modules, graph=True)
+    check_kinds(state, ("hijax",))
     values, structure = by_path(state), jax.tree.structure(state)
     variables = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     parameters = [isinstance(x, nnx.Param) for x in variables for _ in jax.tree.leaves(x)]
@@ -85,12 +86,12 @@ def purify(function: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> 
         nonlocal finished
         old = jax.tree.unflatten(structure, leaves[:count])
         numbers = graphlib.IndexMap()
-        copies = graphlib.unflatten(graphdef, old, index_ref=numbers, copy_variables=True)
+        copies = graphlib.unflatten(graphdef, old, index_ref=numbers)
         rebuilt, rest = iter(copies), iter(leaves[count:])
         new_args, new_kwargs = fill([next(rebuilt if is_node(x) else rest) for _, x in given])
         with module_scopes(copies):
             output, give = part_results(function(*new_args, **new_kwargs))
-        is_same = nnx.graphdef(copies) == graphdef
+        is_same = nnx.graphdef(copies, graph=True) == graphdef
         origin = graphlib.RefMap.from_indexmap(numbers)
         new_graphdef, state = graphlib.flatten(copies, ref_outer_index=origin, graph=True)
         origins = [origin.get(x) for x in state.leaves]
@@ -152,6 +153,18 @@ def _check_target(function: object) -> None:
         raise ModelError(f"The class {function.__name__} was given as a function. Pass a module of it, or a function.")
     if not callable(function):
         raise ModelError(f"{shown(function)} was given as a function. Pass a function or an NNX module.")
+
+
+def check_kinds(state: nnx.State, kinds: Sequence[str]) -> None:
+    """Raise ``ModelError`` if NNX variables are of some kinds: ``"hijax"``, ``"ref"``."""
+    for path, variable in nnx.to_flat_state(state):
+        for kind in kinds:
+            if isinstance(variable, nnx.Variable) and variable.get_metadata().get(kind):
+                raise ModelError(
+                    f"The NNX variable {'.'.join(map(str, path))} was made with {kind}=True, so that it changes while "
+                    f"JAX runs, outside of the values that a program returns. Use nnx.vars_as(module, {kind}=False), "
+                    f"or leave {kind}=True out of the variable or nnx.var_defaults."
+                )
 
 
 def is_array(value: object) -> TypeGuard[Array]:
@@ -229,7 +242,7 @@ def module_scopes(modules: Sequence[Any]) -> Iterator[None]:
 
     For the time of the call their classes open the scopes. The modules have no others: some programs ask for them.
     """
-    members = [(path, module) for root in modules for path, module in nnx.iter_modules(root)]
+    members = [(path, module) for root in modules for path, module in nnx.iter_modules(root, graph=True)]
     scopes = {**_scopes.get(), **{id(module): tuple(map(str, path)) for path, module in members}}
     with holding(_scopes, scopes), _named(bool(scopes)), contextlib.ExitStack() as stack:
         for cls in dict.fromkeys(type(module) for _, module in members if callable(module)):

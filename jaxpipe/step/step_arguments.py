@@ -110,7 +110,7 @@ def flat_arguments(arguments: PyTree) -> FlatArguments:
     leaves, treedef = jax.tree.flatten(arguments, is_leaf=is_node)
     if not any(map(is_module, leaves)):  # then variables are trees
         leaves, treedef = jax.tree.flatten(arguments)
-    return FlatArguments(leaves, treedef, *nnx.split(tuple(filter(is_node, leaves))))
+    return FlatArguments(leaves, treedef, *nnx.split(tuple(filter(is_node, leaves)), graph=True))
 
 
 def changed(arguments: PyTree, change: Callable[[Any], Any]) -> PyTree:

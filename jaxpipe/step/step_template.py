@@ -118,7 +118,7 @@ def step_template(call: Call, met: dict[str, DecoratedProgram]) -> StepTemplate 
         others, modules = flat.filled(values)
         args, kwargs = with_static(static, others)
         results, structure = jax.tree.flatten(call.step(*args, **kwargs), is_leaf=is_module)
-        graphdef, state = nnx.split(modules)
+        graphdef, state = nnx.split(modules, graph=True)
         if graphdef != flat.graphdef or any(map(is_module, results)):
             raise CannotReplaceError
         return [*results, *jax.tree.leaves(state)]

@@ -123,7 +123,7 @@ def wrapped_modules(args: PyTree, blocks: type | None = None) -> Iterator[PyTree
         if blocks is None:
             object.__setattr__(root, "__class__", _encoded_class(type(root)))
             return
-        for path, module in list(nnx.iter_modules(root)):
+        for path, module in list(nnx.iter_modules(root, graph=True)):
             if path and type(module) is blocks:
                 object.__setattr__(module, "__class__", _remat_class(blocks))
 
@@ -170,7 +170,7 @@ def _modules(args: PyTree) -> list[Any]:
 
 
 def _callable_modules(root: Any) -> dict[tuple[Any, ...], Any]:
-    return {path: module for path, module in nnx.iter_modules(root) if callable(module)}
+    return {path: module for path, module in nnx.iter_modules(root, graph=True) if callable(module)}
 
 
 def _name_modules(called: CalledModules, root: Any) -> None:

@@ -17,7 +17,7 @@ X = jax.random.normal(jax.random.key(0), (16, 4))
 
 
 class Net(nnx.Module):
-    """What changes in a call: running statistics, counts of a stream, a variable of its own."""
+    """A network whose calls change running statistics, counts of a stream, and a variable of its own."""
 
     def __init__(self, rngs, **kind):
         self.first, self.last = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 2, rngs=rngs)
@@ -67,7 +67,7 @@ def arrays(tree):
 
 
 def assert_close(actual, expected):
-    """Of each array; XLA fuses programs otherwise than single operators, and decorated ones otherwise than others."""
+    """Compare arrays; XLA fuses a program otherwise than single operators, and a decorated one than a plain one."""
     for a, b in zip(actual, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 

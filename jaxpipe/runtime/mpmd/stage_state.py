@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe import _compat, multihost
 from jaxpipe.array_types import Array, ArrayLike, PyTree, Shaped
-from jaxpipe.errors import ModelError
 from jaxpipe.runtime import check_state, shard_batch
 from jaxpipe.runtime.mpmd.dispatch import Dispatch, Values
 from jaxpipe.runtime.mpmd.send_between_processes import of_member
@@ -151,13 +150,11 @@ def adopt(layout: StageLayout, state: TrainState) -> TrainState:
     """
     check_state.check_state(state)
     expected, fields = layout.abstract_state, ("parameters", "variables", "optimizer")
-    given = {field: _grouped(layout, field, getattr(state, field)) for field in fields}
-    for field, arrays in given.items():
-        _check(field, arrays, getattr(expected, field))
+    groups = {field: _grouped(layout, field, getattr(state, field)) for field in fields}
     check_key(state.key, expected.key)
-    _check("optimizer (shared)", state.shared, expected.shared)
-    new = replace(state, **given, residual=_residuals(state.residual, expected.residual), plan=expected.plan)
-    return jax.tree.map(lambda x, aval: jax.device_put(x.copy(), aval.sharding), new, expected)
+    given = replace(state, **groups, residual=_residuals(state.residual, expected.residual), plan=expected.plan)
+    fitted = check_state.fitted(given, expected, layout.state_names)
+    return jax.tree.map(lambda x, before: x.copy() if x is before else x, fitted, given)  # a step donates it
 
 
 def _grouped(layout: StageLayout, field: str, arrays: Sequence[ArrayLike]) -> tuple[ArrayLike, ...]:
@@ -189,16 +186,4 @@ def _residuals(given: Sequence[ArrayLike], expected: Sequence[Shaped]) -> tuple[
     if not given:
         return tuple(np.zeros(aval.shape, aval.dtype) for aval in expected)
     pairs = zip(given[: len(expected)], expected, strict=True)
-    return tuple(of_replicas(np.asarray(x), aval.shape[0]) for x, aval in pairs)
-
-
-def _check(name: str, given: Sequence[Shaped], expected: Sequence[Shaped]) -> None:
-    """Raise ``ModelError`` unless arrays have the shapes and dtypes that are expected."""
-    have, wanted = ([(tuple(x.shape), x.dtype) for x in arrays] for arrays in (given, expected))
-    if have != wanted:
-        pair = next(((a, b) for a, b in zip(have, wanted, strict=False) if a != b), (len(have), len(wanted)))
-        raise ModelError(
-            f"adopt: the state's {name} are {pair[0]} where this pipeline has {pair[1]}. A state moves between "
-            'pipelines of one model and one optimizer with runtime="mpmd"; for others, pass the state\'s variables to '
-            "init(key, variables=other.parameters(state)), or save and restore it."
-        )
+    return tuple(of_replicas(np.array(x), aval.shape[0]) for x, aval in pairs)

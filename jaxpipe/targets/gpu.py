@@ -9,7 +9,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpipe.targets.rates import OTHER, Rates, attained
+from jaxpipe.targets.rates import Rates, attained
 from jaxpipe.targets.target import Target
 
 
@@ -54,19 +54,9 @@ def _h100s(count: int) -> Mapping[str, Any]:
     return {"platform": "cuda", "target_config": _H100, "topology": f"1x1x{count}"}
 
 
-def _gpu(name: str, rates: Rates, gib: int | None = None, **others: Any) -> Target:
-    """Return a GPU; ``gib`` of its variant with the least memory."""
-    return Target(
-        name,
-        "gpu",
-        rates,
-        memory=None if gib is None else gib << 30,
-        **others,
-    )
-
-
 _nvidia = functools.partial(
-    _gpu,
+    Target,
+    platform="gpu",
     lowers_for="cuda",
     extra="cuda",
     compilers=("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"),
@@ -80,15 +70,15 @@ def _rates(flops: float, half_flops: float, element_flops: float, memory: float)
 
 
 GPUS = (
-    _nvidia("H200", _rates(494e12, 989e12, 67e12, 4.8e12), 141),
-    _nvidia("H100", _rates(494e12, 989e12, 67e12, 3.35e12), 80, topology=_h100s),
-    _nvidia("A100", _rates(156e12, 312e12, 19.5e12, 1.9e12), 40),
-    _nvidia("V100", _rates(15.7e12, 125e12, 15.7e12, 0.9e12), 16),
-    _nvidia("L40S", _rates(183e12, 362e12, 91.6e12, 0.864e12), 48),
-    _nvidia("L4", _rates(60e12, 121e12, 30.3e12, 0.3e12), 24),
-    _nvidia("T4", _rates(8.1e12, 65e12, 8.1e12, 0.32e12), 16),
-    _gpu("MI300X", _rates(163.4e12, 1307.4e12, 163.4e12, 5.3e12), 192, lowers_for="rocm"),
+    _nvidia("H200", rates=_rates(494e12, 989e12, 67e12, 4.8e12), memory=141 << 30),
+    _nvidia("H100", rates=_rates(494e12, 989e12, 67e12, 3.35e12), memory=80 << 30, topology=_h100s),
+    _nvidia("A100", rates=_rates(156e12, 312e12, 19.5e12, 1.9e12), memory=40 << 30),
+    _nvidia("V100", rates=_rates(15.7e12, 125e12, 15.7e12, 0.9e12), memory=16 << 30),
+    _nvidia("L40S", rates=_rates(183e12, 362e12, 91.6e12, 0.864e12), memory=48 << 30),
+    _nvidia("L4", rates=_rates(60e12, 121e12, 30.3e12, 0.3e12), memory=24 << 30),
+    _nvidia("T4", rates=_rates(8.1e12, 65e12, 8.1e12, 0.32e12), memory=16 << 30),
+    Target("MI300X", "gpu", _rates(163.4e12, 1307.4e12, 163.4e12, 5.3e12), memory=192 << 30, lowers_for="rocm"),
 )
 
 #: Any other GPU.
-GPU = _nvidia("gpu", OTHER)
+GPU = _nvidia("gpu")

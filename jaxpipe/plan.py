@@ -97,7 +97,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class BalanceRound:
-    """One round of cutting a program and choosing its stages' storage (``jaxpipe.planning.balance_stages``).
+    """One round of cutting a program and choosing its stages' storage (``jaxpipe.planning.budget_search``).
 
     Attributes:
       cuts: the first operator of each stage but the first.

@@ -1,11 +1,13 @@
 """The plan with the shortest step within a budget: the candidate first, then the level of what its stages store.
 
-    candidates ──about what storage adds──▶ the most promising, cut again where that balances it
+    candidates ──about what storage adds──▶ the most promising, and cut again for the budget
          level ──predicted bytes──▶ a level within the budget ──compiled bytes──▶ the plan
-                no level is within, or it takes long ──▶ candidates cut for memory
+                no level is within ──▶ cut again for less
+                no level is within, or it takes long ──▶ candidates whose cuts level the bytes of devices
                 no level is within ──▶ small levels of all candidates, and what the least of them needs
 
-Levels and candidates do not depend on the budget: whoever asks for what an error has offered gets a plan that runs.
+Levels, and candidates that level bytes, do not depend on the budget: whoever asks for what an error has offered gets a
+plan that runs.
 """
 
 # More than 15 of our modules: candidates, their levels and what these need come together here.
@@ -20,13 +22,14 @@ from functools import cached_property
 from jaxpipe import multihost
 from jaxpipe.errors import JaxpipeError, JaxpipeWarning
 from jaxpipe.models import check_batch
-from jaxpipe.planning.balance_stages import MOST_ROUNDS, WORTH_A_CUT, balanced, round_of
+from jaxpipe.plan import BalanceRound
 from jaxpipe.planning.bracket_search import MOST_COMPILED, next_place, straight_lines
-from jaxpipe.planning.candidate import Candidate, PlannedStep, build_candidate
-from jaxpipe.planning.list_candidates import cut_again, cut_for_memory, leanest, list_candidates, price
+from jaxpipe.planning.candidate import Candidate, Cut, PlannedStep, build_candidate
+from jaxpipe.planning.cuts.placed_stages import stage_speeds
+from jaxpipe.planning.list_candidates import cut_for_memory, leanest, list_candidates, price
 from jaxpipe.planning.storage.program_front import reruns_products
 from jaxpipe.planning.storage.solving import Solving
-from jaxpipe.planning.storage.stage_levels import StageLevels, stage_levels
+from jaxpipe.planning.storage.stage_levels import StageLevels, Ways, stage_levels
 from jaxpipe.planning.trace_request import trace_request
 from jaxpipe.runtime.stages import Program
 from jaxpipe.text.progress import phase, tell
@@ -45,8 +48,18 @@ SOLVER_SHARE, LEAST_SECONDS = 6, 2.0
 #: The places of small levels: shares of the way from default storage to the lowest.
 SMALL_LEVELS = (1.0, 0.9, 0.75, 0.5, 0.0)
 
+#: The share of a step by which storage must have made it longer, or no other cut can make it much shorter.
+WORTH_A_CUT = 0.02
+
+#: How often a program is cut again at most.
+MOST_ROUNDS = 3
+
 #: By what share estimates and predictions may be wrong where they speak against a level.
 INEXACT = 0.1
+
+
+#: For how many budgets other cuts are looked for at most, each smaller by what the last were over.
+MOST_TARGETS = 3
 
 
 class LevelPlans:
@@ -102,6 +115,10 @@ class LevelSearch:
         within = [plan for plan in self._plans.known.values() if plan.needed_bytes <= budget]
         return min(within, key=lambda plan: (plan.plan.step_seconds, plan.needed_bytes), default=None)
 
+    def lacks(self, budget: int) -> int:
+        """Return the bytes by which the smallest of all plans so far is over a budget."""
+        return min((plan.needed_bytes - budget for plan in self._plans.known.values()), default=budget)
+
     def small(self, budget: int) -> PlannedStep:
         """Return the first small level within a budget, or else the one that needs least."""
         default, lowest = self.levels.default_place, self.levels.lowest_place
@@ -129,20 +146,56 @@ class BudgetSearch:
         self._solving = Solving(options.solver, limit)
         self._searches: dict[Candidate, LevelSearch] = {}
         self._levels: dict[Candidate, StageLevels] = {}
+        self._built = {(x.traced, x.schedule, x.cut.partition.cuts): x for x in candidates}
         self._wrong: tuple[int, ...] | None = None
         self._compiled: dict[Program, PlannedStep] = {}
 
     @phase("storage")
     def shortest(self, budget: int) -> PlannedStep:
         """Return the plan with the shortest step that is found for a budget; the smallest, if none is within."""
-        best = self._best(self.candidates, None, budget)
-        if best is None or best.plan.step_seconds > (1 + WORTH_A_CUT) * best.candidate.seconds:
-            best = self._best(self._for_memory, best, budget)
-        return best or self._small(budget)
+        target, best, rounds = budget, None, list[PlannedStep]()
+        for _ in range(MOST_TARGETS):
+            expected = [self._expected(candidate, target) for candidate in self.candidates]
+            lean = min(expected, key=lambda x: (max(target, self._estimated(x.candidate).least), _price(x)))
+            starts = dict.fromkeys((min(expected, key=_price).candidate, lean.candidate))
+            rounds = [x for start in starts for x in self._rounds(start, target, self._ways)]
+            rounds = [x for x in rounds if self._estimated(x.candidate).least <= (1 + INEXACT) * target]
+            best = self._best([*self.candidates, *(planned.candidate for planned in rounds)], None, budget)
+            if best is not None:
+                break
+            target -= min(search.lacks(budget) for search in self._searches.values())
+        if best is not None and best.candidate not in self.candidates:
+            best = self._best(self._with_cuts_of(best.candidate), best, budget)
+        elif best is None or best.plan.step_seconds > (1 + WORTH_A_CUT) * best.candidate.seconds:
+            best = self._best(self._level, best, budget)
+        if best is None:
+            return self._small(budget)
+        last, others = _round_of(best), map(_round_of, rounds)
+        longer = (x for x in others if x.cuts != last.cuts and x.step_seconds > last.step_seconds)
+        return replace(best, plan=replace(best.plan, rounds=(*longer, last)))
+
+    def _rounds(self, candidate: Candidate, budget: int, ways_of: Callable[[Candidate], Ways]) -> list[PlannedStep]:
+        """Return about the plans of a candidate, and of others with cuts that balance it within a budget.
+
+        What stages may store, and what that adds to their work, counts when a program is cut again.
+        """
+        plans, short_enough = [self._expected(candidate, budget)], (1 + WORTH_A_CUT) * candidate.seconds
+        for _ in range(MOST_ROUNDS):
+            short = [x.candidate for x in plans if x.plan.step_seconds <= short_enough]
+            if any(self._estimated(x).least <= budget for x in short):
+                break
+            again = plans[-1].candidate
+            with contextlib.suppress(JaxpipeError):  # stages that change state out of a table's order
+                again = self._with_cut(cut_for_memory(again, ways_of(again), budget), again)
+            if any(again is plan.candidate for plan in plans):
+                break
+            tell(f"Cut again at {again.cut.partition.cuts[:-1]}, round {len(plans) + 1}")
+            plans.append(self._expected(again, budget))
+        return plans
 
     @cached_property
-    def _for_memory(self) -> list[Candidate]:
-        """The candidates with one stage on each of all devices, cut so that the fullest device needs least.
+    def _level(self) -> list[Candidate]:
+        """The candidates with one stage on each of all devices, cut so that by default the fullest needs least.
 
         They are the same for all budgets, so estimates are those of before anything was traced.
         """
@@ -150,29 +203,30 @@ class BudgetSearch:
         straight = [x for x in self.candidates if len(x.program.stages) == most]
         if not straight:
             return []
-        first = lean = min(straight, key=self._default_need)
-        with contextlib.suppress(JaxpipeError):  # stages that change state out of a table's order
-            for _ in range(MOST_ROUNDS):
-                cut = cut_for_memory(lean, self._levels_of(lean).default_bytes)
-                again = lean if cut is None else build_candidate(cut, lean.schedule, lean.maker)
-                if self._default_need(again) >= self._default_need(lean):
-                    break
-                lean = again
-        alike = [x for x in straight if lean is not first and x.cut.replicas == lean.cut.replicas]
-        return [build_candidate(lean.cut, x.schedule, x.maker) for x in alike]
+        rounds = self._rounds(min(straight, key=self._default_need), 0, lambda x: self._levels_of(x).ways[:1])
+        lean = min((planned.candidate for planned in rounds), key=self._default_need)
+        return [lean, *self._with_cuts_of(lean)]
 
     def _default_need(self, candidate: Candidate) -> float:
         return max(self._levels_of(candidate).default_bytes)
 
+    def _with_cuts_of(self, candidate: Candidate) -> list[Candidate]:
+        """Return a candidate for each other schedule of stages on as many devices, with the cuts of one."""
+        alike = (x for x in self.candidates if x.traced is candidate.traced and x.schedule != candidate.schedule)
+        return [self._with_cut(candidate.cut, x) for x in alike if x.cut.replicas == candidate.cut.replicas]
+
+    def _with_cut(self, cut: Cut, like: Candidate) -> Candidate:
+        """Return the candidate with some cuts and the schedule of another, the same for the same cuts."""
+        key = cut.traced, like.schedule, cut.partition.cuts
+        if key not in self._built:
+            self._built[key] = build_candidate(cut, like.schedule, like.maker)
+        return self._built[key]
+
     def _best(self, candidates: Sequence[Candidate], best: PlannedStep | None, budget: int) -> PlannedStep | None:
         """Return the best plan within a budget of some candidates, and of a plan that is known."""
-        waiting = list(candidates)
+        waiting = list(dict.fromkeys(candidates))
         while (expected := self._most_promising(waiting, best, budget)) is not None:
-            first = candidates is self.candidates and len(waiting) == len(candidates)
-            candidate = expected.candidate
-            waiting.remove(candidate)
-            if first:  # cuts that balance it may make its step shorter
-                expected = balanced(expected, lambda x, of=candidate: self._expected(cut_again(of, x), budget))
+            waiting.remove(expected.candidate)
             planned = self._search(expected.candidate).fastest(budget)
             if planned is None:
                 name = expected.candidate.program.schedule.name
@@ -181,9 +235,7 @@ class BudgetSearch:
             if not self._compiles:
                 self._log.append(f"{_described(planned)} predicted, for {bytes_text(budget)}")
             if best is None or _price(planned) < _price(best):
-                last = round_of(planned)  # of the same cuts as one of the rounds, whose storage was about right
-                rounds = tuple(last if x.cuts == last.cuts else x for x in expected.plan.rounds)
-                best = replace(planned, plan=replace(planned.plan, rounds=rounds))
+                best = planned
         return best
 
     def more_microbatches(self, budget: int) -> PlannedStep | None:
@@ -242,7 +294,7 @@ class BudgetSearch:
 
     def _small(self, budget: int) -> PlannedStep:
         """Return the smallest plan of all candidates, or the fastest of the first that is within a budget."""
-        candidates = [*self.candidates, *self._for_memory]
+        candidates = dict.fromkeys([*self.candidates, *self._level])
         least = {candidate: self._estimated(candidate).least for candidate in candidates}
         plans: list[PlannedStep] = []
         for candidate in sorted(candidates, key=least.__getitem__):
@@ -257,6 +309,8 @@ class BudgetSearch:
     def _search(self, candidate: Candidate) -> LevelSearch:
         """Return the levels of a candidate, with what its devices need besides what their stages store."""
         if candidate not in self._searches:
+            if candidate is not self.candidates[0]:
+                self._search(self.candidates[0])  # estimates are as wrong for every budget
             besides = self._estimated(candidate).besides_of(candidate.default.needs)
             self._wrong = self._wrong or tuple(map(operator.sub, besides, candidate.held_bytes))
             levels = replace(self._estimated(candidate), besides=besides)
@@ -272,6 +326,11 @@ class BudgetSearch:
         if self._wrong is None or len(self._wrong) != candidate.program.num_devices:
             return levels
         return replace(levels, besides=tuple(map(operator.add, candidate.held_bytes, self._wrong)))
+
+    def _ways(self, candidate: Candidate) -> Ways:
+        """Return what storage makes of stages, by estimates for which calls were traced."""
+        self._search(self.candidates[0])
+        return self._estimated(candidate).ways
 
     def _levels_of(self, candidate: Candidate) -> StageLevels:
         """Return the levels of a candidate, estimated as if nothing had been traced."""
@@ -296,3 +355,10 @@ def _price(planned: PlannedStep) -> float:
 def _described(planned: PlannedStep) -> str:
     plan = planned.plan
     return f"{plan.schedule}: step {seconds_text(plan.step_seconds)}, {bytes_text(plan.predicted_bytes)}"
+
+
+def _round_of(planned: PlannedStep) -> BalanceRound:
+    plan, speeds = planned.plan, stage_speeds(planned.partition)
+    stages = zip(plan.stages, plan.stage_replicas.per_stage, speeds, strict=True)
+    seconds = [(stage.forward_seconds + stage.backward_seconds) / (width * speed) for stage, width, speed in stages]
+    return BalanceRound(planned.partition.cuts[:-1], tuple(seconds), plan.step_seconds)

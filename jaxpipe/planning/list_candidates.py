@@ -21,9 +21,10 @@ from jaxpipe.graph.operator_order import allowed_cuts
 from jaxpipe.graph.primitives import CHECKPOINTS
 from jaxpipe.plan import idle_stages
 from jaxpipe.planning.candidate import Candidate, Cut, build_candidate
-from jaxpipe.planning.cuts.balance_chain import balanced, levelled
+from jaxpipe.planning.cuts.balance_chain import balanced
 from jaxpipe.planning.cuts.partition_layers import partition_layers
 from jaxpipe.planning.cuts.placed_stages import Partition, on_devices, plan_bound, stage_work
+from jaxpipe.planning.cuts.shortest_step import cut_within
 from jaxpipe.planning.describe_plan import least_seconds, stage_search_arguments
 from jaxpipe.planning.dispatch_timeline import Dispatching, dispatched_timeline, host_seconds
 from jaxpipe.planning.trace_request import Traced
@@ -126,26 +127,13 @@ def on_fewer_devices(candidates: Sequence[Candidate]) -> list[Candidate]:
     return []
 
 
-def cut_again(candidate: Candidate, charged: Profile) -> Candidate:
-    """Return a candidate with the same schedule and another cut, for a profile with what storage adds."""
-    counts, traced = candidate.program.stage_replicas, candidate.traced
-    replicate = False if counts.is_single else counts.per_stage
-    partitions = place_stages(traced, charged, replicate, candidate.schedule.num_chunks)
-    partition = partitions[best_placed(candidate.schedule, partitions)]
-    bound = candidate.partition.lower_bound_seconds
-    partition = replace(partition, profile=traced.profile, lower_bound_seconds=bound)
-    return build_candidate(Cut(traced, partition), candidate.schedule, candidate.maker)
-
-
-def cut_for_memory(candidate: Candidate, needs: Sequence[float]) -> Cut | None:
-    """Return other cuts with which the fullest device needs least, from what each needs now; None if these do."""
-    traced, before, program = candidate.traced, candidate.cut.partition, candidate.program
+def cut_for_memory(candidate: Candidate, ways: Sequence[Sequence[tuple[float, float]]], budget: float) -> Cut:
+    """Return other cuts of a candidate with which its step is short within a budget, by what storage makes of it."""
+    traced, program = candidate.traced, candidate.program
     copies = sum(candidate.held_bytes) / max(1.0, sum(traced.profile.parameter_bytes))
-    by_stage = [needs[program.device(s)] for s in program.stage_numbers]
-    partition = levelled(before, [program.in_flight(s) for s in program.stage_numbers], copies, by_stage)
-    if [stage.operators for stage in partition.stages] == [stage.operators for stage in before.stages]:
-        return None
-    return Cut(traced, partition)
+    in_flight = [program.in_flight(s) for s in program.stage_numbers]
+    partitions = cut_within(candidate.cut.partition, in_flight, copies, ways, budget)
+    return Cut(traced, partitions[best_placed(candidate.schedule, partitions)])
 
 
 def _candidates(traced: Traced, replicate: bool | tuple[int, ...]) -> list[Candidate]:

@@ -34,29 +34,27 @@ def least_number(low: float, high: float, suffices: Callable[[float], bool], pre
 
 
 class Chain:
-    """The cuts of a chain, and the devices of its stages."""
+    """The cuts of a chain, and the devices of its stages, each of which may take one of several ways to store."""
 
     def __init__(self, space: CutSpace, model: CostModel, layout: Layout):
-        """Nothing is cut yet; ``holds`` are by stage the bytes of all operators before each cut."""
+        """Nothing is cut yet; ``ways`` are the seconds of all operators before each cut, and by stage their bytes."""
         self.space, self.model, self.layout = space, model, layout
-        self.work: list[float] = space.seconds.tolist()
         self.wanted: list[int] = np.flatnonzero(space.wanted).tolist()
         self.rates: list[float] = model.rates(layout).tolist()
-        self.holds = [model.memory_bytes(space.residuals, space.parameters, n) for n in model.in_flight(layout)]
+        self.ways = [(space.seconds + added, held) for added, held in model.ways(space, layout)]
         self.memory = model.room(layout)
 
     def within(self, limit: float, memory: Sequence[float] | None = None) -> list[int] | None:
         """Return cuts that make each stage as long as a limit and the memory allow; None if no cuts keep them."""
         memory = self.memory if memory is None else memory
-        cuts, last = [0], len(self.work) - 1
+        cuts, last = [0], len(self.space.seconds) - 1
         for s, rate in enumerate(self.rates):
-            cut = cuts[-1]
-            end = bisect_right(self.work, self.work[cut] + limit * rate) - 1
-            if memory[s] < math.inf:
-                held = self.holds[s]
-                end = min(end, int(np.searchsorted(held, held[cut] + memory[s], "right")) - 1)
-            end = min(end, last - (len(self.rates) - 1 - s))
-            end = min([end, *(k for k in self.wanted if k > cut)])
+            cut, room = cuts[-1], memory[s]
+            end = max(
+                min(bisect_right(work, work[cut] + limit * rate), bisect_right(held[s], held[s][cut] + room))
+                for work, held in self.ways
+            )
+            end = min([end - 1, last - (len(self.rates) - 1 - s), *(k for k in self.wanted if k > cut)])
             if end <= cut:
                 return None
             cuts.append(end)
@@ -64,12 +62,13 @@ class Chain:
 
     def least(self) -> float:
         """Return the least limit, to ``PRECISION``; infinite if there are no cuts within the memory."""
-        low, high = (self.work[-1] / rate for rate in (sum(self.rates), min(self.rates)))
+        low = min(work[-1] for work, _ in self.ways) / sum(self.rates)
+        high = max(work[-1] for work, _ in self.ways) / min(self.rates)
         return least_number(low * (1 - PRECISION), high * (1 + PRECISION), lambda x: self.within(x) is not None)
 
     def least_memory(self) -> float:
         """Return the bytes of equal devices that hold some cuts; infinite if there are too few cuts."""
-        most, count = max(float(held[-1]) for held in self.holds), len(self.rates)
+        most, count = max(float(held[-1]) for _, holds in self.ways for held in holds), len(self.rates)
         return least_number(EXACT * most, most, lambda x: self.within(math.inf, [x] * count) is not None, EXACT)
 
     def lightest(self, limit: float) -> list[int] | None:
@@ -77,22 +76,28 @@ class Chain:
         latest = self.within(limit)
         if latest is None:
             return None
-        space, count, last = self.space, len(self.rates), len(self.work) - 1
+        space, count, last = self.space, len(self.rates), len(self.space.seconds) - 1
         earliest = [last] * (count + 1)
         for s in range(count - 1, -1, -1):
-            behind = earliest[s + 1]
-            first = bisect_left(self.work, self.work[behind] - limit * self.rates[s])
-            held = self.holds[s]
-            first = max(first, int(np.searchsorted(held, held[behind] - self.memory[s])))
+            behind, longest, room = earliest[s + 1], limit * self.rates[s], self.memory[s]
+            first = min(
+                max(bisect_left(work, work[behind] - longest), bisect_left(held[s], held[s][behind] - room))
+                for work, held in self.ways
+            )
             first = max([first, *(k for k in self.wanted if k < behind)])
             earliest[s] = min(max(first, s), latest[s])
         places = [self._places(*ends) for ends in zip(earliest, latest, strict=True)]
         values, chosen = np.zeros(1), []
-        work, scale = space.seconds, UNEQUAL * max(float(space.crossing.mean()), 1.0)
+        scale = UNEQUAL * max(float(space.crossing.mean()), 1.0)
         for s, (before, behind) in enumerate(itertools.pairwise(places)):
-            share = (work[behind, None] - work[before]) / (limit * self.rates[s])
+            loads = [
+                np.where(
+                    held[s][behind, None] - held[s][before] <= self.memory[s], work[behind, None] - work[before], np.inf
+                )
+                for work, held in self.ways
+            ]
+            share = np.min(loads, axis=0) / (limit * self.rates[s])
             possible = (share <= 1 + PRECISION) & space.is_stage(before[:, None], behind).T
-            possible &= self.holds[s][behind, None] - self.holds[s][before] <= self.memory[s]
             total = np.where(possible, values + scale * share**2, np.inf)
             chosen.append(total.argmin(1))
             values = total.min(1)
@@ -120,41 +125,7 @@ class Chain:
 
 def balanced(partition: Partition) -> Partition:
     """Return the same operators in the same order on the same devices, cut so that the longest stage is shortest."""
-    cut = _cut_again(partition, _chain_of(partition))
-    return partition if cut is None else replace(cut, ties=1)
-
-
-def levelled(partition: Partition, in_flight: Sequence[int], copies: float, needs: Sequence[float]) -> Partition:
-    """Return the same operators in the same order on the same devices, cut so that the fullest device needs least.
-
-    Operators need their residuals and parameters, in proportion to what the stage that has them now needs in all.
-
-    Args:
-      partition: some cuts, with devices.
-      in_flight: by stage, the micro-batches whose residuals it keeps.
-      copies: how many times the bytes of its parameters it keeps.
-      needs: by stage, the bytes that its devices need.
-    """
-    chain = _chain_of(partition)
-    space = chain.space
-    rows = [np.diff(n * space.residuals + copies * space.parameters) for n in in_flight]
-    scale = np.ones(len(space.seconds) - 1)
-    for row, stage, needed in zip(rows, partition.stages, needs, strict=True):
-        here = slice(stage.operators.start, stage.operators.stop)
-        scale[here] = needed / max(row[here].sum(), 1.0)
-    chain.holds = [np.concatenate([[0.0], np.cumsum(scale * row)]) for row in rows]
-    least = chain.least_memory() * LOOSER
-    chain.memory = [min(least, room) for room in chain.memory]
-    chain.model = replace(chain.model, memory=())  # which has other estimates of what stages hold
-    return _cut_again(partition, chain) or partition
-
-
-def _chain_of(partition: Partition) -> Chain:
-    space = cut_space(partition.profile, reorder=False, starts=partition.starts)
-    return Chain(space, model_of(partition), tuple(stage.devices for stage in partition.stages))
-
-
-def _cut_again(partition: Partition, chain: Chain) -> Partition | None:
-    """Return a partition with other cuts of its chain, balanced within the memory; None if there are none."""
+    space, model = cut_space(partition.profile, reorder=False, starts=partition.starts), model_of(partition)
+    chain = Chain(space, model, tuple(stage.devices for stage in partition.stages))
     cuts = chain.lightest(max(chain.least() * LOOSER, 1e-300))
-    return None if cuts is None else cut_at(partition, chain.model, chain.space, np.array(cuts), chain.layout)
+    return partition if cuts is None else replace(cut_at(partition, model, space, np.array(cuts), chain.layout), ties=1)

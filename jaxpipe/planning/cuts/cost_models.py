@@ -23,6 +23,8 @@ from jaxpipe.planning.dispatch_timeline import CALL_SECONDS, SEND_SECONDS
 Layout = tuple[tuple[int, ...], ...]
 #: Rows of cuts ``[plans, stages + 1]`` with the devices of their stages.
 Plans = tuple[np.ndarray, Layout]
+#: A way to store: the seconds that it adds, and by stage the bytes on each device, of all operators before each cut.
+Way = tuple[np.ndarray, Sequence[np.ndarray]]
 #: How many plans are priced at a time, those with the least bounds first.
 PRICED_AT_ONCE = 32
 
@@ -79,6 +81,11 @@ class CostModel(ABC):
     def fits(self, space: CutSpace, cuts: np.ndarray, layout: Layout) -> np.ndarray:
         """Return whether all stages of each row of cuts have the memory they need."""
         return np.all(self.stage_bytes(space, cuts, layout) <= self.room(layout), axis=1)
+
+    def ways(self, space: CutSpace, layout: Layout) -> Sequence[Way]:
+        """Return the ways in which stages may store what they need: one, unless a model knows others."""
+        holds = [self.memory_bytes(space.residuals, space.parameters, n) for n in self.in_flight(layout)]
+        return ((np.zeros(len(space.crossing)), holds),)
 
     def room(self, layout: Sequence[Sequence[int]]) -> list[float]:
         """Return the bytes that every device of each stage has."""
@@ -239,6 +246,10 @@ class Synchronous(CostModel):
             return cuts
         return cuts[self._timelines(space, cuts, layout).bounds().argsort(kind="stable")[:most]]
 
+    def added(self, space: CutSpace, cuts: np.ndarray, layout: Layout) -> np.ndarray:
+        """Return the seconds that storage adds to each stage of each row of cuts; infinite where it does not fit."""
+        return np.where(self.fits(space, cuts, layout)[:, None], 0.0, np.inf)
+
     def _timelines(self, space: CutSpace, cuts: np.ndarray, layout: Layout) -> Timelines:
         sizes = np.array([len(devices) for devices in layout])
         together = math.lcm(*sizes.tolist())  # micro-batches of a round
@@ -256,7 +267,9 @@ class Synchronous(CostModel):
             if len(devices) > 1:
                 link = self.network.slowest_link(devices)
                 besides = np.maximum(besides, link.all_reduce_seconds(parameters[:, k], len(devices)))
-        besides = np.where(self.fits(space, cuts, layout), besides, np.inf)
+        added = self.added(space, cuts, layout)
+        besides = np.where(np.isfinite(added).all(1), besides, np.inf)
+        backward += np.where(np.isfinite(added), added, 0.0) / rates
         ways = np.full((len(cuts), len(layout) - 1), SEND_SECONDS)
         for k, (before, behind) in enumerate(itertools.pairwise(layout)):
             ways[:, k] += self.transfer_seconds(space.crossing[cuts[:, k + 1]], before, behind)
@@ -268,3 +281,20 @@ class Synchronous(CostModel):
     def in_flight(self, layout: Sequence[Sequence[int]]) -> list[int]:
         pairs = zip(super().in_flight(layout), layout, strict=True)
         return [min(count, math.ceil(self.m / len(devices))) for count, devices in pairs]
+
+
+@dataclass(frozen=True, eq=False)
+class Stored(Synchronous):
+    """A whole step, too, of stages that store in the fastest of some ways that is within their memory."""
+
+    known: Sequence[Way] = ()
+
+    def ways(self, space: CutSpace, layout: Layout) -> Sequence[Way]:
+        return self.known
+
+    def added(self, space: CutSpace, cuts: np.ndarray, layout: Layout) -> np.ndarray:
+        stages, behind, before, added = np.arange(len(layout)), cuts[:, 1:], cuts[:, :-1], []
+        for seconds, holds in self.known:
+            held = np.array(holds)[stages, behind] - np.array(holds)[stages, before]
+            added.append(np.where(held <= self.room(layout), seconds[behind] - seconds[before], np.inf))
+        return np.min(added, axis=0)

@@ -85,6 +85,11 @@ class Partition(Printed):
         """Return how many times the lower bound this is; 1 is proven to be the best."""
         return self.bottleneck_seconds / self.lower_bound_seconds if self.lower_bound_seconds else 1.0
 
+    @property
+    def cuts(self) -> tuple[Count, ...]:
+        """Return where stages end in the order."""
+        return tuple(stage.operators.stop for stage in self.stages)
+
     def to_json(self) -> str:
         """The partition with all that it was made from, as JSON."""
         data = asdict(self)

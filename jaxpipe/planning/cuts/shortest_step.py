@@ -7,16 +7,18 @@ ones. For each the cuts are balanced, then shifted while the step gets shorter.
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from jaxpipe.costs.network import Network
 from jaxpipe.planning.cuts import device_orders
-from jaxpipe.planning.cuts.balance_chain import Chain
+from jaxpipe.planning.cuts.balance_chain import PRECISION, Chain
 from jaxpipe.planning.cuts.choose_plan import Found, chosen
-from jaxpipe.planning.cuts.cost_models import CostModel, Layout, Plans, Synchronous
-from jaxpipe.planning.cuts.cut_space import CutSpace
+from jaxpipe.planning.cuts.cost_models import CostModel, Layout, Plans, Stored, Synchronous, Way
+from jaxpipe.planning.cuts.cut_space import CutSpace, cut_space
 from jaxpipe.planning.cuts.layouts import Limits, along, numbers_of_devices
+from jaxpipe.planning.cuts.placed_stages import Partition, cut_at, model_of
 
 
 #: How many layouts are priced with balanced cuts, and for how many of the best cuts are searched.
@@ -178,3 +180,50 @@ def least_memory(space: CutSpace, model: CostModel, limits: Limits) -> float:
     """Return the least memory of equal devices for which a layout was found that fits."""
     layouts = _likely(space, model, tuple(range(model.network.num_devices)), limits, MOST_LAYOUTS)
     return min((Chain(space, model, layout).least_memory() for layout in layouts), default=math.inf)
+
+
+def cut_within(
+    partition: Partition,
+    in_flight: Sequence[int],
+    copies: float,
+    ways: Sequence[Sequence[tuple[float, float]]],
+    memory: float,
+) -> list[Partition]:
+    """Return the same operators in the same order on the same devices, cut so that the step is short within a memory.
+
+    The second answer is balanced whatever the step's beginning and end take.
+
+    Each stage stores in one of some ways, so that no device needs more than the memory, or about as little as can be
+    where that is too little. Operators need their residuals and parameters, and take their seconds, in proportion to
+    what the stage that has them now needs and takes in all.
+
+    Args:
+      partition: some cuts, with devices.
+      in_flight: by stage, the micro-batches whose residuals it keeps.
+      copies: how many times the bytes of its parameters it keeps.
+      ways: for each way to store the bytes that the devices of each stage need, and the seconds that are added.
+      memory: the bytes of each device.
+    """
+    model, space = model_of(partition), cut_space(partition.profile, reorder=False, starts=partition.starts)
+    layout = tuple(stage.devices for stage in partition.stages)
+    rows = [np.diff(n * space.residuals + copies * space.parameters) for n in in_flight]
+    cuts, work = np.array([0, *(space.first[cut - 1] for cut in partition.cuts)]), np.diff(space.seconds)
+    seconds = np.add.reduceat(work, cuts[:-1])
+    sizes = [row[a:b].sum() for row, (a, b) in zip(rows, itertools.pairwise(cuts), strict=True)]
+    known: list[Way] = []
+    for way in ways:
+        bytes_of, added = (np.repeat(x, np.diff(cuts)) for x in np.array(way).T / np.maximum([sizes, seconds], 1e-300))
+        known.append((_sums(added * work), [_sums(bytes_of * row) for row in rows]))
+    stored = Stored(model.network, model.num_microbatches, frozen=model.frozen, known=known)
+    least = Chain(space, stored, layout).least_memory() * (1 + PRECISION)
+    rooms = model.memory or (math.inf,) * model.network.num_devices
+    stored = replace(stored, memory=tuple(min(max(least, memory), room) for room in rooms))
+    best = chosen(space, stored, list(_searched(space, stored, cuts[None], layout)), 0.0, "given devices")
+    chain = Chain(space, stored, layout)
+    rows = [best and best.cuts, chain.lightest(chain.least() * LOOSER[1])]
+    model = replace(model, memory=())
+    return [cut_at(partition, model, space, np.array(row), layout) for row in rows if row is not None] or [partition]
+
+
+def _sums(values: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0.0], np.cumsum(values)])

@@ -38,6 +38,12 @@ ROOMS = 64
 #: Levels below that, for devices that are estimated to need more than they do, and for swaps.
 LOW_ROOMS = 16
 
+#: Ways to store for other cuts: shares of the way from default storage to the smallest that is found without a solver.
+WAYS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+#: By way and stage the bytes that its device needs, and the seconds that are added to a micro-batch.
+Ways = list[list[tuple[float, float]]]
+
 #: Bytes by which a room may be too small because of rounding.
 ROUNDING = 1e-3
 
@@ -150,6 +156,18 @@ class StageLevels:
     def besides_of(self, needs: Sequence[int]) -> tuple[int, ...]:
         """Return the bytes that devices need besides points, if they need so many in all with default storage."""
         return tuple(n - size for n, size in zip(needs, self._bytes(self._default), strict=True))
+
+    @cached_property
+    def ways(self) -> Ways:
+        """By stage the bytes that its device needs and the seconds that are added, for some ways to store."""
+        ways = []
+        for share in WAYS:
+            rooms = [x.default.bytes - share * (x.default.bytes - x.smallest.bytes) for x in self.fronts]
+            points = [x.within(room, exact=False) or x.smallest for x, room in zip(self.fronts, rooms, strict=True)]
+            needs = [*map(sum, zip(self.besides, self._bytes(points), strict=True))]
+            rows = zip(self.program.stage_numbers, points, self.fronts, strict=True)
+            ways.append([(needs[self.program.device(s)], x.seconds - front.default.seconds) for s, x, front in rows])
+        return ways
 
     def _within(self, room: float, *, exact: bool = True) -> tuple[Point, ...]:
         """Return the fastest point of each stage within a room of every device, or else the smallest.
